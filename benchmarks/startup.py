@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 IMPORTS = """
-import lightrl.cli, lightrl.checkpoints.guard
+import lightrl.cli, lightrl.checkpoints.run_folder
 import lightrl.algorithms, lightrl.callbacks, lightrl.data, lightrl.engines, lightrl.environments, lightrl.objectives
 import lightrl.rewards, lightrl.rollout, lightning.pytorch.cli, jsonargparse
 [getattr(lightrl.engines, name) for name in lightrl.engines.__all__]

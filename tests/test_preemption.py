@@ -154,7 +154,7 @@ class Second(Callback):
         self.arguments = arguments
 
     def on_validation_batch_start(self, *args: Any) -> None:
-        with pytest.raises(ValueError, match="validate' is in use by another run of this process"):
+        with pytest.raises(ValueError, match="validate' is in use by process"):
             run(self.arguments)
 
 

@@ -199,7 +199,9 @@ def test_a_quickstart_is_refused_while_another_one_is_alive_there(
 def test_a_quickstart_leaves_the_folder_of_a_step_that_runs_by_hand(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code = "import time; from lightrl.checkpoints.lock import FolderLock as F; held = F('outputs/quickstart/ppo'); "
+    code = (
+        "import time; from lightrl.checkpoints.run_folder import FolderLock as F; held = F('outputs/quickstart/ppo'); "
+    )
     code += "print('held', flush=True); time.sleep(500)"
     first = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     monkeypatch.setattr("lightrl.cli.project._run_step", lambda command: 0)

@@ -29,7 +29,7 @@ from lightrl.checkpoints.files import (
     same_data,
     verify,
 )
-from lightrl.checkpoints.lock import FolderLock
+from lightrl.checkpoints.run_folder import FolderLock
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -274,8 +274,8 @@ def test_a_folder_with_a_changed_or_missing_file_is_found(tmp_path: Path) -> Non
 
 
 HOLD = (
-    "import time; from lightrl.checkpoints.lock import FolderLock as F; held = F('run'); print('held', flush=True); "
-    "time.sleep(600)"
+    "import time; from lightrl.checkpoints.run_folder import FolderLock as F; held = F('run'); "
+    "print('held', flush=True); time.sleep(600)"
 )
 
 
@@ -301,7 +301,7 @@ def test_a_second_run_of_one_process_is_rejected_until_the_first_has_ended(tmp_p
     (tmp_path / "link").symlink_to("run")
     first = FolderLock(tmp_path / "run")
     for name in ("run", "link"):
-        with pytest.raises(ValueError, match=rf"{name}' is in use by another run of this process"):
+        with pytest.raises(ValueError, match=rf"{name}' is in use by process"):
             FolderLock(tmp_path / name)
     assert in_a_process(HOLD, tmp_path).wait() == 1, "the rejections did not release the first one's lock"
     first.release()

@@ -257,7 +257,8 @@ def _flat(value: Any, name: str) -> Iterator[tuple[str, str]]:
             if key not in NOT_COMPARED:
                 yield from _flat(inner, f"{name}.{key}".strip("."))
     elif isinstance(value, list) and any(isinstance(inner, Mapping | list) for inner in value):
-        yield name, f"{len(value)} entries"
+        classes = [str(each.get("class_path", "")).rpartition(".")[2] for each in value if isinstance(each, Mapping)]
+        yield name, f"[{', '.join(classes)}]" if any(classes) else f"{len(value)} entries"
         for number, inner in enumerate(value):
             yield from _flat(inner, f"{name}.{number}")
     else:

@@ -51,7 +51,7 @@ def atomic_write(path: str | Path, mode: Literal["w", "wb"] = "wb", *, checksum:
     """Opens a file that appears under its name, whole and on the disk, when the block ends; not at all if it raises.
 
     Args:
-        path: File. Missing folders are made, and an existing file is replaced.
+        path: File. Missing folders are created, and an existing file is replaced.
         mode: "wb" or "w" (UTF-8).
         checksum: Also write `PATH.sha256`, in the format of `sha256sum`, which `verify` reads.
 
@@ -156,7 +156,7 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
 def atomic_folder(path: str | Path) -> Iterator[Path]:
     """Yields a folder to fill, whose files appear in `path`, with a list of checksums, when the block ends.
 
-    A new folder appears as a whole. In an existing folder each file is replaced atomically and the list comes last, so
+    A new folder appears as a whole. In an existing one each file is replaced atomically and the list comes last, so
     that `verify` finds an interrupted replacement. Files that the list doesn't name stay.
     """
     path = Path(path).resolve()
@@ -218,14 +218,7 @@ def _swap(partial: Path, path: Path) -> None:
 
 
 def link(source: Path, target: Path) -> None:
-    """Makes `target` a second name of a written checkpoint, without a copy if the file system has hard links.
-
-    `target` is replaced atomically. A folder gets links of its files.
-
-    Args:
-        source: File with `SOURCE.sha256`, or a folder with its list of checksums.
-        target: New name, on the same file system.
-    """
+    """Makes `target` a second name of a checkpoint with checksums, atomically; a copy on file systems without links."""
     partial = _partial(target)
     try:
         with writing(target):
@@ -277,14 +270,9 @@ _WRITER = re.compile(rf"\..+\.(?P<host>[^.]+)\.(?P<pid>\d+){re.escape(PARTIAL)}"
 
 
 def clean_leftovers(folder: Path, *, other_hosts: bool = True) -> list[Path]:
-    """Removes incomplete files of crashed runs, and restores folders that were being replaced.
+    """Removes incomplete files of crashed runs, restores folders that were being replaced, and returns both.
 
-    Args:
-        folder: Folder whose lock the caller holds.
-        other_hosts: Also remove those of other hosts, such as earlier containers. No process of theirs may be alive.
-
-    Returns:
-        what was removed or restored.
+    The caller holds the folder's lock. `other_hosts` includes files of other hosts, such as earlier containers.
     """
     found = []
     for path in sorted(folder.glob(".*")):
@@ -416,15 +404,7 @@ def verify(path: str | Path) -> None:
 
 
 def require_written(folder: Path, what: str) -> None:
-    """Rejects an exported model whose files were changed, before it is read. Folders without a list pass.
-
-    Args:
-        folder: Model or adapter folder. A process verifies each version once.
-        what: Name of the argument, with its value.
-
-    Raises:
-        ValueError: A file was changed, or is missing.
-    """
+    """Raises a ValueError that names `what` if a file of an exported model was changed. Folders without a list pass."""
     if not (folder / MANIFEST).is_file():
         return
     files = ((path, path.stat()) for path in folder.rglob("*") if path.is_file())

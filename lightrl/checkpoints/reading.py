@@ -58,9 +58,6 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
 
     ZeRO checkpoints hold pickled objects of DeepSpeed, so they need the package and must come from a trusted source.
 
-    Args:
-        path: File or folder.
-
     Raises:
         ValueError: The path is not a checkpoint, or an incomplete or damaged one.
     """

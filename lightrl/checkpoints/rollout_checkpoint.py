@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import signal
 import sys
 import threading
@@ -19,9 +18,16 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from lightrl.checkpoints.files import StorageError, has_checksums, link, remove, same_data
-from lightrl.checkpoints.guard import RunGuard
-from lightrl.checkpoints.last import LAST, PREVIOUS, checkpoints_in, last_of_runs, newest_whole, written_at
 from lightrl.checkpoints.plugin import first_nonfinite
+from lightrl.checkpoints.run_folder import (
+    LAST,
+    PREVIOUS,
+    RunGuard,
+    checkpoints_in,
+    last_of_runs,
+    newest_whole,
+    written_at,
+)
 from lightrl.compat.arguments import above, at_least
 from lightrl.compat.lightning import (
     SavingCheckpoint,
@@ -32,11 +38,8 @@ from lightrl.compat.lightning import (
     evaluation_pending,
     evaluations_come,
     flush_step_metrics,
-    logged_names,
     set_logged_step,
 )
-
-PACKAGES = {"lightrl", "lightning", "torch", "builtins", "abc", "typing"}
 
 
 class Preempted(KeyboardInterrupt):
@@ -47,23 +50,18 @@ class RolloutCheckpoint(SavingCheckpoint):
     """Saves every N rollouts, after evaluations, at the end, and when the run is interrupted.
 
     `last.ckpt` is written every N rollouts, whatever `monitor` is. Without `monitor` the newest `save_top_k`
-    checkpoints are kept as well. With the name of an evaluation metric, each evaluation is ranked. The file of a score
-    holds the weights that were evaluated, and the training state that belongs to them. `EvaluateFirst` ranks the
-    initial weights as rollout 0. With the name of a training metric, every Nth rollout is ranked by the value that was
-    logged with it. A reward is that of the completions sampled before the rollout's update.
+    checkpoints are kept as well. With an evaluation metric, each evaluation is ranked: the file of a score holds the
+    weights that were evaluated (`EvaluateFirst` ranks the initial ones as rollout 0). With a training metric, every Nth
+    rollout is ranked by its value. A reward is that of the completions sampled before the rollout's update.
 
-    `last.ckpt` is a hard link if the same state has another name. `last.ckpt.previous` is the state saved before it. It
-    is kept while no other checkpoint would survive damage to `last.ckpt`.
+    `last.ckpt` is a hard link if the same state has another name. `last.ckpt.previous` is the state saved before it,
+    kept while no other checkpoint would survive damage to `last.ckpt`.
 
     Ctrl-C, SIGTERM, or SIGUSR1 while a rollout is generated saves and ends at once. During an update, and always with
     several processes, it waits for that rollout's updates. A second Ctrl-C ends without a save. So `last.ckpt` always
-    lies between two rollouts, and resuming from it is exact: `lightrl fit --config x.yaml --ckpt_path last`. The exit
-    status is 1 after Ctrl-C and 75 (try again) after SIGTERM and SIGUSR1. If Lightning requeues SLURM jobs, these two
-    stay with it.
-
-    `--ckpt_path last` takes the newest whole checkpoint, and reports which it skipped and why. Weights that are not
-    finite end the run instead of being saved. A run saved before its evaluation ended evaluates when it is resumed.
-    With `accumulate_grad_batches` a save waits for the update that the batches are gathered for.
+    lies between two rollouts, and resuming from it is exact: `lightrl fit --config x.yaml --ckpt_path last`, which
+    takes the newest whole checkpoint. The exit status is 1 after Ctrl-C and 75 (try again) after SIGTERM and SIGUSR1,
+    unless Lightning requeues the SLURM job. Weights that are not finite end the run instead of being saved.
 
     Args:
         every_n_rollouts: Rollouts (supervised: batches) between two checkpoints, at least 1. None saves only when the
@@ -79,8 +77,8 @@ class RolloutCheckpoint(SavingCheckpoint):
         ranked_by: What logs `monitor`: "batch", "epoch", or "evaluation". None until it was logged.
 
     Raises:
-        ValueError: An interval is out of range. When training starts, or at the first evaluation: nothing logs
-            `monitor`.
+        ValueError: An interval is out of range, or nothing logs `monitor`: when training starts, at the first
+            evaluation, or at the end.
     """
 
     def __init__(
@@ -105,27 +103,20 @@ class RolloutCheckpoint(SavingCheckpoint):
             save_on_train_epoch_end=False,
             enable_version_counter=False,
         )
+        name = "RolloutCheckpoint"
         self.save_top_k = save_top_k
-        self.every_n_rollouts = at_least(
-            "RolloutCheckpoint.every_n_rollouts", every_n_rollouts, 1, or_none="for interruptions only"
-        )
-        self.save_every_minutes = above(
-            "RolloutCheckpoint.save_every_minutes", save_every_minutes, or_none="for none by time"
-        )
+        self.every_n_rollouts = at_least(f"{name}.every_n_rollouts", every_n_rollouts, 1, or_none="for interruptions")
+        self.save_every_minutes = above(f"{name}.save_every_minutes", save_every_minutes, or_none="for never")
         self._saved_at = time.monotonic()
         self._saved_rollouts = 0
-        self._updating = False
-        self._save_due = False
-        self._evaluation_due = False
+        self._updating = self._save_due = self._evaluation_due = self._stop_requested = self._preempted = False
         self._evaluations_come = True
-        self._stop_requested = False
-        self._preempted = False
         self._cursor: int | None = None
         self._trainer: Trainer | None = None
         self._previous_handlers: dict[int, Any] = {}
         self._seen: Any = None  # the monitored value before the batch or evaluation that may log it again
-        self.ranked_by: str | None = None
         self._before_training: Any = None  # its value in an evaluation before training
+        self.ranked_by: str | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Finds the folder; locks the run's folders."""
@@ -139,12 +130,12 @@ class RolloutCheckpoint(SavingCheckpoint):
         return {**super().state_dict(), "ranked_by": self.ranked_by}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the ranking of the checkpoints that are still there, or were moved to this run's folder."""
+        """Restores the ranking of the checkpoints that still exist, or were moved to this run's folder."""
         self.ranked_by = state_dict.get("ranked_by")
         ranking = {}
         for path, score in state_dict["best_k_models"].items():
-            moved = Path(str(self.dirpath)) / Path(path).name
-            there = next((each for each in (path, str(moved)) if "://" in each or Path(each).exists()), None)
+            moved = str(Path(str(self.dirpath)) / Path(path).name)
+            there = next((each for each in (path, moved) if "://" in each or Path(each).exists()), None)
             if there is not None:
                 ranking[there] = score
         self._set_ranking(ranking)
@@ -172,10 +163,12 @@ class RolloutCheckpoint(SavingCheckpoint):
             found = last_of_runs(trainer, folder)
         return newest_whole(found | {other for path in found for other in checkpoints_in(path.parent)})
 
+    # ---- when it saves -----------------------------------------------------------------------------------------
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Installs handlers of Ctrl-C and SIGTERM; saves the initial weights if they were evaluated."""
         self._trainer, self._cursor = trainer, _prompt_cursor(trainer)
-        self._updating = self._stop_requested = self._preempted = self._save_due = self._evaluation_due = False
+        self._updating = self._stop_requested = self._preempted = self._save_due = False
         self._saved_at = time.monotonic()
         loop = trainer.fit_loop
         self._evaluation_due = loop.epoch_loop.val_loop.restarted_mid_evaluation  # it begins with this evaluation
@@ -189,7 +182,9 @@ class RolloutCheckpoint(SavingCheckpoint):
                 self._previous_handlers[signum] = signal.signal(signum, self._on_interrupt)
         self._saved_rollouts = self._rollouts(trainer)
         self._evaluations_come = evaluations_come(trainer)
-        self._require_monitor(trainer, started=False)
+        own = type(pl_module).__module__.startswith("lightrl.")  # a user's module may log any name in training
+        if own and (self.monitor or "").startswith("eval/") and not self._evaluations_come:
+            self._require_monitor(trainer)
         score, self._before_training, self._seen = self._before_training, None, None
         if score is not None:
             self.ranked_by = "evaluation"
@@ -236,8 +231,6 @@ class RolloutCheckpoint(SavingCheckpoint):
             self._save_due = False
             with self._evaluation_due_kept(trainer):
                 self._save(trainer, score)
-            if not self._evaluations_come:
-                self._require_monitor(trainer)
         # With several processes all stop, or none: the next update would wait for the missing ones.
         if trainer.strategy.reduce_boolean_decision(self._stop_requested, all=False):
             self._stop_requested = True
@@ -256,23 +249,22 @@ class RolloutCheckpoint(SavingCheckpoint):
         if trainer.state.fn != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         self._evaluation_due = False
-        if self.monitor is None:
-            return
-        score = self._new_score(trainer, "evaluation")
+        score = None if self.monitor is None else self._new_score(trainer, "evaluation")
         if trainer.sanity_checking:
             if score is not None and trainer.num_sanity_val_batches == trainer.num_val_batches:
                 self._before_training = score  # saved when training begins, with the generators' states of then
-        elif score is None:
-            self._require_monitor(trainer)
-        else:
+        elif score is not None:
             self._save(trainer, score, last=not accumulates(trainer))
+        elif (self.monitor or "").startswith("eval/"):
+            self._require_monitor(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Ranks by a training metric that is known at the end of an epoch only."""
         score = self._new_score(trainer, "epoch")
         if score is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._save(trainer, score)
-        self._require_monitor(trainer, epoch_ended=True)
+        if self.monitor is not None and not self._evaluations_come:
+            self._require_monitor(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Saves `last.ckpt` if the weights lie between two rollouts; reports how to resume."""
@@ -295,7 +287,7 @@ class RolloutCheckpoint(SavingCheckpoint):
             try:
                 with self._evaluation_due_kept(trainer):
                     self._save(trainer)
-            except StorageError as error:  # what ends the run is told by others
+            except StorageError as error:  # the error that ends the run is reported by others
                 rank_zero_info(f"Not saved: {error}")
         newest = self._newest(trainer)
         rank_zero_info(f"Resume with: --ckpt_path {newest}" if newest else "This run has saved no checkpoint yet.")
@@ -305,8 +297,8 @@ class RolloutCheckpoint(SavingCheckpoint):
         self._restore_handlers()
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        by_itself = self.every_n_rollouts is not None or self.save_every_minutes is not None
-        if by_itself and self._rollouts(trainer) > self._saved_rollouts:
+        periodic = self.every_n_rollouts is not None or self.save_every_minutes is not None
+        if periodic and self._rollouts(trainer) > self._saved_rollouts:
             self._save(trainer, self._new_score(trainer, "batch"))
 
     # ---- which checkpoints are kept ------------------------------------------------------------------------------
@@ -339,14 +331,7 @@ class RolloutCheckpoint(SavingCheckpoint):
     def _save(self, trainer: Trainer, score: Any = None, *, last: bool = True) -> None:
         """Saves `last.ckpt`, and with a score that ranks among the best also the rollout's own file. Collective.
 
-        Args:
-            trainer: The run to save.
-            score: Rank of the weights. Defaults to none.
-            last: Whether the state may become `last.ckpt`.
-
-        Raises:
-            ValueError: Weights are not finite.
-            StorageError: The disk is full, or the like. The checkpoints of before stay, and are what this object knows.
+        If it fails, earlier checkpoints stay, and are what this object knows.
         """
         self._require_finite(trainer)
         before = (self.best_k_models, self.current_score, self.last_model_path)
@@ -371,13 +356,9 @@ class RolloutCheckpoint(SavingCheckpoint):
 
     def _rank(self, trainer: Trainer, score: Tensor) -> tuple[str | None, list[str]]:
         """The file to write, None if the score is not among the best, and those that fall out of the ranking."""
-        metrics: dict[str, Any] = {
-            **trainer.callback_metrics,
-            "epoch": trainer.current_epoch,
-            "step": trainer.global_step,
-        }
-        metrics |= {"rollout": self._rollouts(trainer), **({self.monitor: score} if self.monitor else {})}
-        path = self.format_checkpoint_name(metrics)
+        known = {"epoch": trainer.current_epoch, "step": trainer.global_step, "rollout": self._rollouts(trainer)}
+        metrics: dict[str, Any] = {**trainer.callback_metrics, **known}
+        path = self.format_checkpoint_name(metrics | ({self.monitor: score} if self.monitor else {}))
         if bool(score.isnan()):
             score = torch.tensor(float("inf" if self.mode == "min" else "-inf"))
         ranking, k = self.best_k_models, self.save_top_k
@@ -406,7 +387,7 @@ class RolloutCheckpoint(SavingCheckpoint):
             self.kth_value = ordered[-1][1]
 
     def _write_last(self, trainer: Trainer, path: str | None) -> None:
-        """`last.ckpt`, as a link to what was written as `path` a moment ago, if that is possible."""
+        """`last.ckpt`, as a link to what was just written as `path`, if that is possible."""
         last, linked = Path(self.last_model_path), False
         if "://" not in self.last_model_path:
             with _told_to_all(trainer):
@@ -450,32 +431,16 @@ class RolloutCheckpoint(SavingCheckpoint):
                 f"{f'Resume from {newest}' if newest else 'Start over'} with a lower learning rate or max_grad_norm."
             )
 
-    def _require_monitor(self, trainer: Trainer, *, started: bool = True, epoch_ended: bool = False) -> None:
-        """Raises a ValueError if it is known by now that nothing logs `monitor`."""
-        name = self.monitor
-        if name is None or self.save_top_k == 0 or self.ranked_by or self._before_training is not None:
+    def _require_monitor(self, trainer: Trainer) -> None:
+        """Raises a ValueError if `monitor` is not among the logged metrics."""
+        if self.save_top_k == 0 or self.ranked_by or self._before_training is not None:
             return
-        known = trainer.callback_metrics.keys() | logged_names(trainer)
-        if name in known or name in {f"{each}_epoch" for each in known}:
-            return
-        parts = [trainer.lightning_module, *trainer.callbacks]  # type: ignore[attr-defined]
-        if not started:
-            foreign = "/" not in name and not name.startswith("lr-")  # LightRL's names have groups
-            wrong = foreign or (name.startswith(("eval/", "val/")) and not self._evaluations_come)
-            wrong = wrong and not any(_may_log(part) for part in parts)
-        elif epoch_ended:
-            wrong = not self._evaluations_come
-        else:
-            wrong = not any(_of_user(part, "on_train_epoch_end") for part in parts)
-        if wrong:
-            why = (
-                ""
-                if self._evaluations_come
-                else " and this run has no evaluation (evaluation.prompts, validation rows)"
-            )
+        known = trainer.callback_metrics.keys()
+        if self.monitor not in known:
+            why = "" if self._evaluations_come else " and this run has no evaluation"
             raise ValueError(
-                f"RolloutCheckpoint.monitor={name!r}: nothing logs this metric{why}. "
-                "Monitor a metric that is logged, or leave monitor out to keep the newest checkpoints."
+                f"RolloutCheckpoint.monitor={self.monitor!r}: nothing logs this metric{why}. Monitor one of "
+                f"{sorted(known)}, or leave monitor out to keep the newest."
             )
 
     def _evaluation_due_kept(self, trainer: Trainer) -> contextlib.AbstractContextManager[None]:
@@ -511,24 +476,6 @@ def _nonfinite(trainer: Trainer) -> str | None:
     """What is not finite in this rank's trained parameters, or NaN in the optimizer's state."""
     trained = {name: p.detach() for name, p in trainer.lightning_module.named_parameters() if p.requires_grad}
     return first_nonfinite(trained, [optimizer.state for optimizer in trainer.optimizers])
-
-
-def _may_log(part: Any) -> bool:
-    """Whether the user's part of a module or callback logs metrics, or its source is unknown."""
-    return any(_logs(cls) for cls in type(part).__mro__ if cls.__module__.partition(".")[0] not in PACKAGES)
-
-
-def _logs(cls: type) -> bool:
-    try:
-        source = inspect.getsource(cls)
-    except (OSError, TypeError):
-        return True
-    return any(each in source for each in ("log(", "log_dict(", "callback_metrics"))
-
-
-def _of_user(part: Any, hook: str) -> bool:
-    owner = next((cls for cls in type(part).__mro__ if hook in vars(cls)), object)
-    return owner.__module__.partition(".")[0] not in PACKAGES
 
 
 @contextlib.contextmanager

@@ -32,11 +32,9 @@ from lightrl.algorithms.run_record import versions
 from lightrl.algorithms.saving import SavesPretrained
 from lightrl.algorithms.schedule import LRSchedule
 from lightrl.callbacks import ThroughputMonitor
-from lightrl.checkpoints.guard import RunGuard
-from lightrl.checkpoints.last import take_whole_ones
-from lightrl.checkpoints.lock import LOCK
 from lightrl.checkpoints.redaction import plain_secrets, redact, redact_arguments, remember_secret, resolve_environment
 from lightrl.checkpoints.rollout_checkpoint import RolloutCheckpoint, preempt, preemptions
+from lightrl.checkpoints.run_folder import LOCK, RunGuard, take_whole_ones
 from lightrl.compat.jsonargparse import keep_lists, prefer_own_names, start_from_own_defaults
 from lightrl.compat.lightning import YamlCLI, begin_table
 from lightrl.data import PromptSource

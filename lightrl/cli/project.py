@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightrl.checkpoints.files import atomic_write, read_records
-from lightrl.checkpoints.lock import LOCK, FolderLock
+from lightrl.checkpoints.run_folder import LOCK, FolderLock
 from lightrl.cli import STEP_OF
 from lightrl.cli.config_files import SHIPPED
 

@@ -15,11 +15,11 @@ from torch import Tensor
 
 @contextmanager
 def whole_parameters() -> Iterator[None]:
-    """Modules that are made within keep whole parameters, so that what initialises them afterwards has an effect.
+    """Modules that are built within keep whole parameters, so that initializing them afterwards has an effect.
 
-    Under ZeRO-3 Lightning builds models inside `deepspeed.zero.Init`, which cuts a module's parameters up as soon as
-    its constructor returns: `nn.init.zeros_(head.bias)` would then write to an empty tensor, without an error.
-    DeepSpeed cuts up what it finds whole when training starts. Does nothing elsewhere.
+    Under ZeRO-3 Lightning builds models inside `deepspeed.zero.Init`, which partitions parameters as soon as a
+    constructor returns: `nn.init.zeros_(head.bias)` would then write to an empty tensor. DeepSpeed partitions whole
+    parameters when training starts. Does nothing elsewhere.
     """
     if "deepspeed" not in sys.modules:
         yield
@@ -34,7 +34,7 @@ def whole_parameters() -> Iterator[None]:
 
 
 def is_partitioned(parameter: Any) -> bool:
-    """Whether ZeRO-3 has cut the parameter up."""
+    """Whether ZeRO-3 has partitioned the parameter."""
     return hasattr(parameter, "ds_id")
 
 
@@ -52,23 +52,17 @@ def local_part(parameter: Any) -> Tensor:
 
 
 def begin_backward(engine: Any, *, last: bool) -> None:
-    """Before each of several backwards whose gradients ZeRO-2 or 3 reduces at once and adds to those before.
+    """Prepares one of several backward passes whose gradients ZeRO-2 or 3 reduces and adds up.
 
-    What DeepSpeed does in its own forward, of which a training step that calls models by themselves has one only.
-
-    Args:
-        engine: DeepSpeed's.
-        last: whether the optimizer steps after this one.
+    DeepSpeed does this in its own forward, which a training step that calls the models itself has once only. `last`:
+    the optimizer steps after this one.
     """
     engine.optimizer.clear_backward_seen_flag()
     engine.set_gradient_accumulation_boundary(last)
 
 
 def discard_reduced_gradients(optimizer: Any) -> None:
-    """Forgets what a ZeRO optimizer has reduced already, and would add the next gradients to.
-
-    Lightning's `zero_grad` works on attributes of its wrapper, so that the optimizer's own count of backwards stays.
-    """
+    """Forgets the gradients that a ZeRO optimizer has reduced; `zero_grad` of Lightning's wrapper keeps them."""
     optimizer.zero_grad()
     optimizer.micro_step_id = 0 if hasattr(optimizer, "fp16_groups") else -1  # of ZeRO-3, and of ZeRO-1 and 2
     for name in ("averaged_gradients", "all_grad_tensors"):

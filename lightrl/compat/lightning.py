@@ -19,32 +19,32 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 
 
 def run_seed() -> int:
-    """What `seed_everything` was given; 0 where it was not called."""
+    """The seed of `seed_everything`; 0 without one."""
     return int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
 
 class YamlCLI(LightningCLI):
-    """`LightningCLI`, but on resume a checkpoint's hyperparameters do not override what YAML says."""
+    """`LightningCLI`, but on resume a checkpoint's hyperparameters do not override the YAML."""
 
     def _parse_ckpt_path(self) -> None:
         """Lightning would merge the checkpoint's hyperparameters over the given YAML; here YAML is what counts."""
 
     def record_hyperparameters(self) -> None:
-        """Takes `config` as what checkpoints and loggers call hyperparameters."""
+        """Uses `config` as the hyperparameters of checkpoints and loggers."""
         self._dump_config()
 
 
 class _KeptTable(ExperimentWriter):
-    """Of a `CSVLogger`: leaves the `metrics.csv` of an earlier run alone until the run of `trainer` logs its first row.
+    """Writer of a `CSVLogger` that keeps the `metrics.csv` of an earlier run until the run of `trainer` logs a row.
 
-    Lightning deletes it when the logger begins. Here a resumed run goes on in it, and another one replaces it.
+    Lightning deletes it when the logger begins. Here a resumed run continues it, and another one replaces it.
     """
 
     trainer: Trainer
     _begun = False
 
     def _check_log_dir_exists(self) -> None:
-        """Where Lightning deletes."""
+        """Lightning deletes the file here."""
 
     def log_metrics(self, metrics_dict: dict[str, float], step: int | None = None) -> None:
         if not self._begun:
@@ -63,7 +63,7 @@ class _KeptTable(ExperimentWriter):
                 self.metrics_keys = next(csv.reader(file), [])
 
     def _rewrite_with_new_header(self, fieldnames: list[str]) -> None:
-        """Lightning's empties the file first, and loses it where the disk is full or the run is killed."""
+        """Lightning's empties the file first, and loses it if the disk is full or the run is killed."""
         if "://" in self.metrics_file_path:
             super()._rewrite_with_new_header(fieldnames)
             return
@@ -81,20 +81,11 @@ class _KeptTable(ExperimentWriter):
 
 
 def begin_table(logger: CSVLogger, trainer: Trainer) -> None:
-    """Begins a logger of rank 0, and leaves its `metrics.csv` to the first row that it is given.
-
-    Where the trainer goes on from a checkpoint by then, the row is added to those of before; else it is the first. A
-    logger that has begun otherwise is left alone.
-    """
+    """Begins a logger of rank 0. Its first row is appended to `metrics.csv` on resume, and replaces it otherwise."""
     if logger._experiment is None:
         logger._experiment = _KeptTable(logger.log_dir)
     if isinstance(logger._experiment, _KeptTable):
         logger._experiment.trainer = trainer
-
-
-def is_compiled(module: Any) -> bool:
-    """Whether the trainer was given `torch.compile(module)`, which it has taken apart by now."""
-    return module._compiler_ctx is not None
 
 
 class SavingCheckpoint(ModelCheckpoint):
@@ -155,20 +146,15 @@ def load_distributed_checkpoint(folder: Path) -> dict[str, Any]:
 
 
 def set_logged_step(trainer: Any, step: int) -> None:
-    """The step under which loggers get the next metrics: Lightning counts one too many when a run goes on."""
+    """Sets the step of the next logged metrics: Lightning counts one too many when a run is resumed."""
     trainer.fit_loop.epoch_loop._batches_that_stepped = step
 
 
-def logged_names(trainer: Any) -> set[str]:
-    """Names of the metrics that training has logged, including those whose value is known at the end of the epoch."""
-    return {result.meta.name for result in trainer.fit_loop.epoch_loop._results.values()}
-
-
 def count_updates(trainer: Any) -> float:
-    """Updates of the run, infinite where it has no end.
+    """Updates of the run, infinite if it has no end.
 
-    Lightning makes the training data ready to count, once, before it reads a checkpoint, and would begin a resumed run
-    with the first rows. So it makes them ready once more.
+    To count, Lightning sets up the training data before it reads a checkpoint, and would begin a resumed run with the
+    first rows. Here it sets them up once more.
     """
     updates: float = trainer.estimated_stepping_batches
     trainer.fit_loop._combined_loader = None
@@ -176,7 +162,7 @@ def count_updates(trainer: Any) -> float:
 
 
 def accumulates(trainer: Any) -> bool:
-    """Whether the optimizer's step is still to come for the last batch's gradients."""
+    """Whether the last batch's gradients still wait for the optimizer's step."""
     return trainer.fit_loop.epoch_loop._should_accumulate()
 
 
@@ -186,7 +172,7 @@ def ended_in_batch(trainer: Any) -> bool:
 
 
 def evaluations_come(trainer: Any) -> bool:
-    """When training starts: whether this fit will evaluate, as far as its data and intervals tell."""
+    """When training starts: whether this fit will evaluate, according to its data and intervals."""
     epochs, every = trainer.max_epochs, trainer.check_val_every_n_epoch
     if not trainer.enable_validation:
         return False
@@ -205,9 +191,9 @@ def evaluation_follows(trainer: Any) -> bool:
 
 @contextlib.contextmanager
 def evaluation_pending(trainer: Any) -> Iterator[None]:
-    """A run that goes on from what is saved meanwhile begins with the whole evaluation after the last batch.
+    """A run resumed from what is saved within it begins with the whole evaluation after the last batch.
 
-    Lightning finishes an evaluation whose batch had begun; so it looks like one whose first batch had.
+    Lightning finishes an evaluation whose batch had begun, so the saved state looks like one whose first batch had.
     """
     loop = trainer.fit_loop.epoch_loop
     trained, evaluated = loop.batch_progress, loop.val_loop.batch_progress
@@ -225,7 +211,7 @@ def evaluation_pending(trainer: Any) -> Iterator[None]:
 
 
 def begin_evaluation(trainer: Any) -> None:
-    """Forgets the batch that had begun, which Lightning would count for ever."""
+    """Forgets the batch that had begun, which Lightning would keep counting."""
     trainer.fit_loop.epoch_loop.val_loop.batch_progress.total.reset_on_restart()
 
 
@@ -238,5 +224,5 @@ def forget_step_metrics(trainer: Any, names: Collection[str]) -> None:
 
 
 def flush_step_metrics(trainer: Any) -> None:
-    """Hands this step's metrics to the loggers now; Lightning does so only after `on_train_batch_end`."""
+    """Logs this step's metrics now; Lightning does so after `on_train_batch_end`."""
     trainer._logger_connector.update_train_step_metrics()

@@ -30,8 +30,8 @@ from lightrl.callbacks import (
     WeightSync,
 )
 from lightrl.checkpoints.files import StorageError, verify
-from lightrl.checkpoints.guard import RUN, RunGuard, is_of_another_run
 from lightrl.checkpoints.rollout_checkpoint import Preempted
+from lightrl.checkpoints.run_folder import RUN, RunGuard, is_of_another_run
 from lightrl.data.prompts import PromptSource
 from lightrl.data.sft import SFTDataModule, SFTSource
 from lightrl.models.spec import ModelSpec
@@ -246,7 +246,7 @@ def test_lightnings_own_checkpoints_are_checked_too(model: str, tmp_path: Path) 
 def test_a_second_run_with_the_same_checkpoints_is_refused(model: str, tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoints")
     code = (
-        f"import time; from lightrl.checkpoints.lock import FolderLock as F; held = F({folder!r}); "
+        f"import time; from lightrl.checkpoints.run_folder import FolderLock as F; held = F({folder!r}); "
         "print('held', flush=True); time.sleep(600)"
     )
     first = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
@@ -272,7 +272,7 @@ class Within(Callback):
 def test_two_runs_of_one_process_in_one_folder(model: str, tmp_path: Path) -> None:
     """Beside one another: refused. One after the other: also after an error, whose traceback holds the first."""
     (tmp_path / "link").symlink_to(tmp_path)
-    with pytest.raises(ValueError, match="in use by another run of this process") as held:
+    with pytest.raises(ValueError, match="in use by process") as held:
         fit(tmp_path, model, saving(tmp_path), Within(lambda: fit(tmp_path, model, saving(tmp_path / "link"))))
     for _ in range(2):
         fit(tmp_path, model, saving(tmp_path))

@@ -34,7 +34,7 @@ import lightrl.callbacks
 import lightrl.engines
 import lightrl.rewards
 from lightrl import PPOLightningModule, PromptSource, RolloutDataModule, SamplingParams, cli
-from lightrl.checkpoints.guard import RunGuard
+from lightrl.checkpoints.run_folder import RunGuard
 from lightrl.engines import ServerEngine, TransformersEngine, VLLMEngine
 from lightrl.rewards.server.serve import serve_reward
 from tests.engines.sglang_server import SGLangServer

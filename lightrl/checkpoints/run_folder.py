@@ -1,0 +1,283 @@
+"""A run's folders: one run at a time, its checkpoints apart from those of earlier runs, and which is the newest."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import json
+import os
+import pickle
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from lightrl.checkpoints.files import atomic_write, clean_leftovers, has_checksums, verify, writing
+from lightrl.checkpoints.plugin import CheckedCheckpointIO
+from lightrl.checkpoints.reading import checkpoint_kind, read_header
+from lightrl.checkpoints.redaction import redact_text
+from lightrl.compat.lightning import SavingCheckpoint, choose_last
+
+LOCK = ".lightrl.lock"
+"""File in a folder that names the run that holds it."""
+RUN = ".lightrl.run"
+"""File next to checkpoints: the ID of the run that last started there without resuming."""
+RECORD = "lightrl_run"
+LAST = f"{ModelCheckpoint.CHECKPOINT_NAME_LAST}{ModelCheckpoint.FILE_EXTENSION}"
+PREVIOUS = ".previous"
+WEIGHTS_ONLY = "it holds weights only"
+
+
+class FolderLock:
+    """Holds a folder for one run. The system releases the lock when the process ends.
+
+    Args:
+        folder: Created if missing.
+
+    Attributes:
+        sure: The file system has locks, so no run of another host is in the folder.
+
+    Raises:
+        ValueError: Another run holds the folder; the message names its process.
+        StorageError: The folder is read-only.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        path = Path(folder) / LOCK
+        self.sure = True
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.seek(0)
+            holder = self._file.read().strip() or "another process"
+            self._file.close()
+            raise ValueError(
+                f"{str(path.parent)!r} is in use by {holder}: two runs in one folder would mix their metrics and "
+                "checkpoints. Wait for that run, end it, or use another folder (--run_dir, dirpath, the logger's name)."
+            ) from None
+        except OSError as error:
+            self.sure = False
+            print(f"Cannot lock {folder} ({error}). Make sure that no other run writes there.", file=sys.stderr)
+        self._file.truncate(0)
+        command = json.dumps(redact_text(" ".join(sys.argv)))
+        self._file.write(f"process {os.getpid()} on {socket.gethostname()} ({command})\n")
+        self._file.flush()
+
+    def release(self) -> None:
+        """Lets go. The file stays, empty: another process may be about to lock it."""
+        if not self._file.closed:
+            self._file.truncate(0)
+            self._file.close()
+
+
+class RunGuard(Callback):
+    """Locks the folders that a run writes to, and installs `CheckedCheckpointIO`.
+
+    The command line adds it to every run, `RolloutCheckpoint` otherwise. A run that starts next to checkpoints of an
+    earlier run marks the folder, so that `--ckpt_path last` skips those.
+    """
+
+    def __init__(self) -> None:
+        self._locks: dict[Path, FolderLock] = {}
+        self._run = ""
+
+    def hold(self, folder: str | Path) -> None:
+        """Locks a folder until the run ends, and removes incomplete files of crashed runs.
+
+        Raises:
+            ValueError: Another run holds it.
+        """
+        path = Path(folder).resolve()  # two names of one folder are one lock
+        if path in self._locks:
+            return
+        lock = self._locks[path] = FolderLock(path)
+        cleaned = clean_leftovers(path, other_hosts=lock.sure)
+        if cleaned:
+            rank_zero_info(f"Removed incomplete files from a crashed run: {', '.join(map(str, cleaned))}")
+
+    def release(self) -> None:
+        """Releases all folders."""
+        while self._locks:
+            self._locks.popitem()[1].release()
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Installs the checkpoint plugin and locks the logger's folder."""
+        if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+            trainer.strategy.checkpoint_io = CheckedCheckpointIO()
+        self._run = trainer.strategy.broadcast(secrets.token_hex(8))
+        folder = trainer.log_dir  # every rank asks, because Lightning answers with rank 0's
+        if trainer.loggers and folder is not None:
+            self._hold_for(trainer, folder)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Locks the checkpoints' folders."""
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
+                self._hold_for(trainer, callback.dirpath)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Marks folders that hold checkpoints of other runs."""
+        for folder in self._locks:
+            resumed_here = trainer.ckpt_path is not None and Path(trainer.ckpt_path).resolve().parent == folder
+            if (folder / RUN).is_file() or (not resumed_here and any(folder.glob("*.ckpt"))):
+                with atomic_write(folder / RUN, "w") as file:
+                    file.write(self._run)
+
+    def _hold_for(self, trainer: Trainer, folder: str | Path) -> None:
+        if trainer.is_global_zero and not trainer.fast_dev_run and "://" not in str(folder):  # type: ignore[attr-defined]
+            self.hold(folder)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Adds the run's ID."""
+        checkpoint[RECORD] = {"run": self._run}
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """A resumed run keeps the ID of its checkpoint."""
+        self._run = _run_of(checkpoint) or self._run
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Releases the folders if nothing saves later, and ends launched ranks at exit. Lightning would leave them."""
+        if not trainer.checkpoint_callbacks:
+            self.release()
+        launcher = trainer.strategy.launcher
+        if trainer.world_size > 1 and launcher is not None and isinstance(exception, Exception):
+            atexit.register(launcher.kill, signal.SIGKILL)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Releases the folders."""
+        self.release()
+
+
+def is_of_another_run(path: Path) -> bool:
+    """Whether a checkpoint was written by a run before the one that last started in its folder."""
+    mark = path.parent / RUN
+    if not mark.is_file():
+        return False
+    with contextlib.suppress(Exception):  # unpickling raises nearly anything
+        return _run_of(read_header(path)) != mark.read_text()
+    return True
+
+
+def _run_of(checkpoint: Mapping[str, Any]) -> str:
+    record = checkpoint.get(RECORD)
+    return str(record.get("run", "")) if isinstance(record, Mapping) else ""
+
+
+# ---- the newest whole checkpoint -------------------------------------------------------------------------------------
+
+
+def checkpoints_in(folder: Path) -> set[Path]:
+    """The checkpoints in a folder."""
+    return {*folder.glob("*.ckpt"), *folder.glob(f"*.ckpt{PREVIOUS}")}
+
+
+def newest_whole(found: set[Path]) -> set[str]:
+    """The newest of these checkpoints that is whole, in a set; an empty set if there are none.
+
+    The newest is the one whose file is newest, unless `last.ckpt` has come as far: clocks can be set back.
+
+    Raises:
+        ValueError: None is whole, or none is of the run that last started in the folder.
+    """
+    skipped: dict[Path, str] = {}
+    for path in sorted(found, key=written_at, reverse=True):
+        damage = _damage(path)
+        if damage is None:
+            last = path.with_name(LAST)
+            if last in found and path.is_file() and _damage(last) is None and _step(last) >= _step(path):
+                path = last
+            if skipped:
+                rank_zero_warn(f"ckpt_path=last resumes from {path}, and skips {_listed(skipped)}.")
+            return {str(path)}
+        skipped[path] = damage
+    if not skipped:
+        return set()
+    usable = [path for path, why in skipped.items() if why == WEIGHTS_ONLY]
+    if usable:  # enough for an evaluation; training raises
+        return {str(usable[0])}
+    raise ValueError(
+        f"ckpt_path=last: no checkpoint is whole ({_listed(skipped)}). Pass the path of one to resume from it, or "
+        "leave ckpt_path out to start over."
+    )
+
+
+def _listed(skipped: Mapping[Path, str]) -> str:
+    return "; ".join(f"{path}: {why}" for path, why in skipped.items())
+
+
+def last_of_runs(trainer: Trainer, folder: Path) -> set[Path]:
+    """Checkpoints of the newest run under a logger's name that started with this run's settings.
+
+    Raises:
+        ValueError: All runs there have other settings.
+    """
+    other: list[str] = []
+    for path in sorted(folder.glob(f"*/checkpoints/{LAST}"), key=written_at, reverse=True):
+        theirs: Any = {}
+        with contextlib.suppress(Exception):  # damaged, or another module's
+            theirs = read_header(path)["lightrl"]["settings"]
+        own: dict[str, Any] = getattr(trainer.lightning_module, "run_settings", dict)()
+        differing = [f"{name}={theirs[name]}" for name in own if name in theirs and theirs[name] != own[name]]
+        if not differing:
+            return checkpoints_in(path.parent)
+        other.append(f"{path.parent.parent} has {', '.join(differing)}")
+    if other:
+        raise ValueError(
+            f"ckpt_path=last: the runs in {folder} have other settings ({'; '.join(sorted(other))}). Pass the path of "
+            "a checkpoint to resume from it, or leave ckpt_path out to start over."
+        )
+    return set()
+
+
+def take_whole_ones(trainer: Trainer) -> None:
+    """Makes `--ckpt_path last` skip damaged files with Lightning's `ModelCheckpoint` as well."""
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint) and not isinstance(callback, SavingCheckpoint):
+            choose_last(callback, _newest_of_folders)
+
+
+def _newest_of_folders(found: set[str]) -> set[str]:
+    if any("://" in path for path in found):
+        return found
+    return newest_whole({other for path in found for other in checkpoints_in(Path(path).parent)})
+
+
+def written_at(path: Path) -> int:
+    """When a file was written, in ns; of a broken link, the link."""
+    return path.stat(follow_symlinks=path.exists()).st_mtime_ns
+
+
+def _step(path: Path) -> int:
+    with contextlib.suppress(Exception):  # pickled objects
+        return int(read_header(path)["global_step"])
+    return 0
+
+
+def _damage(path: Path) -> str | None:
+    """Why a run can't resume from a file or folder; None if it can."""
+    try:
+        checkpoint_kind(path)
+        verify(path)
+        header = read_header(path)
+        if path.is_file() and not header.keys() >= {"loops", "optimizer_states"}:
+            return WEIGHTS_ONLY if "state_dict" in header else "it is not a checkpoint of Lightning"
+    except ValueError as error:
+        return str(error)
+    except pickle.UnpicklingError:  # objects of the user's classes, which only this run's own files may hold
+        if not has_checksums(path):
+            return "it holds pickled objects, and has no checksum"
+    except Exception as error:  # unpickling raises nearly anything
+        return f"it cannot be read ({type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]})"
+    return "an earlier run in the folder wrote it" if is_of_another_run(path) else None
