@@ -1,7 +1,4 @@
-"""LightRL: reinforcement fine-tuning of language models as an ordinary Lightning job.
-
-The names below are loaded when they are first asked for, so that `import lightrl` costs nothing.
-"""
+"""LightRL: reinforcement learning for LLMs and VLMs, built on PyTorch Lightning. Names are imported when used."""
 
 from __future__ import annotations
 

@@ -203,26 +203,20 @@ def test_a_resumed_run_goes_on_in_its_table_and_an_evaluation_leaves_the_run_as_
     assert all((tmp_path / "run" / "validate" / name).is_file() for name in left)
 
 
-@pytest.mark.parametrize(
-    "mistake",
-    [
-        "--model.init_args.actor=/nonexistent/m",
-        "--data.init_args.rewards=[nowhere]",
-        "--model.init_args.updates.minibatch_size=7",
-    ],
-)
 def test_a_run_that_does_not_begin_leaves_what_the_run_before_logged(
-    mistake: str, write: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    write: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     samples = {"class_path": "CompletionLogger", "init_args": {"every_n_rollouts": 1, "terminal": False}}
     config = write(trainer={"logger": True, "callbacks": [samples]}, run_dir="run")
     main(["fit", "--config", config])
-    left = ("metrics.csv", "samples.jsonl")
-    before = [(tmp_path / "run" / name).read_bytes() for name in left]
-    refused(capsys, "--config", config, mistake)
-    assert [(tmp_path / "run" / name).read_bytes() for name in left] == before
+    left = [tmp_path / "run" / name for name in ("metrics.csv", "samples.jsonl")]
+    before = [path.read_bytes() for path in left]
+    mistakes = ("actor=/nonexistent/m", "updates.minibatch_size=7")
+    for mistake in (*(f"--model.init_args.{each}" for each in mistakes), "--data.init_args.rewards=[nowhere]"):
+        refused(capsys, "--config", config, mistake)
+        assert [path.read_bytes() for path in left] == before
     main(["fit", "--config", config])
-    assert [(tmp_path / "run" / name).read_bytes().count(b"\n") for name in left] == [b.count(b"\n") for b in before]
+    assert [path.read_bytes().count(b"\n") for path in left] == [content.count(b"\n") for content in before]
 
 
 def test_a_class_named_anew_starts_from_its_own_defaults(write: Callable[..., str], tmp_path: Path) -> None:
@@ -560,29 +554,29 @@ def test_a_secret_that_the_parser_quotes_is_not_shown(
     assert "problem" in said and "hunter2" not in said
 
 
-def test_an_interrupt_before_training_is_one_line(
-    write: Callable[..., str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("command", "place", "message"),
+    [
+        ("fit --config run.yaml", "lightrl.cli.run", "Interrupted before training began; nothing was saved.\n"),
+        ("doctor", "lightrl.cli.doctor.diagnose", "Interrupted.\n"),
+    ],
+)
+def test_an_interrupt_is_one_line(
+    command: str,
+    place: str,
+    message: str,
+    write: Callable[..., str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def interrupt(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lightrl.cli.run", interrupt)
+    write()
+    monkeypatch.setattr(place, interrupt)
     with pytest.raises(SystemExit) as stop:
-        main(["fit", "--config", write()])
-    assert stop.value.code == 130
-    assert capsys.readouterr().err == "Interrupted before training began; nothing was saved.\n"
-
-
-def test_an_interrupt_elsewhere_says_nothing_of_training(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupt(*args: Any, **kwargs: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("lightrl.cli.doctor.diagnose", interrupt)
-    with pytest.raises(SystemExit) as stop:
-        main(["doctor"])
-    assert (stop.value.code, capsys.readouterr().err) == (130, "Interrupted.\n")
+        main(command.split())
+    assert (stop.value.code, capsys.readouterr().err) == (130, message)
 
 
 @pytest.mark.parametrize(
@@ -710,9 +704,6 @@ def test_debug_shows_the_traceback(write: Callable[..., str], monkeypatch: pytes
         main(["fit", "--config", write(data={"group_size": 1})])
 
 
-# ---- the same in Python ------------------------------------------------------------------------------------------
-
-
 def test_a_reader_that_has_seen_enough_ends_a_listing_without_a_traceback() -> None:
     listing = subprocess.Popen(
         [sys.executable, "-m", "lightrl", "recipes"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -720,16 +711,6 @@ def test_a_reader_that_has_seen_enough_ends_a_listing_without_a_traceback() -> N
     assert listing.stdout is not None
     listing.stdout.close()  # as `| head` does
     assert listing.communicate()[1] == "" and listing.returncode == 141
-
-
-def test_the_installed_command() -> None:
-    """In a process of its own: `python -m`-like start, help without loading torch."""
-    code = "import sys; from lightrl.cli import main; main(); assert 'torch' not in sys.modules"
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert "lightrl fit --config x.yaml" in done.stdout
 
 
 def test_the_example_overrides_one_hook(model: str) -> None:

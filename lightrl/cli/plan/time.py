@@ -34,14 +34,10 @@ class Rates:
 
 @dataclass(frozen=True)
 class Job:
-    """One rollout and the update on it.
+    """One rollout of `trajectories` and the update on it; `prompt` and `response` are mean numbers of tokens.
 
     Attributes:
-        parameters: Number of parameters that a token runs through.
-        layers, hidden: Shape of the policy.
         kv_bytes: Bytes per token in the KV cache.
-        trajectories: Completions of a rollout, all GPUs together.
-        prompt, response: Mean tokens of a prompt and of a completion.
         forwards: Passes without gradient over each trajectory (old log-probs, reference).
         recompute: Whether activations are recomputed.
         slots: Maximum number of sequences that an engine generates at a time.
