@@ -1,5 +1,7 @@
 """Old names in a configuration are told their new names, all at once."""
 
+import inspect
+import re
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ def _nested(path: str, value: object) -> object:
 def test_a_renamed_key_is_named(old: str, new: str) -> None:
     first, _, rest = old.partition(".")
     for config in (_nested(old, 1), {first: {"class_path": "x", "init_args": _nested(rest, 1)}}):
-        with pytest.raises(ValueError, match=f"{old}: renamed to {new}"):
+        with pytest.raises(ValueError, match=re.escape(f"{old}: renamed to {new}")):
             require_new_names(config)
 
 
@@ -37,21 +39,31 @@ def test_every_old_name_of_a_configuration_and_of_the_command_line_is_named_at_o
     for old in list(KEYS)[:half]:
         first, _, rest = old.partition(".")
         config.setdefault(first, {}).setdefault("init_args", {}).update(_nested(rest, 1))  # type: ignore[attr-defined]
-    config["data"] |= {key: old for key, old in VALUES}
+    config["data"]["rewards"] = {key: old for key, old in VALUES}
     (tmp_path / "base.yaml").write_text(yaml.safe_dump(config))
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({"base": "base.yaml", "trainer": {"callbacks": [*CLASSES]}}))
     given = [f"--{old.replace('.', '.init_args.', 1)}=1" for old in list(KEYS)[half:]]
     with pytest.raises(ValueError) as error:
         expand_configs(["fit", f"--config={tmp_path / 'run.yaml'}", *given])
     message = str(error.value)
-    renamed = [*KEYS.items(), *CLASSES.items(), *((f"data.{key}: {old}", new) for (key, old), new in VALUES.items())]
+    values = {f"data.rewards.{key}: {old}": new for (key, old), new in VALUES.items()}
+    renamed = [*KEYS.items(), *CLASSES.items(), *values.items()]
     assert [old for old, new in renamed if f"{old}: renamed to {new}" not in message] == []
 
 
-def test_new_names_and_the_values_of_others_are_left_alone() -> None:
-    config = {"trainer": {"callbacks": [{"class_path": new} for new in CLASSES.values()]}, "data": {"split": "none"}}
-    for new in KEYS.values():
-        first, _, rest = new.partition(".")
-        if rest.isidentifier():
-            config.setdefault(first, {})[rest] = 1
-    require_new_names(config)
+def test_no_argument_that_exists_is_rejected() -> None:
+    from lightrl import algorithms, data, rollout
+
+    found = []
+    for package, base, key in ((algorithms, "LightningModule", "model"), (data, "LightningDataModule", "data")):
+        for room in {package, rollout} if key == "data" else {package}:
+            for name in room.__all__:
+                if base in {cls.__name__ for cls in getattr(getattr(room, name), "__mro__", ())}:
+                    arguments = inspect.signature(getattr(room, name)).parameters
+                    found += [f"{name}.{each}" for each in arguments if f"{key}.{each}" in KEYS]
+    assert found == []
+
+
+def test_classes_and_values_of_others_are_left_alone() -> None:
+    require_new_names({"trainer": {"callbacks": [{"class_path": new} for new in CLASSES.values()]}})
+    require_new_names({"data": {"split": "none"}})

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightrl.checkpoints.files import atomic_write, read_records
-from lightrl.checkpoints.run_folder import LOCK, FolderLock
 from lightrl.cli import STEP_OF
 from lightrl.cli.config_files import SHIPPED
 
@@ -81,6 +80,8 @@ def quickstart(rollouts: int | None = None, fresh: bool = False) -> None:
     Raises:
         ValueError: Another quickstart, or a run of one of its steps, is using the folder.
     """
+    from lightrl.checkpoints.run_folder import LOCK, FolderLock  # loads torch
+
     outputs = Path("outputs/quickstart")
     with contextlib.ExitStack() as held:
         held.callback(FolderLock(outputs).release)
