@@ -59,7 +59,6 @@ class RLLightningModule(RolloutLearner, SavesPretrained):
     extra_losses: ExtraLosses
     ppo_epochs: int
     entropy_coef: float
-    success_reward: float
     optimizer_factory: Callable[..., Any]
     lr_scheduler_factory: Any
 
@@ -140,7 +139,8 @@ class RLLightningModule(RolloutLearner, SavesPretrained):
         """Adds one batch of evaluation rollouts; rows that only keep an idle rank busy don't count."""
         self.score(rollouts)
         if not rollouts.filler:
-            self._eval_sums.add(eval_metrics(rollouts, self.success_reward))
+            evaluation = getattr(self.trainer.datamodule, "evaluation", None)  # type: ignore[attr-defined]
+            self._eval_sums.add(eval_metrics(rollouts, getattr(evaluation, "success_reward", 1.0)))
 
     def on_validation_epoch_end(self) -> None:
         """Logs `eval/*`, exact means over all rows or groups and ranks."""

@@ -126,7 +126,6 @@ class PPOLightningModule(RLLightningModule):
         optimizer: Called with the parameter groups `policy` and `critic`.
         lr_scheduler: `{name: cosine, warmup: 0.03}` (`LRSchedule`, over all updates of the run), or a function of the
             optimizer that returns a scheduler; stepped after every update. Defaults to a constant rate.
-        success_reward: Reward from which a completion counts as solved in `eval/pass@k`.
 
     Raises:
         ValueError: A value is out of range, or two arguments exclude each other.
@@ -150,7 +149,6 @@ class PPOLightningModule(RLLightningModule):
         extra_losses: ExtraLosses = ExtraLosses(),
         optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(params, lr=1e-6, weight_decay=0.0),
         lr_scheduler: LRSchedulerCallable | LRSchedule | None = None,
-        success_reward: float = 1.0,
     ) -> None:
         super().__init__()
         self.actor_spec = ModelSpec.given(actor)
@@ -170,7 +168,6 @@ class PPOLightningModule(RLLightningModule):
         self.ptx_coef = extra_losses.ptx_coef
         self.optimizer_factory = optimizer
         self.lr_scheduler_factory = lr_scheduler
-        self.success_reward = success_reward
         self._correction: PolicyLoss | None = None
         self._watch: RewardWatch | None = None
         self._logged = set[str]()  # in the step before

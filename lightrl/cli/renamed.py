@@ -26,6 +26,7 @@ KEYS = {
     "model.entropy_coef": "model.extra_losses.entropy_coef",
     "model.ptx_coef": "model.extra_losses.ptx_coef",
     "model.aux_loss_coef": "model.extra_losses.aux_loss_coef",
+    "model.success_reward": "data.evaluation.success_reward",
     "data.on_reward_error": "data.rewards.on_reward_error",
     "data.predict_prompts": "data.evaluation.predict_prompts",
     "data.ptx_batch_size": "data.ptx.batch_size",

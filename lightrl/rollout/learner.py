@@ -90,11 +90,6 @@ class RolloutLearner(LightningModule, ABC):
         """Raises a ValueError if groups of `size` attempts at a prompt teach nothing."""
 
     @property
-    def compares_engine_logprobs(self) -> bool:
-        """Whether its loss reads the log-probs that the engine reported."""
-        return False
-
-    @property
     def needs_rewards(self) -> bool:
         """Whether it learns nothing from completions without a reward."""
         return False

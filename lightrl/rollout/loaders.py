@@ -79,6 +79,7 @@ class Evaluation:
         answer: Function or import path that finds the answer in a completion, for `eval/maj@n`. Defaults to the reward
             functions' `extract_answer`, then the last `\\boxed{}` or `####`, then the whole text.
         predict_prompts: Prompts for `lightrl predict`. Defaults to `prompts`.
+        success_reward: Reward from which a completion counts as solved in pass@k and maj@n.
     """
 
     prompts: (
@@ -89,6 +90,7 @@ class Evaluation:
     batch_size: int = 64
     answer: Callable[[str], str | None] | str | None = None
     predict_prompts: PromptSource | PromptMixture | list[dict[str, Any]] | str | None = None
+    success_reward: float = 1.0
 
     def __post_init__(self) -> None:
         at_least("evaluation.group_size", self.group_size, 1)

@@ -129,10 +129,10 @@ def test_reward_concurrency_bounds_the_calls_of_a_function(limit: int, model_pat
 def test_success_reward_decides_what_pass_at_k_counts(model_path: str) -> None:
     prompts = PromptSource(rows=[{"prompt": "01+01="}])
     for success, expected in ((0.5, 1.0), (0.75, 0.0)):
-        module = grpo(model_path, success_reward=success)
         half: list[Any] = [lambda completions, **_: [0.5] * len(completions)]
         trainer = quiet_trainer()
-        trainer.validate(module, sums_data(rewards=half, evaluation=Evaluation(prompts, group_size=2)), verbose=False)
+        evaluation = Evaluation(prompts, group_size=2, success_reward=success)
+        trainer.validate(grpo(model_path), sums_data(rewards=half, evaluation=evaluation), verbose=False)
         assert float(trainer.callback_metrics["eval/pass@2"]) == expected
 
 
