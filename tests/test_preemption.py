@@ -145,22 +145,3 @@ def test_a_runs_configuration_is_used_again_without_touching_the_run(
     monkeypatch.chdir(tmp_path)
     assert state() == before
     assert all((tmp_path / place / "metrics.csv").is_file() for place in ("run/validate", "other"))
-
-
-class Second(Callback):
-    """Begins the same command once more while the first one evaluates."""
-
-    def __init__(self, arguments: list[str]) -> None:
-        self.arguments = arguments
-
-    def on_validation_batch_start(self, *args: Any) -> None:
-        with pytest.raises(ValueError, match="validate' is in use by process"):
-            run(self.arguments)
-
-
-def test_a_second_evaluation_in_one_folder_is_refused(config: Callable[..., str], tmp_path: Path) -> None:
-    """Before its logger deletes what the first one's wrote."""
-    arguments = ["validate", "--config", config()]
-    second = {"class_path": "tests.test_preemption.Second", "init_args": {"arguments": arguments}}
-    run(["validate", "--config", config(callbacks=[second])])
-    run(arguments)  # the first is over

@@ -89,12 +89,6 @@ def test_a_full_disk_is_one_message_and_leaves_the_file_before(write: str, tmp_p
     assert path.read_bytes() == b"before" and list(tmp_path.iterdir()) == [path]
 
 
-def test_a_file_in_the_place_of_a_folder_is_named(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints").touch()
-    with pytest.raises(StorageError, match="lock' cannot be written: '.*/checkpoints' is a file"):
-        FolderLock(tmp_path / "checkpoints")
-
-
 def test_weights_for_a_full_disk_are_one_message(tmp_path: Path) -> None:
     """An export, whose writer in Rust has errors of its own."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -126,14 +120,6 @@ def test_a_folder_is_replaced_as_a_whole_and_what_others_put_there_stays(tmp_pat
     assert (target / "b").read_text() == "b" and list(tmp_path.iterdir()) == [target]
 
 
-def test_a_folder_of_someone_else_keeps_its_files(tmp_path: Path) -> None:
-    (tmp_path / "home").mkdir()
-    (tmp_path / "home" / "thesis.tex").write_text("years of work")
-    with atomic_folder(tmp_path / "home") as folder:
-        (folder / "config.json").write_text("{}")
-    assert sorted(path.name for path in (tmp_path / "home").iterdir()) == ["SHA256SUMS", "config.json", "thesis.tex"]
-
-
 def listing(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
@@ -156,15 +142,6 @@ def test_the_folder_one_stands_in_is_filled_and_stays_the_same_folder(
     assert os.stat(tmp_path / "here").st_ino == number
 
 
-def test_a_link_to_a_folder_stays_one(tmp_path: Path) -> None:
-    (tmp_path / "real").mkdir()
-    (tmp_path / "link").symlink_to("real")
-    for name in ("a", "b"):
-        with atomic_folder(tmp_path / "link") as folder:
-            (folder / name).write_text(name)
-    assert (tmp_path / "link").is_symlink() and listing(tmp_path / "real") == {"b", "SHA256SUMS"}
-
-
 def test_a_folder_whose_replacement_was_interrupted_comes_back(tmp_path: Path) -> None:
     for name in (".a.ckpt.lightrl.old", ".a.ckpt.shared.lightrl.partial", ".b.ckpt.lightrl.old", "b.ckpt"):
         (tmp_path / name).mkdir()
@@ -174,16 +151,6 @@ def test_a_folder_whose_replacement_was_interrupted_comes_back(tmp_path: Path) -
         "a.ckpt": ".a.ckpt.lightrl.old",
         "b.ckpt": "b.ckpt",
     }
-
-
-def test_hidden_files_of_others_are_neither_cleaned_nor_renamed(tmp_path: Path) -> None:
-    mine = [".notes.partial", ".env.old", ".thesis.old", ".report.2024.11.partial", ".x.shared.partial", "model"]
-    for name in mine:
-        (tmp_path / name).write_text("mine")
-    assert clean_leftovers(tmp_path) == []
-    with atomic_folder(tmp_path / "out") as folder:
-        (folder / "a").write_text("a")
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*mine, "out"])
 
 
 def test_what_a_run_of_another_host_left_is_cleaned_where_the_lock_holds(tmp_path: Path) -> None:
@@ -294,18 +261,6 @@ def test_a_second_run_is_rejected_by_name_until_the_first_is_gone(tmp_path: Path
         first.kill()
         first.wait()
     FolderLock(tmp_path / "run").release()  # taken over from the dead one
-
-
-def test_a_second_run_of_one_process_is_rejected_until_the_first_has_ended(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "link").symlink_to("run")
-    first = FolderLock(tmp_path / "run")
-    for name in ("run", "link"):
-        with pytest.raises(ValueError, match=rf"{name}' is in use by process"):
-            FolderLock(tmp_path / name)
-    assert in_a_process(HOLD, tmp_path).wait() == 1, "the rejections did not release the first one's lock"
-    first.release()
-    FolderLock(tmp_path / "link").release()
 
 
 # ---- links -----------------------------------------------------------------------------------------------------------

@@ -49,7 +49,6 @@ from lightrl.models.spec import ModelSpec
 from lightrl.objectives.aggregation import Aggregation, TokenMean
 from lightrl.objectives.estimators import GAE, AdvantageEstimator
 from lightrl.objectives.kl import KLInLoss, KLInReward, KLPenalty
-from lightrl.objectives.off_policy import AutomaticCorrection
 from lightrl.objectives.ppo_clip import PolicyLoss, PPOClip
 from lightrl.ops.losses import clipped_value_loss
 from lightrl.records import Advantages, Experience, MicroBatch, ModelOutputs, Rollouts, SupervisedBatch
@@ -486,6 +485,8 @@ class PPOLightningModule(RLLightningModule):
         if not rows.is_stale or own:
             return self.loss
         if self._correction is None:
+            from lightrl.objectives.off_policy import AutomaticCorrection
+
             log.info("Rollouts of older policies: OffPolicyCorrection weights %s.", type(self.loss).__name__)
             self._correction = AutomaticCorrection(self.loss)
         return self._correction

@@ -20,9 +20,6 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightrl.algorithms import run_record
-from lightrl.checkpoints.files import atomic_folder
-from lightrl.checkpoints.plugin import first_nonfinite, require_finite
-from lightrl.checkpoints.reading import read_checkpoint, require_optimizer_states
 from lightrl.compat.lightning import begin_table
 from lightrl.distributed import strategies
 from lightrl.models.folders import fill_shards, save_hf_folder
@@ -166,6 +163,8 @@ class SavesPretrained(LightningModule):
 
     def load_weights(self, checkpoint_path: str | Path) -> None:
         """Builds the models without a trainer and gives them a checkpoint's weights; see `load_from_checkpoint`."""
+        from lightrl.checkpoints.reading import read_checkpoint
+
         checkpoint = read_checkpoint(checkpoint_path)
         run_record.require_own(checkpoint.get("lightrl", {}), type(self).__name__)
         self.build_models()
@@ -186,7 +185,11 @@ class SavesPretrained(LightningModule):
         if self.trainer.training:
             self._resumed = checkpoint["lightrl"]
             if self.trainer.strategy.lightning_restore_optimizer and self._resumed.get("optimizers") != []:
-                require_optimizer_states(checkpoint, str(self.trainer.ckpt_path))
+                if not checkpoint.get("optimizer_states"):
+                    raise ValueError(
+                        f"ckpt_path={str(self.trainer.ckpt_path)!r}: it holds no optimizer_states (save_weights_only). "
+                        "Start over from its weights (lightrl export)."
+                    )
             if self.trainer.optimizers:  # sharded strategies have theirs before the checkpoint
                 self._compare()
 
@@ -219,6 +222,8 @@ class SavesPretrained(LightningModule):
             average: Name in the checkpoint of the state of an `EMA` callback, to use its average. Defaults to the
                 model's own weights. A checkpoint from before training has no average.
         """
+        from lightrl.checkpoints.reading import read_checkpoint
+
         model, checkpoint = self.trained_model[0], read_checkpoint(checkpoint_path)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         before = {name: strategies.local_shard(p).clone() for name, p in trained.items()}
@@ -256,6 +261,9 @@ class SavesPretrained(LightningModule):
             RuntimeError: The module has neither been given to a Trainer nor loaded from a checkpoint.
             ValueError: Weights are not finite; existing files stay.
         """
+        from lightrl.checkpoints.files import atomic_folder
+        from lightrl.checkpoints.plugin import first_nonfinite, require_finite
+
         strategy = self._strategy()
         state, zero, bad = {}, strategy.is_global_zero, None
         for name, tensor in self.named_policy_weights():

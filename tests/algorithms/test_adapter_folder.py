@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -161,33 +160,3 @@ def test_a_reference_of_its_own(model: str, adapter: str) -> None:
         quiet_trainer(callbacks=[WeightSync(), ReferenceSync()]).fit(
             GRPOLightningModule(model, reference=adapter), sums_data(rollouts_per_epoch=1)
         )
-
-
-def test_what_cannot_be_gone_on_with_is_named(model: str, adapter: str, tmp_path: Path) -> None:
-    def changed(**config: Any) -> str:
-        folder = tmp_path / "-".join(config)
-        folder.mkdir()
-        old = json.loads(Path(adapter, "adapter_config.json").read_text())
-        (folder / "adapter_config.json").write_text(json.dumps({**old, **config}))
-        return str(folder)
-
-    cases = {
-        changed(base_model_name_or_path="/no/where"): "lora.adapter=.*base '/no/where'",
-        changed(base_model_name_or_path=None, task_type=None): "lora.adapter=.*base ''",
-        changed(use_dora=True): "use_dora",
-        changed(bias="all"): "bias=all",
-        changed(init_lora_weights="pissa"): "init_lora_weights=pissa",
-        changed(peft_type="IA3"): "peft_type=IA3",
-    }
-    for folder, message in cases.items():
-        with pytest.raises(ValueError, match=message):
-            ModelSpec(folder)
-    with pytest.raises(ValueError, match="lora.r=4"):
-        ModelSpec(adapter, lora=LoraSpec(r=4))
-    with pytest.raises(ValueError, match="lora.adapter="):
-        LoraSpec(adapter=model)
-    with pytest.raises(ValueError, match="lora.adapter="):
-        load_causal_lm(ModelSpec(changed(revision="main")), trainable=True)
-    wide = quickstart_model(tmp_path / "wide", num_hidden_layers=2, hidden_size=64, intermediate_size=32)
-    with pytest.raises(ValueError, match="lora.adapter="):
-        load_causal_lm(ModelSpec(wide, lora=LoraSpec(adapter=adapter)), trainable=True)

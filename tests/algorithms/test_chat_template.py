@@ -14,7 +14,6 @@ from lightrl.cli.export import export
 from lightrl.data.sft import SFTDataModule, SFTSource
 from lightrl.data.templates import load_tokenizer
 from lightrl.environments.bridges import make_renderer
-from lightrl.models.reward import RewardModelSpec
 from lightrl.models.spec import ModelSpec
 from tests.rollout.tasks import chat_model, fit, make_data, sgd, talk
 from tests.toys import quickstart_model, quiet_trainer, sums_data
@@ -74,36 +73,6 @@ def test_supervised_rows_are_rendered_with_it(path: str, file: str) -> None:
     quiet_trainer(callbacks=[]).fit(SFTLightningModule(ModelSpec(path, chat_template=file)), data)
     (batch,) = data.train_dataloader()
     assert data.tokenizer.decode(batch["token_ids"][0]).startswith("1+2=3")
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ("no/such.jinja", "chat_template=.no/such.jinja."),
-        ("", "chat_template=''"),
-        ("{% for m in messages %}{{ m.content }}", "chat_template: .*line 1: Unexpected end"),
-        ("a\n{{ messages | shout }}", "line 2: No filter named 'shout'"),
-    ],
-)
-def test_a_wrong_template_is_refused_before_a_model_is_looked_for(given: str, message: str) -> None:
-    for build in (
-        lambda: ModelSpec("/no/model", chat_template=given),
-        lambda: load_tokenizer("/", chat_template=given),
-    ):
-        with pytest.raises(ValueError, match=message):
-            build()
-    with pytest.raises(ValueError, match=message) as refused:
-        RewardModelSpec("judge", "/no/model", chat_template=given)
-    assert str(refused.value).startswith("reward_models.judge.chat_template")
-
-
-def test_a_broken_template_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / "cut.jinja").write_text("{% if x %}")
-    with pytest.raises(ValueError, match="cut.jinja.* line 1"):
-        ModelSpec("/no/model", chat_template=str(tmp_path / "cut.jinja"))
-    (tmp_path / "empty.jinja").write_text("hello")
-    with pytest.raises(ValueError, match="chat_template="):
-        ModelSpec("/no/model", chat_template=str(tmp_path / "empty.jinja"))
 
 
 def test_no_renderer_of_a_family_stands_in_for_a_given_template(tmp_path: Path) -> None:

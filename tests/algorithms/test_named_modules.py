@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
-import re
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -128,11 +127,6 @@ def test_the_yaml_names_the_same_parts(file: Path) -> None:
     assert arguments.get("ppo_epochs", PAPERS[name][4]) == PAPERS[name][4]
 
 
-def test_every_named_module_has_a_yaml() -> None:
-    named = {yaml.safe_load(file.read_text())["model"]["class_path"] for file in NAMED}
-    assert named == {f"{name}LightningModule" for name in PAPERS}
-
-
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """What `lightrl fit ...` prints before it ends."""
     capsys.readouterr()
@@ -163,24 +157,6 @@ def test_print_config_shows_what_the_module_will_use(
                 assert getattr(part, argument, setting) == setting, f"{key}.{argument}"
         elif isinstance(part, int | float | bool):
             assert value == part, key
-
-
-@pytest.mark.parametrize("name", ["PPO", "DAPO"])
-def test_help_explains_every_argument(
-    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.argv", ["lightrl"])
-    text = " ".join(printed(capsys, f"--model.help={name}LightningModule").split())
-    for argument in set(inspect.signature(PPOLightningModule).parameters) - {"updates", "shaping", "extra_losses"}:
-        explained = re.search(rf"--model\.{argument} [A-Z{{][^ ]* (?P<doc>[^()]{{10,}}.*?)\(", text)
-        hidden = name != "PPO" and argument == "critic"
-        assert bool(explained) != hidden, argument
-    aggregation = PAPERS[name][2]
-    assert f"default: {{'class_path': 'lightrl.objectives.{type(aggregation).__name__}'" in text
-    kl = PAPERS[name][3]
-    if kl is not None:
-        shown = f"'lightrl.objectives.{type(kl).__name__}', 'init_args': {{'coef': {kl.coef}}}"
-        assert shown in text
 
 
 def test_the_committed_curves_rise_with_every_seed_and_are_those_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None:

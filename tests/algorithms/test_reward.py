@@ -169,17 +169,6 @@ def test_one_step_is_that_of_plain_pytorch(model_path: str) -> None:
     torch.testing.assert_close(weights(module), expected, atol=2e-6, rtol=1e-4)
 
 
-def test_parameter_groups_and_schedule(model_path: str) -> None:
-    module = RewardLightningModule(
-        model_path, sgd, head_lr=0.5, lr_scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda n: 0.5**n)
-    )
-    trainer = fit(module, max_steps=2)
-    groups = trainer.optimizers[0].param_groups
-    assert [group["name"] for group in groups] == ["backbone", "head"]
-    assert [group["lr"] for group in groups] == [0.1 / 4, 0.5 / 4]
-    assert [p.shape for p in groups[1]["params"]] == [(1, 64)]
-
-
 def test_it_learns_exports_and_ppo_loads_it(model_path: str, tmp_path: Path) -> None:
     module = RewardLightningModule(model_path, optimizer=adam)
     trainer = fit(module, [HFExport(str(tmp_path / "rm"))], max_steps=40, max_epochs=-1)

@@ -99,11 +99,6 @@ def test_a_reward_model_scores_the_rows_of_its_labels(model_path: str) -> None:
         module.reward_model_specs[0].applies({"answer": [1]})
 
 
-def test_reward_names_are_those_of_the_metrics(model_path: str) -> None:
-    metrics = fit(grpo(model_path), rewards=RewardScorer([digits_reward], names=["even"])).metrics[0]
-    assert "reward/even" in metrics and "reward/digits_reward" not in metrics
-
-
 @pytest.mark.parametrize("limit", [1, 3])
 def test_reward_concurrency_bounds_the_calls_of_a_function(limit: int, model_path: str) -> None:
     active, seen, lock = 0, 0, threading.Lock()

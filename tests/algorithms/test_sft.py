@@ -59,26 +59,6 @@ def test_float16_weights_are_refused_in_manual_optimisation_only(tmp_path: Path)
             module.setup("fit")
 
 
-def test_optimizer_and_schedule_are_those_that_were_given(tmp_path: Path) -> None:
-    """SGD with rates 0.1, 0.05, 0.025 over three batches."""
-    path = quickstart_model(tmp_path, num_hidden_layers=1, hidden_size=32, intermediate_size=32)
-    rates: list[float] = []
-
-    class Watch(Callback):
-        def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-            rates.append(optimizer.param_groups[0]["lr"])
-
-    module = SFTLightningModule(
-        path,
-        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
-        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),  # type: ignore[arg-type]
-    )
-    rows = [{"prompt": f"{a}+1=", "completion": str(a + 1)} for a in range(6)]
-    data = SFTDataModule(train=SFTSource(rows=rows), batch_size=2)
-    quiet_trainer(callbacks=[Watch()]).fit(module, data)
-    assert rates == pytest.approx([0.1, 0.05, 0.025])
-
-
 def test_a_schedule_by_name_counts_the_runs_updates(tmp_path: Path) -> None:
     """4 updates: a linear decay to 0 takes 1, 3/4, 1/2, 1/4 of the rate; without an end it is refused."""
     path = quickstart_model(tmp_path, num_hidden_layers=1, hidden_size=32, intermediate_size=32)
