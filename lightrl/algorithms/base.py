@@ -26,7 +26,7 @@ from lightrl.algorithms.evaluation import eval_metrics, records
 from lightrl.algorithms.hooks import RLCallback, rl_callbacks
 from lightrl.algorithms.saving import SavesPretrained
 from lightrl.algorithms.schedule import make_optimizer, rollout_position, with_schedule
-from lightrl.algorithms.settings import CriticSpec, ExtraLosses, Updates, require_supported_callbacks
+from lightrl.algorithms.settings import CriticSpec, ExtraLosses, Updates, require_supported_trainer
 from lightrl.compat.lightning import run_seed
 from lightrl.distributed import states, strategies
 from lightrl.distributed.reduction import MetricSums
@@ -100,7 +100,7 @@ class RLLightningModule(RolloutLearner, SavesPretrained):
                 require_model(model)
         for spec in self.reward_model_specs:
             require_reward_model(spec)
-        require_supported_callbacks(self._callbacks())
+        require_supported_trainer(self.trainer)
         rl_callbacks(self._callbacks())
 
     def build_models(self, in_shards: bool = False) -> None:

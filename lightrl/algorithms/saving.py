@@ -184,12 +184,12 @@ class SavesPretrained(LightningModule):
             self._require_weights(checkpoint["state_dict"])
         if self.trainer.training:
             self._resumed = checkpoint["lightrl"]
-            if self.trainer.strategy.lightning_restore_optimizer and self._resumed.get("optimizers") != []:
-                if not checkpoint.get("optimizer_states"):
-                    raise ValueError(
-                        f"ckpt_path={str(self.trainer.ckpt_path)!r}: it holds no optimizer_states (save_weights_only). "
-                        "Start over from its weights (lightrl export)."
-                    )
+            restores = self.trainer.strategy.lightning_restore_optimizer and self._resumed.get("optimizers") != []
+            if restores and not checkpoint.get("optimizer_states"):
+                raise ValueError(
+                    f"ckpt_path={str(self.trainer.ckpt_path)!r}: it holds no optimizer_states (save_weights_only). "
+                    "Start over from its weights (lightrl export)."
+                )
             if self.trainer.optimizers:  # sharded strategies have theirs before the checkpoint
                 self._compare()
 

@@ -159,9 +159,14 @@ def require_matching_parts(module: Any) -> None:
         raise ValueError("actor.random_init=True with kl: there is no reference. Set kl=None, or pass a reference.")
 
 
-def require_supported_callbacks(callbacks: list[Any]) -> None:
-    """Raises a ValueError for a callback of Lightning that expects automatic optimization."""
-    for callback in callbacks:
+def require_supported_trainer(trainer: Any) -> None:
+    """Raises a ValueError for options and callbacks that expect automatic optimization or repeated batches."""
+    if trainer.overfit_batches:
+        raise ValueError(
+            f"trainer.overfit_batches={trainer.overfit_batches}: rollouts are sampled again, so no batch comes twice. "
+            "Use prompts.limit=N to repeat the same prompts."
+        )
+    for callback in trainer.callbacks:
         for base in type(callback).__mro__:
             if base.__name__ in UNSUPPORTED_CALLBACKS:
                 raise ValueError(

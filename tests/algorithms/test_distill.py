@@ -259,7 +259,9 @@ def test_teachers_that_cannot_score_the_samples_are_rejected(tmp_path: Path) -> 
         quiet_trainer().fit(DistillLightningModule(student, {"bad": other}), sums_data())
     sharded = DistillLightningModule(student, {"a": student}, divergence=ReverseKL())
     strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1)
-    sharded._trainer = SimpleNamespace(strategy=strategy, precision="32-true", callbacks=[], datamodule=None)  # type: ignore[assignment]
+    sharded._trainer = SimpleNamespace(
+        strategy=strategy, precision="32-true", callbacks=[], datamodule=None, overfit_batches=0
+    )  # type: ignore[assignment]
     with pytest.raises(ValueError, match="divergence=ReverseKL with strategy"):
         sharded.setup("fit")
     larger = quickstart_model(tmp_path / "larger")
