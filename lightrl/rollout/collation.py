@@ -22,13 +22,7 @@ ENVIRONMENT = "environment"
 
 @dataclass
 class ScoredGroup:
-    """The G trajectories of one prompt.
-
-    Attributes:
-        prompt: one row.
-        trajectories: G of them.
-        scores: of the G trajectories; None where no reward functions are given.
-    """
+    """The G trajectories of one prompt, a row, and what reward functions say of them; None without functions."""
 
     prompt: Prompts
     trajectories: list[Trajectory]
@@ -56,38 +50,29 @@ def _reward(trajectory: Trajectory, scored: float) -> float:
     return math.fsum([0.0 if math.isnan(scored) else scored, *trajectory.turn_rewards])
 
 
-def collate(
-    groups: Sequence[ScoredGroup],
-    pad_token_id: int,
-    temperature: float,
-    numbers: Sequence[int] | None = None,
-    masked_tokens: int = 0,
-) -> Rollouts:
-    """Lays groups out as right-padded (B, T) rows: rows of a group next to one another, so those of a trajectory.
+def collate(groups: Sequence[ScoredGroup], pad_token_id: int, temperature: float, masked_tokens: int = 0) -> Rollouts:
+    """Lays groups out as right-padded (B, T) rows: those of a group are neighbors, and among them a trajectory's.
 
     Args:
         groups: P groups.
-        pad_token_id: fills the rows.
-        temperature: of the sampling distribution.
-        numbers: P group ids; 0 ... P - 1 where None. Trajectory ids follow from them.
+        pad_token_id: Fills the rows.
+        temperature: Of the sampling distribution.
         masked_tokens: Number of tokens at the start of each turn that become context: they are not in the response
             mask, and `rollout/masked_tokens` counts them.
     """
-    numbers = range(len(groups)) if numbers is None else numbers
-    # One entry per row: the group's place, the trajectory's place among all, its id, the trajectory, the row.
-    entries: list[tuple[int, int, int, Trajectory, TrajectoryRow]] = []
-    place = 0
-    for p, group in enumerate(groups):
-        for g, trajectory in enumerate(group.trajectories):
-            number = numbers[p] * len(group.trajectories) + g
-            entries += [(p, place, number, trajectory, row) for row in trajectory.rows]
-            place += 1
-    of_group, of_trajectory = [entry[0] for entry in entries], [entry[1] for entry in entries]
-    owners, rows = [entry[3] for entry in entries], [entry[4] for entry in entries]
+    of_group, of_trajectory = list[int](), list[int]()  # of each row
+    owners, rows, count = list[Trajectory](), list[TrajectoryRow](), 0
+    for number, group in enumerate(groups):
+        for trajectory in group.trajectories:
+            of_group += [number] * len(trajectory.rows)
+            of_trajectory += [count] * len(trajectory.rows)
+            owners += [trajectory] * len(trajectory.rows)
+            rows += trajectory.rows
+            count += 1
     prompts = [group.prompt for group in groups]
     rewards = [reward for group in groups for reward in group.rewards]
     scores = Scores.concat([group.scores for group in groups if group.scores is not None])
-    assert len(scores.total) in (0, place), "either all groups are scored by functions, or none"
+    assert len(scores.total) in (0, count), "either all groups are scored by functions, or none"
     lengths = torch.tensor([len(row.token_ids) for row in rows])
     real = torch.arange(int(lengths.max())) < lengths[:, None]
     turn_ids = _padded([row.turn_ids for row in rows], real, -1, torch.long)
@@ -101,7 +86,7 @@ def collate(
         attention_mask=real,
         response_mask=trained,
         engine_logprobs=logprobs.masked_fill_(masked, 0.0),
-        group_ids=torch.tensor([numbers[p] for p in of_group]),
+        group_ids=torch.tensor(of_group),
         rewards=torch.tensor([rewards[i] for i in of_trajectory], dtype=torch.float32),
         reward_parts={
             name: torch.tensor([part[i] for i in of_trajectory], dtype=torch.float32)
@@ -109,7 +94,7 @@ def collate(
         },
         truncated=torch.tensor([owner.stop_reason != "stop" for owner in owners]),
         policy_version=versions[0] if versions else -1,
-        trajectory_ids=torch.tensor([entry[2] for entry in entries]),
+        trajectory_ids=torch.tensor(of_trajectory),
         turn_ids=turn_ids if bool((turn_ids > 0).any()) else None,
         turn_rewards=_turn_rewards(owners, turn_ids),
         policy_versions=(
@@ -137,15 +122,15 @@ def collate(
 
 
 def asked(rollouts: Rollouts, row: int, tokenizer: Any) -> str:
-    """What the engine was asked first in a trajectory: the text of its tokens, tools and system prompt included.
+    """Text of a trajectory's first request to the engine, tools and system prompt included.
 
     Args:
         rollouts: B rows.
-        row: the first one of a trajectory.
-        tokenizer: of the policy. None gives the prompt as it stands in the data.
+        row: The first one of a trajectory.
+        tokenizer: The policy's. None gives the prompt as it is in the data.
 
     Returns:
-        the text, in which each run of one special token, such as the placeholders of an image, is one of them.
+        the text, in which a run of one special token, such as the placeholders of an image, is shown once.
     """
     if tokenizer is None:
         return rollouts.prompts[row]
@@ -188,7 +173,7 @@ def _turn_rewards(owners: Sequence[Trajectory], turn_ids: Tensor) -> dict[str, T
 def _shown(
     name: str, empty: Callable[[], Any], prompts: Sequence[Prompts], of_group: Sequence[int], rows: Sequence[Any]
 ) -> list[Any]:
-    """Each row's own `inputs` or `media`, or those of its prompt; nothing where there are none at all."""
+    """Each row's own `inputs` or `media`, or its prompt's; empty if no row has any."""
     if not getattr(prompts[0], name) and all(getattr(row, name) is None for row in rows):
         return []
     of_prompts = [found[0] if (found := getattr(prompt, name)) else empty() for prompt in prompts]

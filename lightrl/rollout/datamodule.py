@@ -98,7 +98,11 @@ class RolloutDataModule(LightningDataModule):
     ) -> None:
         super().__init__()
         self.prompts = prompts if isinstance(prompts, PromptCurriculum) else prompt_source(prompts, "prompts")
-        self.engine = _default_engine() if engine is None else engine
+        if engine is None:
+            from lightrl.engines.vllm.engine import VLLMEngine
+
+            engine = VLLMEngine()
+        self.engine = engine
         self.sampling = sampling
         self.episode = SingleTurn() if episode is None else episode
         self.prompts_per_rollout = at_least("prompts_per_rollout", prompts_per_rollout, 1)
@@ -107,7 +111,7 @@ class RolloutDataModule(LightningDataModule):
         self.evaluation = evaluation
         self.eval_sources = evaluation.sources(self.prompts)
         self.eval_sampling = evaluation.sampling or replace(sampling, fire_temperature=None)
-        self.ptx = _supervised(ptx)
+        self.ptx = ptx
         self.dynamic_sampling_rounds = at_least("dynamic_sampling_rounds", dynamic_sampling_rounds, 0)
         self.tokenizer_path = tokenizer
         self.stall_timeout = above("stall_timeout", stall_timeout, or_none="(null) to wait forever")
@@ -152,11 +156,6 @@ class RolloutDataModule(LightningDataModule):
     def group_size(self) -> int:
         """Attempts per prompt."""
         return self.learner.default_group_size if self._group_size is None else self._group_size
-
-    @property
-    def training_prompts(self) -> PromptSet:
-        """The opened training prompts, after `setup`."""
-        return self._sets["prompts"]
 
     def setup(self, stage: str) -> None:
         """Loads tokenizer and prompts; the engine starts later, at the first rollout."""
@@ -250,7 +249,7 @@ class RolloutDataModule(LightningDataModule):
     def train_dataloader(self) -> RolloutLoader:
         """One epoch of rollouts."""
         assert self.trainer is not None, "Lightning has attached its trainer"
-        count = self.rollouts_per_epoch or -(-len(self.training_prompts) // self.prompts_per_rollout)
+        count = self.rollouts_per_epoch or -(-len(self._sets["prompts"]) // self.prompts_per_rollout)
         return RolloutLoader(self.next_rollout, count, self.trainer)
 
     def val_dataloader(self) -> list[EvalLoader]:
@@ -362,7 +361,7 @@ class RolloutDataModule(LightningDataModule):
         Args:
             left: Number of rollouts that are asked for after this one; no more are sampled ahead.
         """
-        sampled, prompts, fields = self.schedule.next(self.prompt_cursor, left), self.training_prompts, dict[str, Any]()
+        sampled, prompts, fields = self.schedule.next(self.prompt_cursor, left), self._sets["prompts"], dict[str, Any]()
         if sampled.version is not None:
             fields["policy_version"] = sampled.version
         if self._ptx_loader is not None:
@@ -429,10 +428,6 @@ class RolloutDataModule(LightningDataModule):
             )
         return sampling
 
-    def drain(self) -> None:
-        """Waits until the schedule leaves the engine idle, so that others may use it."""
-        self.schedule.drain()
-
     # ---- checks ------------------------------------------------------------------------------------------------
 
     def _check_scored(self) -> None:
@@ -488,18 +483,6 @@ def _scorer(rewards: Any) -> RewardScorer | None:
     if isinstance(rewards, str) or callable(rewards):
         raise ValueError(f"rewards={rewards!r}: it must be a list. Write [...] around one function.")
     return rewards if isinstance(rewards, RewardScorer) else RewardScorer(rewards) if rewards else None
-
-
-def _supervised(ptx: Any) -> PTXSource | None:
-    if ptx is not None:
-        pass
-    return ptx  # type: ignore[no-any-return]
-
-
-def _default_engine() -> Engine:
-    from lightrl.engines.vllm.engine import VLLMEngine
-
-    return VLLMEngine()
 
 
 def _visits(spec: PromptCurriculum, groups: list[ScoredGroup]) -> list[tuple[int, float]]:

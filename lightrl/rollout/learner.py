@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 
 from lightrl.distributed.states import fingerprint
@@ -100,20 +100,7 @@ class RolloutLearner(LightningModule, ABC):
         return False
 
 
-class _EngineCallback(Callback, ABC):
-    """A callback of a data module that has an engine."""
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Rejects a data module without an engine."""
-        datamodule = trainer.datamodule  # type: ignore[attr-defined]
-        if not isinstance(getattr(datamodule, "engine", None), Engine):
-            raise ValueError(
-                f"{type(self).__name__} needs a data module with an engine (RolloutDataModule), not "
-                f"{type(datamodule).__name__}. Remove the callback or change the data module."
-            )
-
-
-class EngineSync(_EngineCallback):
+class EngineSync(Callback, ABC):
     """A callback that pushes weights to the engine. `RolloutDataModule` finds it among the trainer's callbacks."""
 
     @abstractmethod
@@ -132,7 +119,7 @@ class EngineSync(_EngineCallback):
         """A request of this rank with media that is about to be sampled; called in any thread."""
 
 
-class TrajectoryCheck(_EngineCallback):
+class TrajectoryCheck(Callback, ABC):
     """A callback that looks at the trajectories of a training rollout while the engine holds what sampled them.
 
     `RolloutDataModule` finds it among the trainer's callbacks.
