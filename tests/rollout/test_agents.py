@@ -8,17 +8,9 @@ from typing import Any
 import httpx
 import pytest
 from jsonargparse import ArgumentParser
-from lightning.pytorch import seed_everything
 
-from lightrl.algorithms import GRPOLightningModule
-from lightrl.callbacks import TrajectoryLogprobCheck, WeightSync
-from lightrl.data.prompts import PromptSource
-from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.environments import AgentProgram, Episode
-from lightrl.records import SamplingParams
-from lightrl.rollout import RolloutDataModule
-from tests.rollout.tasks import Keep, chat_model, sgd
-from tests.toys import quiet_trainer
+from tests.rollout.tasks import chat_model, fit
 
 
 def main(row: dict[str, Any], base_url: str, api_key: str) -> float:
@@ -46,29 +38,9 @@ def failing(row: dict[str, Any], base_url: str, api_key: str) -> float:
     raise RuntimeError("no sandbox")
 
 
-def run(path: str, episode: Any) -> Keep:
-    """A whole `Trainer.fit` of two rollouts, with the canary."""
-    seed_everything(0, verbose=False)
-    keep = Keep()
-    module = GRPOLightningModule(path, kl=None, optimizer=sgd)
-    data = RolloutDataModule(
-        prompts=PromptSource(rows=[{"prompt": f"say {word}"} for word in ("one", "two", "six", "ten")]),
-        engine=TransformersEngine(),
-        episode=episode,
-        sampling=SamplingParams(max_new_tokens=6),
-        group_size=4,
-        prompts_per_rollout=4,
-        rollouts_per_epoch=2,
-        seed=0,
-    )
-    callbacks = [WeightSync(), TrajectoryLogprobCheck(num_trajectories=64, tolerance=1e-5), keep]
-    quiet_trainer(callbacks=callbacks).fit(module, data)
-    return keep
-
-
 @pytest.mark.parametrize("family", ["qwen2.5", "qwen3"])
 def test_a_program_is_trained_on_the_log_probs_that_the_engine_sampled_with(family: str, tmp_path: Path) -> None:
-    keep = run(chat_model(tmp_path, family), AgentProgram(main, max_environments=16))
+    _, keep = fit(chat_model(tmp_path, family), made=AgentProgram(main, max_environments=16))
     assert len(keep.rollouts) == 2
     assert max(keep.gaps) < 1e-5
     for rollouts in keep.rollouts:
@@ -92,12 +64,5 @@ def test_a_program_is_given_in_yaml() -> None:
 
 
 def test_a_program_that_always_fails_stops_the_run_with_the_cause(tmp_path: Path) -> None:
-    episode = AgentProgram(failing, max_retries=0)
-    with pytest.raises(RuntimeError, match="the program failed: RuntimeError: no sandbox"):
-        run(chat_model(tmp_path), episode)
-
-
-def test_prompt_sources_are_the_programs_own_business() -> None:
-    source = PromptSource(rows=[{"prompt": "x"}], system_prompt="Be brief.")
-    with pytest.raises(ValueError, match="prompts.system_prompt"):
-        AgentProgram(main).check_prompts(source)
+    with pytest.raises(RuntimeError, match="no sandbox"):
+        fit(chat_model(tmp_path), made=AgentProgram(failing, max_retries=0))

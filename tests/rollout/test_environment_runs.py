@@ -25,7 +25,7 @@ from lightrl.objectives import GroupRelative
 from lightrl.rollout import Ahead
 from tests.distributed.job import make_strategy
 from tests.distributed.test_strategies import compile_deepspeed
-from tests.rollout.tasks import Letters, chat_model, fit, sgd, talk
+from tests.rollout.tasks import Letters, fit, sgd, talk
 from tests.toys import KeptEngine, ThreadEngine
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -78,25 +78,6 @@ def test_vllm_in_this_process_samples_rows_whose_logprobs_are_those_trained(
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_forks_of_a_template_that_rewrites_are_proven_by_vllm_too(tmp_path: Path) -> None:
-    pytest.importorskip("vllm")
-    from lightrl.engines.vllm.engine import VLLMEngine
-
-    path = chat_model(tmp_path, "deepseek")
-    _, keep = fit(path, engine=VLLMEngine(max_model_len=256), rollouts_per_epoch=1)
-    assert keep.metrics[0]["rollout/forks"] > 0 and len(keep.rollouts[0]) > 16 and max(keep.gaps) < 2e-5
-
-
-@pytest.mark.vllm
-@pytest.mark.slow
-def test_staleness_samples_environments_beside_the_update(vllm: Any, path: str) -> None:
-    _, keep = fit(path, engine=vllm, schedule=Ahead(), rollouts_per_epoch=3, compare=False)
-    assert [m["rollout/staleness"] for m in keep.metrics] == [0, 1, 1]
-    assert all(m["rollout/turns"] > 1 for m in keep.metrics)
-
-
-@pytest.mark.vllm
-@pytest.mark.slow
 def test_an_engine_that_is_killed_in_the_middle_of_turns_is_started_again(vllm: Any, path: str) -> None:
     class Kills(Letters):
         """The tenth reply of the run is answered after the engine is gone."""
@@ -121,26 +102,6 @@ def test_an_engine_that_is_killed_in_the_middle_of_turns_is_started_again(vllm: 
 def test_vllm_samples_what_a_program_is_trained_on(vllm: Any, path: str) -> None:
     _, keep = fit(path, program=talk, engine=vllm)
     assert max(keep.gaps) < 2e-5 and [m["rollout/turns"] for m in keep.metrics] == [3, 3]
-
-
-@pytest.mark.vllm
-@pytest.mark.slow
-def test_an_engine_that_is_killed_between_two_turns_of_programs_is_started_again(vllm: Any, path: str) -> None:
-    answered = itertools.count(1)
-
-    def killing(row: Any, base_url: str, api_key: str) -> float:
-        def at(turn: int) -> None:
-            if next(answered) == 10:
-                for pid in vllm.process_ids:
-                    os.kill(pid, signal.SIGKILL)
-
-        return talk(row, base_url, api_key, at)
-
-    quiet, expected = fit(path, program=talk, engine=vllm, rollouts_per_epoch=1)
-    module, keep = fit(path, program=killing, engine=vllm, rollouts_per_epoch=1)
-    assert next(answered) > 32, "every attempt has had its turns"
-    assert torch.equal(keep.rollouts[0].token_ids, expected.rollouts[0].token_ids), "seeds belong to attempts and turns"
-    assert keep.metrics[0]["rollout/stop_failure"] == 0 and close(module, quiet)
 
 
 # ---- killed and resumed ----------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from lightrl.rewards.scorer import RewardScorer
 from lightrl.rollout import Ahead, Evaluation
 from lightrl.rollout.collector import RolloutStalledError
 from tests.rollout.tasks import Letters, Numbered, chat_model, fit, make_data, sgd
-from tests.toys import ThreadEngine
+from tests.toys import ThreadEngine, quiet_trainer
 
 
 @pytest.fixture(autouse=True)
@@ -180,38 +179,11 @@ def test_one_straggler_without_a_limit_stops_the_run_with_what_it_waits_for(path
         fit(path, environment=Straggler, stall_timeout=4.0)
 
 
-def test_dynamic_sampling_replaces_groups_of_environments_without_spread(path: str) -> None:
-    class Some(Letters):
-        """Prompts with "one" give every attempt the same."""
-
-        async def reset(self, row: Mapping[str, Any], *, seed: int) -> list[dict[str, Any]]:
-            self.flat = row["word"] == "one"
-            return await super().reset(row, seed=seed)
-
-        async def step(self, reply: Any) -> Any:
-            step = await super().step(reply)
-            step.done, step.reward = True, 0.0 if self.flat else len(reply.content) / 100
-            return step
-
-        async def finish(self, stop_reason: str) -> float:
-            return 0.0
-
-    _, keep = fit(path, environment=Some, dynamic_sampling_rounds=4, rollouts_per_epoch=1)
-    assert keep.metrics[0]["rollout/dropped_groups"] >= 1 and keep.metrics[0]["rollout/flat_groups"] == 0
-    assert not any(p["word"] == "one" for p in [{"word": w} for w in keep.rollouts[0].columns["word"]])
-
-
-def test_evaluation_and_prediction_play_environments_too(path: str) -> None:
-    from tests.toys import quiet_trainer
-
+def test_prediction_plays_environments_too(path: str) -> None:
     rows = PromptSource(rows=[{"prompt": f"say {i}", "word": "x"} for i in range(3)])
-    module, keep = fit(path, rollouts_per_epoch=1, evaluation=Evaluation(rows, SamplingParams(max_new_tokens=5)))
-    assert len(keep.evaluated[0].messages) >= 3 and set(keep.evaluated[0].stop_reasons) <= {"stop", "turns"}
-    from lightrl.callbacks import WeightSync
-
-    trainer = quiet_trainer(callbacks=[WeightSync()])
-    predicted = trainer.predict(module, make_data(evaluation=Evaluation(predict_prompts=rows)))
-    records = [record for batch in predicted or [] for record in batch]
+    module = GRPOLightningModule(path, kl=None, optimizer=sgd)
+    data = make_data(evaluation=Evaluation(predict_prompts=rows))
+    records = [record for batch in quiet_trainer().predict(module, data) or [] for record in batch]
     assert len(records) == 3 and all(record["reward"] is not None for record in records)
 
 
@@ -256,45 +228,3 @@ def test_the_canary_stops_the_run_before_a_token_that_was_not_sampled_is_trained
 def test_what_would_have_no_effect_is_refused_by_name(arguments: dict[str, Any], message: str, path: str) -> None:
     with pytest.raises(ValueError, match=message):
         fit(path, **arguments)
-
-
-def test_an_environment_and_its_limits_come_from_yaml(
-    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from lightrl.cli import main
-
-    config = tmp_path / "run.yaml"
-    config.write_text(f"""
-seed_everything: 1
-trainer:
-  accelerator: cpu
-  max_epochs: 1
-  logger: false
-  enable_checkpointing: false
-  enable_progress_bar: false
-  callbacks: [{{class_path: WeightSync}}, {{class_path: TrajectoryLogprobCheck, init_args: {{num_trajectories: 2}}}}]
-model:
-  class_path: GRPOLightningModule
-  init_args: {{actor: {{path: {path}}}, kl: null}}
-data:
-  class_path: RolloutDataModule
-  init_args:
-    prompts: {{path: {tmp_path}/rows.jsonl}}
-    engine: TransformersEngine
-    sampling: {{max_new_tokens: 4}}
-    episode:
-      class_path: EnvironmentEpisode
-      init_args:
-        environment: {{class_path: tests.rollout.tasks.Letters, init_args: {{delay: 0.01}}}}
-        max_turns: 2
-        on_truncated: continue
-    group_size: 2
-    prompts_per_rollout: 2
-    rollouts_per_epoch: 1
-""")
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "say a"}\n{"prompt": "say b"}\n')
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["lightrl"])
-    Letters.seen = []
-    main(["fit", "--config", str(config)])
-    assert {prompt for prompt, _ in Letters.seen} == {"say a", "say b"} and len(Letters.seen) == 4

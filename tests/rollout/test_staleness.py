@@ -265,6 +265,7 @@ def test_the_correction_is_on_unless_switched_off(side_model: str) -> None:
     assert "off_policy/kl" not in run(side_model, **few)[1].metrics[1]
 
 
+@pytest.mark.long
 def test_a_stale_bandit_reaches_its_optimum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rollout but the first is one update old; see tests/algorithms/test_bandit.py."""
     monkeypatch.setattr(bandit, "TransformersEngine", ThreadEngine)
