@@ -7,9 +7,8 @@ from typing import Any
 
 import httpx
 import pytest
-from jsonargparse import ArgumentParser
 
-from lightrl.environments import AgentProgram, Episode
+from lightrl.environments import AgentProgram
 from tests.rollout.tasks import chat_model, fit
 
 
@@ -34,10 +33,6 @@ def main(row: dict[str, Any], base_url: str, api_key: str) -> float:
     return reward
 
 
-def failing(row: dict[str, Any], base_url: str, api_key: str) -> float:
-    raise RuntimeError("no sandbox")
-
-
 @pytest.mark.parametrize("family", ["qwen2.5", "qwen3"])
 def test_a_program_is_trained_on_the_log_probs_that_the_engine_sampled_with(family: str, tmp_path: Path) -> None:
     _, keep = fit(chat_model(tmp_path, family), made=AgentProgram(main, max_environments=16))
@@ -52,17 +47,3 @@ def test_a_program_is_trained_on_the_log_probs_that_the_engine_sampled_with(fami
         if family == "qwen2.5":  # one row that goes on, the question beside, the summary; random text rarely forks
             assert 16 * 3 <= len(rollouts) < 16 * 4
     assert keep.rollouts[0].rewards.std() > 0
-
-
-def test_a_program_is_given_in_yaml() -> None:
-    parser = ArgumentParser()
-    parser.add_argument("--episode", type=Episode)
-    episode = {"class_path": "AgentProgram", "init_args": {"run": f"{__file__}:main", "max_retries": 1}}
-    made = parser.instantiate_classes(parser.parse_object({"episode": episode})).episode
-    assert made.runner.function.__name__ == "main"
-    assert made.max_retries == 1
-
-
-def test_a_program_that_always_fails_stops_the_run_with_the_cause(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="no sandbox"):
-        fit(chat_model(tmp_path), made=AgentProgram(failing, max_retries=0))

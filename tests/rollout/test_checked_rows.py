@@ -8,7 +8,6 @@ import pytest
 from datasets import Dataset
 
 from lightrl.algorithms import GRPOLightningModule
-from lightrl.data import prompts
 from lightrl.data.prompts import PromptMixture, PromptSource
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.rewards import CombinedReward, ExactAnswer
@@ -131,17 +130,3 @@ def test_conversations_are_looked_at_with_what_their_template_adds(tokenizer: An
     stream = PromptSource(rows=lambda: Dataset.from_list(rows).to_iterable_dataset())
     with pytest.raises(ValueError, match="row 1, column 'prompt': the prompt has 72 tokens"):
         stream.load(tokenizer, room=(79, 8), shuffle=False).batch(0, 2)
-
-
-def test_long_texts_alone_are_tokenised(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
-    real = prompts.encode
-
-    def counted(tokenizer: Any, text: str, **options: Any) -> list[int]:
-        seen.append(text)
-        return real(tokenizer, text, **options)
-
-    monkeypatch.setattr(prompts, "encode", counted)
-    rows = [{"prompt": f"{i}+1="} for i in range(1000)] + [{"prompt": "1" * 950}]
-    PromptSource(rows=rows).load(tokenizer, room=(1000, 8))
-    assert len(seen) < 20 and "1" * 950 in seen

@@ -19,7 +19,6 @@ from lightrl.objectives import GroupRelative
 from lightrl.records import SamplingParams
 from lightrl.rewards.scorer import RewardScorer
 from lightrl.rollout import Ahead, Evaluation
-from lightrl.rollout.collector import RolloutStalledError
 from tests.rollout.tasks import Letters, Numbered, chat_model, fit, make_data, sgd
 from tests.toys import ThreadEngine, quiet_trainer
 
@@ -82,13 +81,6 @@ def test_a_failed_row_is_not_in_the_baseline_and_not_in_the_loss(how: str, path:
     assert not e.advantages[1].any() and not bool(e.response_mask[1].any())
     assert metrics["rollout/stop_failure"] == 0.25 and metrics["rollout/retried"] == 2
     assert metrics["reward/mean"] == pytest.approx(1 / 3) and metrics["reward/scored_fraction"] == 0.75
-
-
-def test_a_failed_attempt_is_refilled_with_the_same_seeds(path: str) -> None:
-    _, whole = fit(path, environment=lambda: Numbered([0.5]), prompts_per_rollout=1, rollouts_per_epoch=1)
-    _, once = fit(path, environment=lambda: Numbered([0.5, None, 0.5]), prompts_per_rollout=1, rollouts_per_epoch=1)
-    assert once.metrics[0]["rollout/retried"] == 1 and once.metrics[0]["rollout/stop_failure"] == 0
-    assert torch.equal(whole.rollouts[0].token_ids, once.rollouts[0].token_ids)
 
 
 def test_when_too_much_fails_the_run_stops_with_the_cause(path: str) -> None:
@@ -171,12 +163,6 @@ def test_one_straggler_is_ended_by_its_time_limit_and_scored(path: str) -> None:
     assert time.perf_counter() - began < 200
     assert [r.stop_reasons.count("time") for r in keep.rollouts] == [1, 0]
     assert bool(keep.rollouts[0].rewards.isfinite().all())
-
-
-def test_one_straggler_without_a_limit_stops_the_run_with_what_it_waits_for(path: str) -> None:
-    Straggler.made = 0
-    with pytest.raises(RolloutStalledError, match=r"stall_timeout=4.*episodes EnvironmentEpisode \(1 groups"):
-        fit(path, environment=Straggler, stall_timeout=4.0)
 
 
 def test_prediction_plays_environments_too(path: str) -> None:

@@ -105,20 +105,6 @@ def test_a_bad_reward_function_is_named(function: Any, model_path: str) -> None:
     assert not data.engine.started, "a failed run must leave no engine behind"
 
 
-def test_a_missing_reward_column_is_found_before_anything_is_sampled(model_path: str) -> None:
-    def solved(completions: list[str], solution: list[str]) -> list[float]:
-        raise AssertionError("called")
-
-    def talked(completions: list[str], messages: list[Any]) -> list[float]:
-        raise AssertionError("called")
-
-    module = GRPOLightningModule(model_path)
-    with pytest.raises(ValueError, match=r"'solved'.*takes solution, which is neither a column"):
-        quiet_trainer().fit(module, sums_data(rewards=[solved]))
-    with pytest.raises(ValueError, match=r"'talked'.*takes messages"):
-        quiet_trainer().fit(module, sums_data(rewards=[talked]))
-
-
 def test_more_tokens_than_the_model_holds_are_refused(model_path: str) -> None:
     data = sums_data(sampling=SamplingParams(max_new_tokens=600))
     with pytest.raises(ValueError, match="max_new_tokens"):

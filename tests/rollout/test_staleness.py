@@ -151,31 +151,6 @@ def test_a_killed_engine_is_started_again_with_the_policy_of_then(side_engine: A
     assert watch.gap(module, 2, watch.rollouts[2]) < 1e-4
 
 
-@pytest.mark.vllm
-@pytest.mark.slow
-def test_a_cancelled_generation_ends_and_leaves_the_engine_idle(side_engine: Any, side_model: str) -> None:
-    """The update fails while rollouts are sampled: the thread leaves the engine, which serves the next run."""
-
-    class Fails(RLCallback):
-        def on_experience_made(self, *_: Any) -> None:
-            raise ZeroDivisionError
-
-    long = SamplingParams(max_new_tokens=50, ignore_eos=True)
-    with pytest.raises(ZeroDivisionError):
-        run(
-            side_model,
-            Fails(),
-            engine=side_engine,
-            schedule=Ahead(2),
-            sampling=long,
-            group_size=64,
-            prompts_per_rollout=16,
-        )
-    # The run has not waited for a step that takes longer than its bound.
-    assert until(lambda: not side_engine._running().busy)
-    assert staleness(run(side_model, engine=side_engine, schedule=Ahead())[1]) == [0, 1, 1, 1]
-
-
 def test_evaluation_in_between_is_of_the_newest_policy(side_model: str) -> None:
     evaluation = {"evaluation": Evaluation([{"prompt": f"{a}+{a}="} for a in range(6)], batch_size=4)}
     module, watch = run(side_model, schedule=Ahead(2), rollouts_per_epoch=2, max_epochs=2, **evaluation)
