@@ -11,7 +11,7 @@ KEYS = {
     "data.eval_group_size": "data.evaluation.group_size",
     "data.eval_prompts": "data.evaluation.prompts",
     "data.eval_sampling": "data.evaluation.sampling",
-    "data.in_flight": "data.schedule (class_path: InFlight)",
+    "data.in_flight": "data.schedule: InFlight",
     "data.label_column": "data.rewards.label_column",
     "data.max_refills": "data.dynamic_sampling_rounds",
     "model.minibatch_size": "model.updates.minibatch_size",
@@ -37,7 +37,7 @@ KEYS = {
     "data.reward_weights": "data.rewards.weights",
     "data.rewards_by_label": "data.rewards.rewards_by_label",
     "data.shuffle": "data.prompts.shuffle",
-    "data.staleness": "data.schedule (class_path: Ahead, init_args: {max_staleness: ...})",
+    "data.staleness": "data.schedule: Ahead",
 }
 """Old dotted key, without `init_args` -> new key."""
 

@@ -161,8 +161,8 @@ class RolloutDataModule(LightningDataModule):
         """Loads tokenizer and prompts; the engine starts later, at the first rollout."""
         if self.prompts_per_rollout % self.world_size:
             raise ValueError(
-                f"prompts_per_rollout={self.prompts_per_rollout}: {self.world_size} ranks can't share it. Use a "
-                f"multiple of {self.world_size}."
+                f"prompts_per_rollout={self.prompts_per_rollout}: {self.world_size} "
+                f"ranks can't share it. Use a multiple of {self.world_size}."
             )
         module, spec = self.learner, self.learner.actor_spec
         if stage == "fit":
