@@ -133,16 +133,16 @@ class Engine(ABC):
             if trained:
                 raise ValueError(
                     f"{name}.extra.{key}={value!r}: the trainer would score another distribution than tokens are drawn "
-                    f"from ({engine}.extra does not list it as harmless). Remove it, or set it in eval_sampling."
+                    f"from ({engine}.extra does not list it as harmless). Remove it, or set it in evaluation.sampling."
                 )
         if not trained:
             return
         if sampling.temperature == 0:
             raise ValueError(f"{name}.temperature=0: greedy completions of a prompt are all equal; train above 0.")
         fixes = {
-            "repetition_penalty": "Set it to 1 and use the reward RepetitionPenalty, or set it in eval_sampling",
-            "regex": "Remove it and use the reward RegexFormat, or set it in eval_sampling",
-            "json_schema": "Remove it and reward valid JSON, or set it in eval_sampling",
+            "repetition_penalty": "Set it to 1 and use the reward RepetitionPenalty, or set it in evaluation.sampling",
+            "regex": "Remove it and use the reward RegexFormat, or set it in evaluation.sampling",
+            "json_schema": "Remove it and reward valid JSON, or set it in evaluation.sampling",
         }
         if not self.records_support:
             cut = f"{engine} does not record what it leaves. Leave it off, or use TransformersEngine"

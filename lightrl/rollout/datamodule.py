@@ -383,14 +383,9 @@ class RolloutDataModule(LightningDataModule):
             filler: Whether the prompts only let a rank without any take part.
         """
         self.schedule.drain()
-        sampler, sampling, size = self.sampler, self.eval_sampling, self.evaluation.group_size
-        sampler.show(prompts, sampling)
-        sync = self.host.ready()
-        collection = sampler.start(prompts, sampling, size, sampler.seeds(prompts, first, f"eval/{name}".rstrip("/")))
-        groups = collection.finish()
-        rollouts = self._laid_out(
-            groups, sampling, {**collection.seconds, "time/sync": sync}, trained=False, eval_set=name, filler=filler
-        )
+        sampling, size, stream = self.eval_sampling, self.evaluation.group_size, f"eval/{name}".rstrip("/")
+        groups, metrics = self.sampler.evaluate(prompts, sampling, size, stream, first)
+        rollouts = self._laid_out(groups, sampling, metrics, trained=False, eval_set=name, filler=filler)
         return replace(rollouts, answers=self.evaluation.answers(rollouts, self.scorer)) if size > 1 else rollouts
 
     def _laid_out(

@@ -19,6 +19,25 @@ from lightrl.rollout.host import EngineHost
 
 
 @dataclass
+class BegunRollout:
+    """A training rollout under way.
+
+    Attributes:
+        first: Number of its first prompt.
+        collection: This rank's groups.
+        sampling: How it is sampled.
+        recover: Whether an engine that restarts gets the weights again.
+        behind: Number of rollouts handed out since it began.
+    """
+
+    first: int
+    collection: Collection
+    sampling: SamplingParams
+    recover: bool
+    behind: int = 0
+
+
+@dataclass
 class SampledRollout:
     """A training rollout before it is laid out.
 
@@ -28,7 +47,7 @@ class SampledRollout:
         metrics: Scalars measured on the way.
         sampling: How it was sampled.
         sampled: All groups, also those that dynamic sampling dropped.
-        version: Version of the weights; None takes that of the tokens.
+        version: Version of the weights; None takes the oldest of its tokens.
     """
 
     groups: list[ScoredGroup]
@@ -37,16 +56,6 @@ class SampledRollout:
     sampling: SamplingParams
     sampled: list[ScoredGroup]
     version: int | None = None
-
-
-@dataclass
-class BegunRollout:
-    """A training rollout under way: number of its first prompt, its groups, and how it is sampled."""
-
-    first: int
-    collection: Collection
-    sampling: SamplingParams
-    recover: bool
 
 
 @dataclass(eq=False)
@@ -60,7 +69,7 @@ class RolloutSampler:
         prompts: Training prompts; None outside of training.
         tokenizer: The policy's.
         sampling: Returns the training settings of now, which callbacks may change.
-        group_size: Attempts per prompt.
+        group_size: Attempts per training prompt.
         prompts_per_rollout: Prompts of a training rollout, over all ranks.
         dynamic_sampling_rounds: Maximum number of further generations per training rollout.
         seed: The run's.
@@ -101,17 +110,14 @@ class RolloutSampler:
         return self.host.module.policy_version
 
     def ready(self, first: int | None = None) -> float:
-        """Pushes the weights. Collective.
+        """Pushes the weights, and returns the seconds that it took. Collective.
 
         Args:
-            first: Number of the first prompt of the training rollout that begins next, whose prompts the check after
-                the push may use.
-
-        Returns:
-            seconds that it took.
+            first: Number of the first prompt of the training rollout that begins next. The check after the push may use
+                its prompts.
         """
         if first is not None:
-            self.show(self._own_prompts(first), self.sampling())
+            self._show(self._own_prompts(first), self.sampling())
         return self.host.ready()
 
     def begin(
@@ -120,72 +126,96 @@ class RolloutSampler:
         *,
         sampling: SamplingParams | None = None,
         begun: dict[int, list[Completion]] | None = None,
-        recover: bool = False,
+        recover: bool = True,
     ) -> BegunRollout:
         """Starts the training rollout whose first prompt has number `first`; the engine must be ready.
 
         Args:
             first: Number of the prompt over all ranks.
             sampling: Defaults to the data module's settings of now.
-            begun: What an interrupted run had sampled; {} for nothing, in a rollout that may be suspended.
+            begun: What an interrupted run had sampled, {} for nothing; None keeps no record of what is sampled.
             recover: Push the weights to an engine that restarts, and continue. Only in the main thread.
         """
         prompts, sampling = self._own_prompts(first), sampling or self.sampling()
         how: dict[str, Any] = {"trained": True, "begun": begun, "recover": recover}
-        collection = self.start(prompts, sampling, self.group_size, self.seeds(prompts, first), **how)
+        collection = self._start(prompts, sampling, self.group_size, self._seeds(prompts, first, "train"), **how)
         return BegunRollout(first, collection, sampling, recover)
 
     def finish(self, rollout: BegunRollout, gather: Callable[[int], list[int]] = gather_objects) -> SampledRollout:
         """Waits for the groups of a rollout, and replaces those without reward spread (dynamic sampling).
 
+        In each of at most `dynamic_sampling_rounds` rounds every rank takes one prompt for each group that it lacks,
+        all ranks together consecutive ones, so that the cursor is the same everywhere and no prompt is lost. Groups
+        that are missing at the end are filled up with dropped ones, the oldest first: the batch keeps its size, and
+        they add nothing to a group estimator.
+
         Args:
             rollout: What `begin` started.
             gather: Every rank's number from this rank's. Collective.
+
+        Source: DAPO, https://arxiv.org/abs/2503.14476, section 3.2, which samples batches of a fixed size until one is
+            full and drops surplus groups; here there is no surplus.
         """
         assert self.prompts is not None, "training has prompts"
-        training, rounds = self.prompts, self.dynamic_sampling_rounds
-        metrics, retried, sampled = {"time/generate": 0.0, "time/score": 0.0}, 0, list[ScoredGroup]()
-
-        def collect(collection: Collection) -> list[ScoredGroup]:
-            nonlocal retried
-            groups = collection.finish()
-            for name, seconds in collection.seconds.items():
-                metrics[name] += seconds
-            retried += collection.retried
-            sampled.extend(groups)
-            return groups
-
-        def collect_more(start: int, offset: int, count: int) -> list[ScoredGroup]:
-            prompts = training.batch(start + offset, count)
-            seeds = [request_seed(self.seed, "train", start, offset + i) for i in range(count)]
-            how: dict[str, Any] = {"recover": rollout.recover, "trained": True}
-            return collect(self.start(prompts, rollout.sampling, self.group_size, seeds, **how))
-
-        groups, cursor = collect(rollout.collection), rollout.first + self.prompts_per_rollout
-        if rounds:
-            groups, cursor, refilled = refill(
-                groups, cursor, rounds, collect=collect_more, gather=gather, rank=self.rank
-            )
-            metrics |= refilled
+        collections, groups = [rollout.collection], rollout.collection.finish()
+        wanted, cursor, rounds = len(groups), rollout.first + self.prompts_per_rollout, 0
+        while rounds < self.dynamic_sampling_rounds:
+            missing = gather(wanted - sum(group.has_spread for group in groups))
+            if not any(missing):
+                break
+            if count := missing[self.rank]:
+                offset = sum(missing[: self.rank])
+                prompts = self.prompts.batch(cursor + offset, count)
+                seeds = [request_seed(self.seed, "train", cursor, offset + i) for i in range(count)]
+                how: dict[str, Any] = {"trained": True, "recover": rollout.recover}
+                collections.append(self._start(prompts, rollout.sampling, self.group_size, seeds, **how))
+                groups = [*groups, *collections[-1].finish()]
+            cursor, rounds = cursor + sum(missing), rounds + 1
+        metrics = {f"rollout/prompts_{name}": float(number) for name, number in self.prompts.counts.items()}
+        metrics |= {name: sum(each.seconds[name] for each in collections) for name in rollout.collection.seconds}
         if self.episode.multi_turn:
-            metrics["rollout/retried"] = float(retried)
-        metrics |= {f"rollout/prompts_{name}": float(n) for name, n in training.counts.items()}
+            metrics["rollout/retried"] = float(sum(each.retried for each in collections))
+        sampled = groups
+        if self.dynamic_sampling_rounds:
+            kept = [group for group in sampled if group.has_spread]
+            flat = [group for group in sampled if not group.has_spread]
+            groups = [*kept, *flat[: wanted - len(kept)]]
+            rewards = [reward for group in sampled for reward in group.rewards if not math.isnan(reward)]
+            metrics |= {
+                "rollout/refills": float(rounds),
+                "rollout/dropped_groups": float(len(sampled) - wanted),
+                "rollout/flat_groups": float(wanted - len(kept)),
+                "reward/sampled_mean": math.fsum(rewards) / len(rewards) if rewards else 0.0,
+            }
         self.host.check_trajectories(groups, rollout.sampling, self.tokenizer)
         return SampledRollout(groups, cursor, metrics, rollout.sampling, sampled)
 
-    def start(
-        self, prompts: Prompts, sampling: SamplingParams, group_size: int, seeds: list[int], **how: Any
-    ) -> Collection:
-        """Starts `group_size` attempts at each of this rank's prompts; the engine must be ready.
+    def evaluate(
+        self, prompts: Prompts, sampling: SamplingParams, group_size: int, stream: str, cursor: int
+    ) -> tuple[list[ScoredGroup], dict[str, float]]:
+        """Groups that are not for training, by the policy of now, and how long they took.
 
         Args:
-            prompts: P prompts.
+            prompts: This rank's prompts.
             sampling: The distribution.
             group_size: Attempts per prompt.
-            seeds: P seeds.
-            how: Further arguments of `Collection`.
+            stream: Name that keeps random numbers apart.
+            cursor: Number of prompts in the stream before these; part of the random seeds.
         """
-        self.show(prompts, sampling)
+        self._show(prompts, sampling)
+        sync = self.host.ready()
+        collection = self._start(prompts, sampling, group_size, self._seeds(prompts, cursor, stream))
+        return collection.finish(), {**collection.seconds, "time/sync": sync}
+
+    def close(self, timeout: float) -> None:
+        """Ends what is under way, in about `timeout` seconds."""
+        self._collector.close(timeout)
+
+    def _start(
+        self, prompts: Prompts, sampling: SamplingParams, group_size: int, seeds: list[int], **how: Any
+    ) -> Collection:
+        """Starts `group_size` attempts at each of P prompts, with P seeds; `how` are arguments of `Collection`."""
+        self._show(prompts, sampling)
         if self.scorer is not None:
             self.scorer.set_progress(self._progress())
         sampling = ending_turns(sampling, self.tokenizer)
@@ -203,18 +233,13 @@ class RolloutSampler:
         ]
         return self._collector.start(tasks, **how)
 
-    def seeds(self, prompts: Prompts, cursor: int, stream: str = "train") -> list[int]:
+    def _seeds(self, prompts: Prompts, cursor: int, stream: str) -> list[int]:
         """A seed for each of this rank's prompts in the rollout of a stream that starts with prompt number `cursor`."""
         rows = [i * self.world_size + self.rank for i in range(len(prompts))]
         return [request_seed(self.seed, stream, cursor, row) for row in rows]
 
-    def show(self, prompts: Prompts, sampling: SamplingParams) -> None:
-        """Shows what pushes weights the prompts that are about to be sampled."""
+    def _show(self, prompts: Prompts, sampling: SamplingParams) -> None:
         self.host.show(prompts, sampling, first_turn_only=not self.episode.multi_turn)
-
-    def close(self, timeout: float) -> None:
-        """Ends what is under way, in about `timeout` seconds."""
-        self._collector.close(timeout)
 
     def _progress(self) -> float:
         """Share of the run's rollouts that are done; 0 outside of training, or if the run's length is unknown."""
@@ -231,53 +256,3 @@ class RolloutSampler:
             count, rank, world_size = self.prompts_per_rollout, self.rank, self.world_size
             self._read = first, self.prompts.batch(first, count, rank=rank, world_size=world_size)
         return self._read[1]
-
-
-def refill(
-    groups: list[ScoredGroup],
-    cursor: int,
-    rounds: int,
-    *,
-    collect: Callable[[int, int, int], list[ScoredGroup]],
-    gather: Callable[[int], list[int]],
-    rank: int,
-) -> tuple[list[ScoredGroup], int, dict[str, float]]:
-    """Replaces groups without reward spread by those of further prompts (dynamic sampling), in at most `rounds` rounds.
-
-    In each round every rank takes one prompt for each group that it lacks, all ranks together consecutive ones, so that
-    the cursor is the same everywhere and no prompt is lost. Groups that are still missing at the end are filled up with
-    dropped ones, the oldest first: the batch keeps its size, and they add nothing to a group estimator.
-
-    Args:
-        groups: This rank's groups.
-        cursor: Number of the prompt after those taken so far.
-        rounds: Maximum number of rounds.
-        collect: (start, offset, count) samples the groups of prompts start + offset ... start + offset + count - 1.
-        gather: Every rank's number from this rank's. Collective; called equally often on every rank.
-        rank: Rank of this process.
-
-    Returns:
-        as many groups as came in; the cursor after all rounds; metrics.
-
-    Source: DAPO, https://arxiv.org/abs/2503.14476, section 3.2, which samples batches of a fixed size until one is full
-        and drops surplus groups; here there is no surplus.
-    """
-    wanted, everything, refills = len(groups), list(groups), 0
-    while refills < rounds:
-        missing = gather(wanted - sum(group.has_spread for group in everything))
-        if not any(missing):
-            break
-        if missing[rank]:
-            everything += collect(cursor, sum(missing[:rank]), missing[rank])
-        cursor += sum(missing)
-        refills += 1
-    kept = [group for group in everything if group.has_spread]
-    flat = [group for group in everything if not group.has_spread]
-    rewards = [reward for group in everything for reward in group.rewards if not math.isnan(reward)]
-    metrics = {
-        "rollout/refills": float(refills),
-        "rollout/dropped_groups": float(len(everything) - wanted),
-        "rollout/flat_groups": float(wanted - len(kept)),
-        "reward/sampled_mean": math.fsum(rewards) / len(rewards) if rewards else 0.0,
-    }
-    return [*kept, *flat[: wanted - len(kept)]], cursor, metrics

@@ -83,7 +83,7 @@ class OnPolicy(Schedule):
 
     def next(self, cursor: int, left: int) -> SampledRollout:
         sync = self.sampler.ready(cursor)
-        rollout = self.sampler.finish(self.sampler.begin(cursor, recover=True))
+        rollout = self.sampler.finish(self.sampler.begin(cursor))
         rollout.metrics["time/sync"] = sync
         return rollout
 
@@ -93,7 +93,6 @@ class _BesideTraining(Schedule):
 
     def __init__(self, max_staleness: int) -> None:
         self.max_staleness = at_least(f"{type(self).__name__}.max_staleness", max_staleness, 1)
-        self._handed_out = 0
 
     def check(self, engine: Engine, *, adapts_prompts: bool, dynamic_sampling_rounds: int) -> None:
         schedule = f"schedule={type(self).__name__}"
@@ -107,18 +106,14 @@ class _BesideTraining(Schedule):
                 "are sampled. Use schedule=OnPolicy, or another source of prompts."
             )
 
-    def attach(self, sampler: RolloutSampler) -> None:
-        super().attach(sampler)
-        self._handed_out = 0
-
 
 @dataclass
 class _Flight:
-    """A rollout sampled ahead: its result, version of its weights, and rollouts that these had learned from."""
+    """A rollout sampled ahead: its result, the version of its weights, and how many rollouts that will be behind."""
 
     future: Future[SampledRollout]
     version: int
-    number: int
+    behind: int
 
 
 class Ahead(_BesideTraining):
@@ -147,21 +142,27 @@ class Ahead(_BesideTraining):
 
     def next(self, cursor: int, left: int) -> SampledRollout:
         """See `Schedule.next`. Adds `rollout/staleness` and waiting times to the metrics."""
-        sync = self._round(cursor, 1) if not self._flights else 0.0
-        begin = time.perf_counter()
-        rollout, flight = self._take(cursor)
-        waited = time.perf_counter() - begin
-        behind, updates = self._handed_out - flight.number, self.sampler.policy_version - flight.version
-        self._handed_out += 1
+        sync = 0.0 if self._flights else self._round(cursor, 1, behind=0)
+        begin, restarts = time.perf_counter(), 0
+        while True:
+            try:
+                rollout = self._flights[0].future.result()
+                break
+            except EngineRestartedError as error:  # what was lost is sampled again, by the policy of now
+                restarts = may_restart(error, restarts, self.sampler.world_size)
+                count = len(self._flights)
+                log.warning("%s Pushing the weights and sampling %d lost rollouts again.", error, count)
+                self._flights.clear()
+                self._round(cursor, count, behind=0)
+        flight, waited = self._flights.popleft(), time.perf_counter() - begin
         rollout.version = flight.version
-        if not self._flights and left:
-            sync += self._round(rollout.cursor, min(self.max_staleness, left), self._handed_out - 1)
         rollout.metrics |= {
-            "time/sync": sync,
-            "time/wait": waited,
-            "rollout/staleness": float(behind),
-            "rollout/staleness_updates": float(updates),
+            "rollout/staleness": float(flight.behind),
+            "rollout/staleness_updates": float(self.sampler.policy_version - flight.version),
         }
+        if not self._flights and left:
+            sync += self._round(rollout.cursor, min(self.max_staleness, left), behind=1)
+        rollout.metrics |= {"time/sync": sync, "time/wait": waited}
         return rollout
 
     def drain(self) -> None:
@@ -173,51 +174,35 @@ class Ahead(_BesideTraining):
         if self._thread is not None:
             self._thread.join(timeout)
 
-    def _round(self, cursor: int, count: int, number: int | None = None) -> float:
+    def _round(self, cursor: int, count: int, behind: int) -> float:
         """Pushes the weights and starts `count` rollouts; seconds of the push."""
-        seconds = self.sampler.ready(cursor)
-        number = self._handed_out if number is None else number
-        flights = [_Flight(Future(), self.sampler.policy_version, number) for _ in range(count)]
+        seconds, sampling = self.sampler.ready(cursor), self.sampler.sampling()
+        flights = [_Flight(Future(), self.sampler.policy_version, behind + i) for i in range(count)]
         self._flights.extend(flights)
-        sampling = self.sampler.sampling()
-        futures = [flight.future for flight in flights]
-        self._thread = in_background(partial(self._sample, cursor, sampling, futures), "lightrl-sampling")
+        self._thread = in_background(partial(self._sample, cursor, sampling, flights), "lightrl-ahead")
         return seconds
 
-    def _sample(self, cursor: int, sampling: SamplingParams, futures: list[Future[SampledRollout]]) -> None:
+    def _sample(self, cursor: int, sampling: SamplingParams, flights: list[_Flight]) -> None:
         gather = partial(gather_objects, group=self._side_group)
-        for i, future in enumerate(futures):
+        for i, flight in enumerate(flights):
             try:
-                rollout = self.sampler.finish(self.sampler.begin(cursor, sampling=sampling), gather)
+                rollout = self.sampler.finish(self.sampler.begin(cursor, sampling=sampling, recover=False), gather)
             except BaseException as error:
-                for unmade in futures[i:]:
-                    unmade.set_exception(error)
+                for unmade in flights[i:]:
+                    unmade.future.set_exception(error)
                 return
             cursor = rollout.cursor
-            future.set_result(rollout)
-
-    def _take(self, cursor: int) -> tuple[SampledRollout, _Flight]:
-        """The oldest flight. After an engine's restart, what was lost is sampled again, with the current policy."""
-        restarts = 0
-        while True:
-            try:
-                return self._flights[0].future.result(), self._flights.popleft()
-            except EngineRestartedError as error:
-                restarts = may_restart(error, restarts, self.sampler.world_size)
-                count = len(self._flights)
-                log.warning("%s Pushing the weights and sampling %d lost rollouts again.", error, count)
-                self._flights.clear()
-                self._round(cursor, count)
+            flight.future.set_result(rollout)
 
 
 class InFlight(_BesideTraining):
     """Keeps `max_staleness` rollouts under way while the policy learns, and changes the weights within completions.
 
     Before a rollout is handed out the weights are pushed between two steps of the engine, wherever its completions are.
-    Then the rollout that comes `max_staleness` later begins. So the first
-    token of a completion is at most that many rollouts old when it is learned from, and the last is of the current
-    policy. No prompt is dropped or waits longer than that. Where the weights change depends on timing; a checkpoint has
-    what was sampled so far, so that a resumed run continues as if it had not stopped.
+    Then the rollout that comes `max_staleness` later begins. So the first token of a completion is at most that many
+    rollouts old when it is learned from, and the last is of the current policy. No prompt is dropped or waits longer
+    than that. Where the weights change depends on timing; a checkpoint has what was sampled so far, so that a resumed
+    run continues as if it had not stopped.
 
     Args:
         max_staleness: Number of rollouts, at least 1.
@@ -233,7 +218,7 @@ class InFlight(_BesideTraining):
         super().__init__(max_staleness)
         self.cache = one_of("InFlight.cache", cache, "recompute", "keep")
         self.keeps_cache = cache == "keep"
-        self._flights: deque[tuple[BegunRollout, int]] = deque()  # and rollouts handed out when it began
+        self._flights: deque[BegunRollout] = deque()
         self._saved: list[dict[str, Any]] = []  # of a run that is resumed, until they begin again
 
     def check(self, engine: Engine, *, adapts_prompts: bool, dynamic_sampling_rounds: int) -> None:
@@ -254,18 +239,18 @@ class InFlight(_BesideTraining):
 
     def next(self, cursor: int, left: int) -> SampledRollout:
         """See `Schedule.next`. Adds how old the tokens are and waiting times to the metrics."""
-        began = time.perf_counter()
-        count = self.sampler.prompts_per_rollout
+        began, count = time.perf_counter(), self.sampler.prompts_per_rollout
         new = [cursor + i * count for i in range(len(self._flights), min(self.max_staleness, left) + 1)]
         self.sampler.ready(*new[:1])
         for first in new:
             self._begin(first)
         pushed = time.perf_counter()
-        rollout = self.sampler.finish(self._flights[0][0])
-        _, number = self._flights.popleft()
+        rollout = self.sampler.finish(self._flights[0])
+        behind = self._flights.popleft().behind
+        for flight in self._flights:
+            flight.behind += 1
         rollout.metrics |= {"time/sync": pushed - began, "time/wait": time.perf_counter() - pushed}
-        rollout.metrics |= self._ages(rollout) | {"rollout/staleness": float(self._handed_out - number)}
-        self._handed_out += 1
+        rollout.metrics |= self._ages(rollout) | {"rollout/staleness": float(behind)}
         return rollout
 
     def close(self, timeout: float) -> None:
@@ -275,13 +260,13 @@ class InFlight(_BesideTraining):
         """What every rank has sampled of the rollouts under way."""
         own = [
             {
-                "behind": self._handed_out - number,
+                "behind": flight.behind,
                 "sampling": asdict(flight.sampling),
                 "sampled": {
                     key: [_saved(part) for part in parts] for key, parts in flight.collection.sampled().items()
                 },
             }
-            for flight, number in self._flights
+            for flight in self._flights
         ]
         return [
             of_ranks[0] | {"sampled": {key: done for one in of_ranks for key, done in one["sampled"].items()}}
@@ -296,8 +281,9 @@ class InFlight(_BesideTraining):
         begun = {key: [_loaded(part) for part in parts] for key, parts in saved["sampled"].items()}
         # What was sampled before a resume has log-probs of the settings that it was sampled with.
         sampling = SamplingParams(**saved["sampling"]) if saved["sampling"] else None
-        flight = self.sampler.begin(first, sampling=sampling, begun=begun, recover=True)
-        self._flights.append((flight, self._handed_out - saved["behind"]))
+        flight = self.sampler.begin(first, sampling=sampling, begun=begun)
+        flight.behind = saved["behind"]
+        self._flights.append(flight)
 
     def _ages(self, rollout: SampledRollout) -> dict[str, float]:
         now = self.sampler.policy_version

@@ -174,13 +174,6 @@ def test_a_kept_cache_is_that_of_the_old_weights(side_model: str) -> None:
         assert worst(module, watch, rollouts, number, number) > 1e-3  # what a fresh prefill does not give
 
 
-def test_prompts_and_their_groups_are_those_of_a_run_without_it(side_model: str) -> None:
-    """Nothing is dropped or put last: a rollout has its own prompts, with their long completions and their short."""
-    (_, ahead), (_, serial) = in_flight(side_model), run(side_model, prompts=ORDERED, rollouts_per_epoch=5)
-    assert [r.prompts for r in ahead.rollouts] == [r.prompts for r in serial.rollouts]
-    assert all(len(r.completions) == 32 for r in ahead.rollouts)
-
-
 def test_a_resumed_run_is_the_one_that_went_on(side_model: str, tmp_path: Path) -> None:
     checkpoint = RolloutCheckpoint(every_n_rollouts=2, dirpath=str(tmp_path), save_top_k=-1)
     first, whole = in_flight(side_model, checkpoint, schedule=InFlight(2))

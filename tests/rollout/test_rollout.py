@@ -21,7 +21,6 @@ from lightrl.rewards.base import RewardError
 from lightrl.rollout import Evaluation
 from lightrl.rollout.collation import ScoredGroup, collate
 from lightrl.rollout.loaders import RolloutLoader
-from lightrl.rollout.sampler import refill
 from tests.toys import Idle, Keep, quickstart_model, quiet_trainer, sums_data
 
 
@@ -55,20 +54,17 @@ def test_rows_are_laid_out_by_hand() -> None:
     assert math.isnan(float(rows.rewards[1])) and rows.rewards[[0, 2, 3]].tolist() == [1.0, 0.0, 0.5]
 
 
-def test_a_group_whose_rewards_differ_by_rounding_is_refilled() -> None:
-    def group(*rewards: float) -> ScoredGroup:
+def test_rewards_that_differ_by_rounding_have_no_spread() -> None:
+    def spread(*rewards: float) -> bool:
         prompts = Prompts(token_ids=[[5]], texts=["p"], columns={})
         request = prompts.request(0, SamplingParams(), 0, len(rewards))
         sampled = [Completion([8], [-0.5], "a", "stop") for _ in rewards]
-        return ScoredGroup(prompts, one_turn(CompletionGroup(request, sampled, 0)), Scores(list(rewards), {}))
+        group = ScoredGroup(prompts, one_turn(CompletionGroup(request, sampled, 0)), Scores(list(rewards), {}))
+        return group.has_spread
 
     nan = float("nan")
-    assert not group(0.3, 0.1 + 0.2).has_spread and not group(nan, nan).has_spread and not group(1.0, nan).has_spread
-    kept = group(0.0, nan, 1e-4)
-    groups, _, metrics = refill(
-        [group(0.3, 0.1 + 0.2)], 1, 1, collect=lambda *_: [kept], gather=lambda own: [own], rank=0
-    )
-    assert groups == [kept] and metrics["rollout/dropped_groups"] == 1 and metrics["rollout/flat_groups"] == 0
+    assert not spread(0.3, 0.1 + 0.2) and not spread(nan, nan) and not spread(1.0, nan)
+    assert spread(0.0, nan, 1e-4)
 
 
 def test_request_seeds_differ_wherever_something_differs() -> None:

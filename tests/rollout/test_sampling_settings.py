@@ -174,7 +174,7 @@ def test_a_resumed_rollout_keeps_the_settings_it_began_with() -> None:
         def ready(self, first: int) -> float:
             return 0.0
 
-        def begin(self, first: int, *, sampling: Any, begun: Any, recover: bool) -> Any:
+        def begin(self, first: int, *, sampling: Any, begun: Any) -> Any:
             asked.append(sampling)
             raise StopIteration
 

@@ -86,7 +86,7 @@ def staleness(watch: Watch) -> list[float]:
 def _no_thread_stays() -> Iterator[None]:
     yield
     for thread in threading.enumerate():
-        if thread.name == "lightrl-sampling":
+        if thread.name in ("lightrl-sampling", "lightrl-ahead"):
             thread.join(60)  # a run does not wait for a step of the engine that takes longer than its bound
             assert not thread.is_alive()
 
@@ -179,14 +179,25 @@ def test_a_resumed_run_samples_anew_what_was_under_way(side_model: str, tmp_path
     assert staleness(rest) == [0, 1] and rest.gap(module, 2, rest.rollouts[0]) < 1e-4
 
 
-def test_nothing_is_sampled_that_nobody_learns_from(side_model: str) -> None:
+@pytest.fixture(scope="module")
+def serial(side_model: str) -> list[list[str]]:
+    """The prompts of rollouts that are sampled on-policy."""
+    return [rollouts.prompts for rollouts in run(side_model)[1].rollouts]
+
+
+@pytest.mark.parametrize("schedule", [Ahead(), Ahead(3), InFlight(), InFlight(3)], ids=str)
+def test_every_schedule_samples_the_same_prompts_and_no_more(
+    schedule: Schedule, side_model: str, serial: list[list[str]]
+) -> None:
+    """No prompt is dropped or put last, whatever the lengths of its completions, and none is sampled for nothing."""
     calls: list[int] = []
 
     def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
         calls.append(len(prompts))
         return digits_reward(prompts, completions)
 
-    run(side_model, schedule=Ahead(3), rewards=[reward])
+    _, watch = run(side_model, schedule=schedule, rewards=[reward])
+    assert [rollouts.prompts for rollouts in watch.rollouts] == serial
     assert len(calls) == 4 * 8
 
 
