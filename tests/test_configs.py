@@ -55,7 +55,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"question": f"{a}+{a}=", "problem": f"{a}+{a}=", "prompt": f"{a}+{a}=", "answer": f"{a} and {a}\n#### {2 * a}"}
         for a in range(8)
     ]
-    (folder / "rows.jsonl").write_text("\n".join(json.dumps(row | {"completion": row["answer"][-2:]}) for row in rows))
+    made = json.dumps({"name": "chain_sum", "settings": {}, "seed": 0, "size": 8, "index": 0})
+    more = [{"completion": row["answer"][-2:], "gym": made} for row in rows]
+    (folder / "rows.jsonl").write_text("\n".join(json.dumps(row | m) for row, m in zip(rows, more, strict=True)))
     source = {"path": str(folder / "rows.jsonl"), "rows": None, "name": None}
     trainer = {"accelerator": "cpu", "devices": 1, "precision": "32-true", "fast_dev_run": 1}
     trainer |= {"enable_progress_bar": False}
@@ -155,6 +157,8 @@ def test_runs_with_a_tiny_model(
     """One rollout and one evaluation; nothing is written, so a trial cannot damage the files of a real run."""
     if "geo3k" in config.stem:
         pytest.importorskip("math_verify")
+    if "smollm2" in config.stem:
+        pytest.importorskip("reasoning_gym")
     own = [name for name in ("sft", "curriculum", "in_flight") if config.stem.endswith(name)]
     tiny = own[0] if own else "rl"
     files = [config, place / f"{tiny}.yaml"]
@@ -176,7 +180,9 @@ def test_runs_with_a_tiny_model(
         assert metrics["loss/sft"] > 0 and metrics["eval/loss"] > 0
     else:
         assert metrics["reward/scored_fraction"] == 1.0
-        assert "eval/reward/ExactAnswer" in metrics or ("geo3k" in config.stem and "eval/reward/MathVerify" in metrics)
+        own_reward = {"geo3k": "MathVerify", "smollm2": "ReasoningGymReward"}
+        reward = next((name for part, name in own_reward.items() if part in config.stem), "ExactAnswer")
+        assert f"eval/reward/{reward}" in metrics
         assert ("kl/ref" in metrics) == (cli.model.kl is not None)
         assert metrics.get("kl/ref", 0.0) == pytest.approx(0.0, abs=1e-4)  # the first rollout is the reference's own
         assert cli.trainer.global_step == cli.model.ppo_epochs

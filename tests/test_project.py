@@ -14,7 +14,8 @@ import pytest
 from examples.agent.make_model import make_model
 from examples.vlm.make_model import main as make_vlm
 from lightrl.cli import main
-from lightrl.cli.project import TASKS, init, quickstart
+from lightrl.cli.project import TASKS, init
+from lightrl.cli.quickstart import quickstart
 from tests.toys import quickstart_model
 from tests.waiting import gone, until
 
@@ -137,8 +138,8 @@ def test_an_interrupted_quickstart_waits_for_its_step_and_says_where_it_stopped(
         "signal.signal(signal.SIGINT, save)\npathlib.Path('begun').touch()\ntime.sleep(500)\n"
     )
     code = (
-        "from lightrl.cli import project\nrun = project._run_step\n"
-        f"project._run_step = lambda command: run([command[0], '-c', {step!r}])\nproject.quickstart()"
+        "from lightrl.cli import quickstart as q\nrun = q._run_step\n"
+        f"q._run_step = lambda command: run([command[0], '-c', {step!r}])\nq.quickstart(tiny=True)"
     )
     quickstart = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -159,8 +160,8 @@ def test_a_killed_quickstart_takes_its_step_along(tmp_path: Path) -> None:
         "cli.run = run\ncli.main(['fit', '--config', 'x.yaml'])"
     )
     code = (
-        "from lightrl.cli import project\nrun = project._run_step\n"
-        f"project._run_step = lambda command: run([command[0], '-c', {step!r}])\nproject.quickstart()"
+        "from lightrl.cli import quickstart as q\nrun = q._run_step\n"
+        f"q._run_step = lambda command: run([command[0], '-c', {step!r}])\nq.quickstart(tiny=True)"
     )
     quickstart = subprocess.Popen([sys.executable, "-c", code])
     assert until(lambda: (tmp_path / "begun").exists() and (tmp_path / "begun").read_text() != "")
@@ -175,18 +176,18 @@ def test_a_quickstart_is_refused_while_another_one_is_alive_there(
     """It would rename the folder that the first one writes to, and a third one remove it."""
     step = "import pathlib, time\npathlib.Path('outputs/quickstart/begun').touch()\ntime.sleep(500)\n"
     code = (
-        "from lightrl.cli import project\nrun = project._run_step\n"
-        f"project._run_step = lambda command: run([command[0], '-c', {step!r}])\nproject.quickstart(2)"
+        "from lightrl.cli import quickstart as q\nrun = q._run_step\n"
+        f"q._run_step = lambda command: run([command[0], '-c', {step!r}])\nq.quickstart(rollouts=2, tiny=True)"
     )
     (tmp_path / "outputs/quickstart").mkdir(parents=True)
     (tmp_path / "outputs/quickstart/of the run before").touch()
     first = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
-    monkeypatch.setattr("lightrl.cli.project._run_step", lambda command: 0)
+    monkeypatch.setattr("lightrl.cli.quickstart._run_step", lambda command: 0)
     try:
         assert until((tmp_path / "outputs/quickstart/begun").exists)
         for arguments in ([], ["--rollouts=2"], ["--fresh"]):
             with pytest.raises(SystemExit) as stop:
-                main(["quickstart", *arguments])
+                main(["quickstart", "--tiny", *arguments])
             assert stop.value.code == 2
             assert f"'outputs/quickstart' is in use by process {first.pid} on " in capsys.readouterr().err
         assert (tmp_path / "outputs/quickstart/begun").exists()
@@ -204,11 +205,11 @@ def test_a_quickstart_leaves_the_folder_of_a_step_that_runs_by_hand(
     )
     code += "print('held', flush=True); time.sleep(500)"
     first = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    monkeypatch.setattr("lightrl.cli.project._run_step", lambda command: 0)
+    monkeypatch.setattr("lightrl.cli.quickstart._run_step", lambda command: 0)
     try:
         assert first.stdout is not None and first.stdout.readline() == "held\n"
         with pytest.raises(ValueError, match=f"quickstart/ppo' is in use by process {first.pid}"):
-            quickstart(fresh=True)
+            quickstart(tiny=True, fresh=True)
         assert (tmp_path / "outputs/quickstart/ppo").is_dir()
     finally:
         first.kill()
@@ -236,12 +237,12 @@ def test_an_interrupted_quickstart_goes_on_where_it_was(
         stops_in, steps[:] = stop, []
         if stop:
             with pytest.raises(SystemExit):
-                main(["quickstart", *arguments])
+                main(["quickstart", "--tiny", *arguments])
         else:
-            main(["quickstart", *arguments])
+            main(["quickstart", "--tiny", *arguments])
         return steps.copy()
 
-    monkeypatch.setattr("lightrl.cli.project._run_step", step)
+    monkeypatch.setattr("lightrl.cli.quickstart._run_step", step)
     assert run(stop="sft") == ["sft"]
     assert run(stop="ppo") == ["sft", "ppo"]
     assert run(stop="report") == ["ppo resumed", "report"]
@@ -263,5 +264,5 @@ def test_a_quickstart_whose_notes_are_damaged_says_how_to_begin_anew(
     place.mkdir(parents=True)
     (place / "steps.json").write_bytes(noted)
     with pytest.raises(ValueError, match="steps.json"):
-        quickstart(1)
+        quickstart(rollouts=1, tiny=True)
     assert (place / "steps.json").read_bytes() == noted

@@ -58,7 +58,7 @@ COMMANDS = {
     "export": "lightrl.cli.export:export",
     "from-trl": "lightrl.cli.from_trl:from_trl",
     "init": "lightrl.cli.project:init",
-    "quickstart": "lightrl.cli.project:quickstart",
+    "quickstart": "lightrl.cli.quickstart:quickstart",
     "recipes": "lightrl.cli.config_files:recipes",
     "doctor": "lightrl.cli.doctor:doctor",
 }

