@@ -163,6 +163,8 @@ MISTAKES = {
     "view nowhere": "run_dir='nowhere'",
     "from-trl nowhere.yaml": "script=nowhere.yaml",
     "init new --task gpro": "task",
+    "serve-reward --reward nowhere.py:f": "'nowhere.py:f'",
+    "serve-reward --prot 80": "Did you mean 'port'?",
     "quickstart --rolouts 3": "Did you mean 'rollouts'?",
 }
 

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightrl.engines.base import (
-    Engine,
-    EngineDiedError,
-    EngineRestartedError,
-    ExtraKeys,
-    StaleWeightsError,
-    SteppingEngine,
-)
-from lightrl.records import EngineContext
-
 if TYPE_CHECKING:
+    from lightrl.engines.base import (
+        Engine,
+        EngineDiedError,
+        EngineRestartedError,
+        ExtraKeys,
+        StaleWeightsError,
+        SteppingEngine,
+    )
     from lightrl.engines.server.engine import ServerEngine
     from lightrl.engines.server.teacher import ServerTeacher
     from lightrl.engines.transformers.engine import TransformersEngine
     from lightrl.engines.vllm.engine import VLLMEngine
+    from lightrl.records import EngineContext
 
 __all__ = [
     "Engine",
@@ -34,7 +33,8 @@ __all__ = [
     "VLLMEngine",
 ]
 
-_LAZY = {  # an engine that is added: here, in `__all__` and in the imports above
+_LAZY = {  # an engine that is added: here, in `__all__`, and in the imports above
+    "EngineContext": "lightrl.records",
     "ServerEngine": "lightrl.engines.server.engine",
     "ServerTeacher": "lightrl.engines.server.teacher",
     "TransformersEngine": "lightrl.engines.transformers.engine",
@@ -43,8 +43,8 @@ _LAZY = {  # an engine that is added: here, in `__all__` and in the imports abov
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        from importlib import import_module
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
 
-        return getattr(import_module(_LAZY[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LAZY.get(name, "lightrl.engines.base")), name)

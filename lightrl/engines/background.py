@@ -1,30 +1,20 @@
-"""Work beside the calling thread, in daemon threads: an event loop, or a function that may take long or for ever."""
+"""Daemon threads: an event loop in one, or a function that may take long or never return."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
-import os
-import queue
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import AbstractContextManager
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
-_Jobs: TypeAlias = "queue.SimpleQueue[Callable[[Any], None]]"
-
-IDLE_SECONDS = 5.0
-"""How long a thread of `in_thread` waits for another call before it ends."""
 
 WAIT_SECONDS = 0.5
 """Length of one wait of `patient_result`."""
-
-_idle: list[_Jobs] = []  # of the threads that wait, which do not live on in a forked process
-os.register_at_fork(after_in_child=_idle.clear)
 
 
 def in_background(work: Callable[[], object], name: str) -> threading.Thread:
@@ -35,42 +25,32 @@ def in_background(work: Callable[[], object], name: str) -> threading.Thread:
 
 
 async def in_thread(work: Callable[[], T], name: str) -> tuple[T, None] | tuple[None, BaseException]:
-    """What `work` returned in a thread of its own, or what it raised, SystemExit and StopIteration among it.
+    """The result of `work` in a new thread, or what it raised, including SystemExit and StopIteration.
 
-    A pool of so many workers would lose one to every call that never returns, and its threads would be waited for at
-    exit. Here a thread that is done waits `IDLE_SECONDS` for the next call, which starts one where none waits.
-    Cancelling leaves the thread behind.
+    A pool would lose a worker to each call that never returns, and wait for it at exit. Cancelling leaks the thread.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 
     def settle(outcome: Any) -> None:
-        if not future.done():  # else nobody waits any more
+        if not future.done():  # it was cancelled
             future.set_result(outcome)
 
-    def run(jobs: _Jobs) -> None:
+    def run() -> None:
         outcome: Any
-        threading.current_thread().name = name
         try:
-            outcome = contextvars.Context().run(work), None  # which a call before cannot have changed
-        except BaseException as error:  # SystemExit in a thread would otherwise vanish and never answer
+            outcome = work(), None
+        except BaseException as error:  # SystemExit would end the thread without an answer
             outcome = None, error
-        threading.current_thread().name = "lightrl-idle"
-        _idle.append(jobs)  # before the answer, so that the next call finds it
         with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(settle, outcome)
 
-    try:
-        jobs = _idle.pop()
-    except IndexError:
-        jobs = queue.SimpleQueue()
-        in_background(lambda: _serve_jobs(jobs), name)
-    jobs.put(run)
+    in_background(run, name)
     return await future  # type: ignore[no-any-return]
 
 
 async def outcome_of(call: Callable[[], Awaitable[T]]) -> tuple[T, None] | tuple[None, BaseException]:
-    """What the awaited call returned, or what it raised, SystemExit among it, which would break off the event loop."""
+    """The result of the awaited call, or what it raised, including SystemExit, which would end the event loop."""
     try:
         return await call(), None
     except asyncio.CancelledError:
@@ -80,7 +60,7 @@ async def outcome_of(call: Callable[[], Awaitable[T]]) -> tuple[T, None] | tuple
 
 
 async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of coroutines that run at the same time. Where one fails, the others are cancelled and have ended."""
+    """The results of concurrent coroutines. If one fails, the others are cancelled and have ended."""
     tasks = [asyncio.ensure_future(each) for each in work]
     try:
         return list(await asyncio.gather(*tasks))
@@ -90,26 +70,11 @@ async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _serve_jobs(jobs: _Jobs) -> None:
-    """A thread of `in_thread`."""
-    while True:
-        try:
-            job = jobs.get(timeout=IDLE_SECONDS)
-        except queue.Empty:
-            try:
-                _idle.remove(jobs)
-            except ValueError:  # taken at this moment
-                continue
-            return
-        job(jobs)
-        del job  # and what it holds
-
-
 class FairLock(AbstractContextManager[None]):
-    """A lock that a thread may take again while it has it, and cannot take again before another that waits for it."""
+    """A reentrant lock that goes to a waiting thread before the one that released it."""
 
     def __init__(self) -> None:
-        self._turn = threading.Lock()  # held while waiting, so that who lets go of the lock comes after who waits
+        self._turn = threading.Lock()  # held while waiting, so that who releases the lock comes after who waits
         self._lock = threading.Lock()
         self._holder: int | None = None
         self._depth = 0
@@ -129,11 +94,11 @@ class FairLock(AbstractContextManager[None]):
 
 
 def patient_result(future: Future[T], meanwhile: Callable[[], object] = lambda: None) -> T:
-    """A future's result. A Ctrl-C that comes just before a wait does not end it, but the next short wait does.
+    """A future's result. Ctrl-C just before a wait does not end it, but the next short wait does.
 
     Args:
-        future: what to wait for.
-        meanwhile: called between two waits.
+        future: What to wait for.
+        meanwhile: Called between two waits.
     """
     while True:
         try:
@@ -145,12 +110,9 @@ def patient_result(future: Future[T], meanwhile: Callable[[], object] = lambda: 
 
 
 class BackgroundLoop:
-    """An event loop in a thread of its own, which starts with the first call; also again after `close`.
+    """An event loop in a thread, started by the first call, also after `close`.
 
-    A task that raises SystemExit or KeyboardInterrupt ends like any other: who waits for it gets it, the loop goes on.
-
-    Args:
-        name: of the thread.
+    A task that raises SystemExit or KeyboardInterrupt ends like any other: its caller gets it, the loop continues.
     """
 
     def __init__(self, name: str) -> None:
@@ -161,7 +123,7 @@ class BackgroundLoop:
 
     @property
     def started(self) -> bool:
-        """Whether it has been called, and not closed since."""
+        """Whether it was called, and not closed since."""
         return self._loop is not None
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
@@ -172,7 +134,7 @@ class BackgroundLoop:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Waits for the result of a coroutine there; cancels it when the waiting is interrupted."""
+        """Waits for the result of a coroutine there; cancels it if the wait is interrupted."""
         future = self.submit(coroutine)
         try:
             return patient_result(future)
@@ -181,7 +143,7 @@ class BackgroundLoop:
             raise
 
     def call(self, function: Callable[..., object], *args: Any) -> None:
-        """Has the loop call a function soon; nothing happens where the loop was closed."""
+        """Has the loop call a function soon, unless the loop was closed."""
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # closed between the two lines
                 self._loop.call_soon_threadsafe(function, *args)
@@ -190,13 +152,10 @@ class BackgroundLoop:
         """Cancels what runs, runs `last`, and ends the thread, in at most about `timeout` seconds.
 
         Raises:
-            concurrent.futures.TimeoutError: a coroutine blocks the loop, whose thread is left behind.
+            concurrent.futures.TimeoutError: A coroutine blocks the loop, whose thread is leaked.
         """
         loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
         if loop is None or thread is None:
-            return
-        if loop.is_closed():  # it broke off
-            thread.join(timeout)
             return
 
         async def shut_down() -> None:
@@ -211,13 +170,13 @@ class BackgroundLoop:
             asyncio.run_coroutine_threadsafe(shut_down(), loop).result(timeout)
         finally:
             self._ends.set()
-            with contextlib.suppress(RuntimeError):  # closed by someone else
+            with contextlib.suppress(RuntimeError):  # closed by another thread
                 loop.call_soon_threadsafe(loop.stop)
         thread.join(timeout)
 
 
 def _serve(loop: asyncio.AbstractEventLoop, ends: threading.Event) -> None:
-    """Runs the loop until it is to end, whatever breaks it off or stops it."""
+    """Runs the loop until it is to end, whatever stops it."""
     asyncio.set_event_loop(loop)
     try:
         while not ends.is_set():

@@ -405,7 +405,7 @@ def test_arguments_are_checked(tmp_path: Path) -> None:
         ({"urls": []}, "name at least one server"),
         ({"urls": ["http://a:1", "http://a:1/"]}, "each once"),
         ({"urls": ["10.0.0.1:8000"]}, "ServerEngine.urls"),
-        ({"api_key": "tökén"}, "The key in ServerEngine.api_key or .* cannot be sent in a header"),
+        ({"api_key": "tökén"}, "The key in ServerEngine.api_key"),
         ({"shared_folder": None}, "shared_folder=None: weights: path needs a folder"),
         ({"weights": "transfer", "kind": "sglang"}, "vLLM only"),
         ({"max_groups": 0}, "max_groups=0: must be at least 1"),

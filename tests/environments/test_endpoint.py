@@ -166,8 +166,8 @@ def test_a_program_is_found_by_its_file_and_by_its_module() -> None:
     for run in (f"{PLAIN}:once", "tests.environments.plain_program:once"):
         assert play(run, Engine("Hi"))[0].turn_rewards == [0.5]
     for run, message in (
-        ("no.such:main", "there is no module 'no'"),
-        ("none.py:main", "there is no file none.py"),
+        ("no.such:main", "ModuleNotFoundError"),
+        ("none.py:main", "FileNotFoundError"),
         (f"{FILE}:nothing", "has no 'nothing'"),
         ("main", "give package.module:name"),
     ):
