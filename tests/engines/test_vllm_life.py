@@ -139,5 +139,5 @@ def test_more_tokens_than_the_model_has_is_told_at_start(tied_folder: Path) -> N
 @pytest.mark.parametrize("args", [{"nope": 1}, {"max_num_seqs": 0}])
 def test_arguments_that_vllm_does_not_take_are_named(args: dict[str, int], tied_folder: Path) -> None:
     engine = VLLMEngine(engine_args=args)
-    with pytest.raises(ValueError, match=rf"VLLMEngine.engine_args \({next(iter(args))}\): vLLM says: "):
+    with pytest.raises(ValueError, match=rf"VLLMEngine.engine_args \({next(iter(args))}\): "):
         engine.start(EngineContext(str(tied_folder), max_prompt_tokens=8, max_new_tokens=8, fire=True))

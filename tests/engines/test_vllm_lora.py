@@ -12,7 +12,7 @@ import torch
 from lightrl.algorithms import GRPOLightningModule
 from lightrl.callbacks import WeightSync
 from lightrl.engines import EngineContext, VLLMEngine
-from lightrl.engines.vllm.lora import AdapterFolder
+from lightrl.engines.vllm.weights import AdapterFolder
 from lightrl.models.lora import adapter_config, add_lora, named_adapter_weights
 from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import LoraSpec, ModelSpec

@@ -96,7 +96,7 @@ def test_the_trainers_unused_memory_is_given_back_before_an_engine_wakes(
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: told.append("empty_cache"))
     engine = VLLMEngine(in_process=False, sleep_level=level)
-    engine._context = context(0)
+    engine._on_cuda = True
     stand_in: Any = SimpleNamespace(sleep=told.append, wake=told.append)
     engine._adapter, engine._sender = stand_in, SimpleNamespace(forget=lambda: None)  # type: ignore[assignment]
     engine.sleep()

@@ -1,4 +1,4 @@
-"""What a `VLLMEngine` needs to know of the machine before it starts."""
+"""What a `VLLMEngine` is started with: arguments of `vllm.LLM`, environment variables, devices, and memory."""
 
 from __future__ import annotations
 
@@ -7,58 +7,211 @@ import os
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil  # type: ignore[import-untyped]
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
+from lightrl.models.loading import longest_sequence, longrope_limit
+from lightrl.records import EngineContext
+
+if TYPE_CHECKING:
+    from lightrl.engines.vllm.engine import VLLMEngine
+
 log = logging.getLogger(__name__)
 
-_BLOCK = 128
-"""Tokens in a block of vLLM's KV cache on a CPU."""
-_SEQUENCES = 256
-"""Sequences that vLLM runs at a time by default."""
-_SHARE = 0.25
-"""Share of the free memory that KV caches on a CPU may have, all ranks together."""
+_BLOCK = 128  # tokens in a block of vLLM's KV cache on a CPU
+_SEQUENCES = 256  # that vLLM runs at a time by default
+_SHARE = 0.25  # of the free memory that KV caches on a CPU may have, all ranks together
 _BYTES = {"float32": 4, "float": 4, "auto": 4}
+_CPU_KV_BYTES = 256 << 20  # for a model whose configuration transformers cannot read
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
-@dataclass(frozen=True)
-class CacheSize:
-    """A KV cache on a CPU.
+def environment(engine: VLLMEngine, context: EngineContext, cuda: bool) -> tuple[dict[str, str], dict[str, str]]:
+    """Environment variables that must hold while the engine starts, and those that yield to the user's."""
+    gpu = int(context.device.partition(":")[2] or 0)
+    if cuda and engine.in_process:
+        # vLLM takes the GPU with the number LOCAL_RANK: the trainer's own, whatever its rank. The address is only read
+        # if no process group exists yet, in a run of one process.
+        forced = {"RANK": str(context.rank), "LOCAL_RANK": str(gpu), "WORLD_SIZE": str(context.world_size)}
+        return forced, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    if cuda:
+        return {"CUDA_VISIBLE_DEVICES": _own_gpus(engine, context, gpu)}, {}
+    if engine.in_process:
+        return {}, {}
+    # vLLM would bind every engine to core 0, and as many spinning threads as cores slow trainer and engine tenfold.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = max(1, cores // (2 * context.world_size * engine.tensor_parallel_size))
+    return {}, {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
 
-    Attributes:
-        nbytes: its size.
-        max_model_len: Tokens of the longest sequence, at most what was asked for.
+
+def _own_gpus(engine: VLLMEngine, context: EngineContext, gpu: int) -> str:
+    """CUDA_VISIBLE_DEVICES of this rank's engine."""
+    size, devices = engine.tensor_parallel_size, engine.devices
+    if devices is None:
+        numbers = list(range(gpu * size, gpu * size + size))
+    else:
+        numbers = devices[context.local_rank * size : (context.local_rank + 1) * size]
+        if len(numbers) < size:
+            raise ValueError(
+                f"VLLMEngine.devices={devices}: rank {context.local_rank} of this machine needs "
+                f"{(context.local_rank + 1) * size} of them (tensor_parallel_size={size} for each rank): add GPUs, "
+                "lower tensor_parallel_size or use fewer ranks."
+            )
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = named.split(",") if named else [str(i) for i in range(max(numbers) + 1)]
+    if max(numbers) >= len(visible):
+        raise ValueError(
+            f"VLLMEngine.tensor_parallel_size={size}: cuda:{gpu}'s engine needs GPUs {min(numbers)} to {max(numbers)} "
+            f"of the {len(visible)} visible ones; lower it or use fewer ranks."
+        )
+    return ",".join(visible[number] for number in numbers)
+
+
+def arguments(engine: VLLMEngine, context: EngineContext, cuda: bool) -> dict[str, Any]:
+    """Arguments of `vllm.LLM`."""
+    chosen: dict[str, Any] = {
+        "model": engine.model or context.model_path,
+        "dtype": engine.requested_dtype or context.dtype,
+        "seed": context.seed % 2**31,
+        "max_model_len": _wanted_length(engine, context),
+        "tensor_parallel_size": engine.tensor_parallel_size,
+        "logprobs_mode": "processed_logprobs",
+        "use_tqdm_on_load": False,
+        "worker_extension_cls": "lightrl.compat.vllm_worker.WorkerExtension",
+    }
+    if not cuda:
+        chosen["enforce_eager"] = True  # compiling takes 25 s and gains nothing
+        # After half a prompt vLLM takes a seeded request's random state back, which CPU generators refuse.
+        chosen["enable_chunked_prefill"] = False
+        if not (engine.in_process or engine.tensor_parallel_size > 1 or "VLLM_CPU_OMP_THREADS_BIND" in os.environ):
+            # The core is its own worker. vLLM would start a second process, to bind its threads to cores, and the core
+            # would spin while that one works. Its name alone ("uni") is overruled.
+            chosen["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+    if engine.gpu_memory_utilization is not None:
+        chosen["gpu_memory_utilization"] = engine.gpu_memory_utilization
+    elif cuda:
+        chosen["gpu_memory_utilization"] = 0.4 if engine.devices is None else 0.9
+    elif "kv_cache_memory_bytes" not in engine.engine_args:
+        chosen |= _cpu_cache(engine.engine_args, context, chosen)
+    if cuda and engine.in_process:
+        chosen["distributed_executor_backend"] = "external_launcher"
+    if cuda and engine.sleep_level:
+        chosen["enable_sleep_mode"] = True
+    if context.random_init or _lacks_weights(chosen["model"]):
+        chosen["load_format"] = "dummy"
+    if adapter_rank(engine, context):
+        fits = [rank for rank in _LORA_RANKS if rank >= context.lora_rank]
+        if not fits:
+            raise ValueError(
+                f"lora.r={context.lora_rank}: vLLM holds adapters of rank up to {_LORA_RANKS[-1]}; set "
+                "VLLMEngine.lora_sync=merged."
+            )
+        chosen |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": fits[0]}
+    chosen |= engine.engine_args
+    if context.fire:
+        if cuda and os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "0":
+            raise ValueError(
+                "SamplingParams.fire_temperature on a GPU: vLLM's second model runner takes no logits processors. Set "
+                "the environment variable VLLM_USE_V2_MODEL_RUNNER=0 to use the first one, or leave fire_temperature "
+                "out."
+            )
+        own = engine.engine_args.get("logits_processors") or []
+        chosen["logits_processors"] = ["lightrl.compat.vllm_worker:FireProcessor", *own]
+    return chosen
+
+
+def adapter_rank(engine: VLLMEngine, context: EngineContext) -> int:
+    """Rank of the adapters that the engine is given; 0 if merged weights are pushed."""
+    if not context.lora_rank or engine.lora_sync == "merged":
+        return 0
+    if engine.sleep_level == 2:
+        raise ValueError(
+            'VLLMEngine.sleep_level=2 with lora_sync="adapter": sleep would drop the base weights, which an adapter '
+            'does not bring back. Set sleep_level to 1, or lora_sync="merged".'
+        )
+    return context.lora_rank
+
+
+def check(engine: VLLMEngine, context: EngineContext) -> None:
+    """Rejects what pushes do not reach, what is not read, and rotary factors that the trainer does not use.
+
+    Multi-head latent attention (DeepSeek-V2 and later) decodes with products of its projections that vLLM computes when
+    it loads a model, and a push does not renew; the check after a push, which reads prompts, cannot see it.
     """
+    model = engine.model or context.model_path
+    v1_on_cpu = not context.device.startswith("cuda") and os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "1"
+    if v1_on_cpu and engine.engine_args.get("enable_return_routed_experts"):
+        raise ValueError(
+            "VLLMEngine.engine_args.enable_return_routed_experts on a CPU: only vLLM's second model runner, which it "
+            "uses on GPUs, returns the experts of tokens. Leave it out, or use TransformersEngine, which records them."
+        )
+    if engine.engine_args.get("return_sampling_mask"):
+        raise ValueError(
+            "VLLMEngine.engine_args.return_sampling_mask: what vLLM returns there is not read, and with it vLLM "
+            "answers neither greedy requests nor those of the weight-sync check. Leave it out; TransformersEngine "
+            "records what top_p, top_k and min_p leave."
+        )
+    if adapter_rank(engine, context) == 0:
+        config, _ = PretrainedConfig.get_config_dict(model)
+        text = config.get("text_config") or config
+        quantised = (config.get("quantization_config") or {}).get("quant_method")
+        if quantised := engine.engine_args.get("quantization") or quantised:
+            raise ValueError(
+                f"VLLMEngine with {model!r} quantised by {quantised!r}: pushes of the policy's weights into quantised "
+                "ones are not supported. Leave engine_args.quantization out and use a model with plain weights, or "
+                'train an adapter with lora_sync="adapter".'
+            )
+        if text.get("kv_lora_rank") is not None and os.environ.get("VLLM_MLA_DISABLE") != "1":
+            raise ValueError(
+                f"VLLMEngine with {model!r}: its latent attention (kv_lora_rank={text['kv_lora_rank']}) decodes with "
+                "products of weights that a push does not renew. Set the environment variable VLLM_MLA_DISABLE=1 to "
+                "have vLLM attend without them."
+            )
+    # vLLM picks LongRoPE's factors by `max_model_len`; by default, those for short sequences.
+    if (original := longrope_limit(model)) is not None:
+        length = engine.engine_args.get("max_model_len", _wanted_length(engine, context)) or original
+        if (length > original) != context.long_rope:
+            fix = "Raise max_model_len above it" if context.long_rope else "Set actor.long_rope: true, or lower it"
+            raise ValueError(
+                f"VLLMEngine.max_model_len={length} with actor.long_rope={context.long_rope}: above {original} tokens "
+                f"vLLM uses LongRoPE's factors for long sequences, and the trainer would use others. {fix}."
+            )
 
-    nbytes: int
-    max_model_len: int
+
+def _wanted_length(engine: VLLMEngine, context: EngineContext) -> int | None:
+    """The `max_model_len` that the run needs; None if it doesn't know."""
+    if engine.requested_model_len is not None:
+        return engine.requested_model_len
+    length = None if context.max_prompt_tokens is None else context.max_prompt_tokens + context.max_new_tokens
+    original = longrope_limit(engine.model or context.model_path) if context.long_rope else None
+    return length if original is None else max(length or 0, original + 1)
 
 
-def cache_size(config: Any, dtype: str, length: int, sequences: int | None, *, known: bool, ranks: int) -> CacheSize:
-    """Sizes the KV cache on a CPU for the sequences of a run, within a quarter of the free memory.
+def _cpu_cache(engine_args: Mapping[str, Any], context: EngineContext, chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """The KV cache on a CPU: room for the run's sequences, within a quarter of the free memory.
 
-    Args:
-        config: of the model, from transformers.
-        dtype: of the cache.
-        length: Tokens of the longest sequence.
-        sequences: Sequences at a time; None if unknown.
-        known: whether sequences of that length will come. Otherwise `length` is the model's own limit, which is
-            lowered if one sequence of it does not fit.
-        ranks: processes that share the memory.
-
-    Raises:
-        ValueError: one sequence needs more than the free memory.
+    If their length is unknown it is the model's own limit, lowered if one sequence of it does not fit.
     """
-    per_block = _BLOCK * _BYTES.get(dtype, 2) * _kv_width(config)
-    blocks = -(-length // _BLOCK)
-    free = _free_memory() // ranks
+    config: Any = None
+    if "hf_overrides" not in engine_args:
+        with suppress(OSError, ValueError):
+            config = AutoConfig.from_pretrained(chosen["model"])
+    known = engine_args.get("max_model_len", chosen["max_model_len"])
+    length = known if config is None else known or longest_sequence(config)
+    if config is None or length is None:
+        return {"kv_cache_memory_bytes": _CPU_KV_BYTES}
+    dtype = str(engine_args.get("dtype", chosen["dtype"])).removeprefix("torch.")
+    text = config.get_text_config()
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    per_block = _BLOCK * _BYTES.get(dtype, 2) * 2 * text.num_hidden_layers * heads * width
+    blocks, free = -(-length // _BLOCK), _free_memory() // context.world_size
     share = int(_SHARE * free) // per_block - 1  # vLLM keeps a block for itself
-    if not known and blocks > share >= 1:
+    if known is None and blocks > share >= 1:
         length = share * _BLOCK
         log.warning(
             "VLLMEngine.max_model_len is %d tokens, which fit into a quarter of the free memory. The length of the "
@@ -66,23 +219,16 @@ def cache_size(config: Any, dtype: str, length: int, sequences: int | None, *, k
             "if sequences are longer.",
             length,
         )
-        return CacheSize((share + 1) * per_block, length)
+        return {"kv_cache_memory_bytes": (share + 1) * per_block, "max_model_len": length}
     if blocks * per_block > free:
         raise ValueError(
             f"VLLMEngine.max_model_len={length}: the KV cache of one sequence needs {blocks * per_block / 2**30:.1f} "
             f"GiB and {free / 2**30:.1f} GiB of memory are free. Lower sampling.max_new_tokens or "
             "prompts.max_prompt_tokens, or set max_model_len to the longest prompt plus completion."
         )
-    wanted = blocks * min(sequences or _SEQUENCES, _SEQUENCES)
-    return CacheSize((max(blocks, min(wanted, share)) + 1) * per_block, length)
-
-
-def _kv_width(config: Any) -> int:
-    """Numbers that a token leaves in the KV cache, all layers together; an upper bound with sliding windows."""
-    text = config.get_text_config()
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    return int(2 * text.num_hidden_layers * heads * width)
+    sequences = engine_args.get("max_num_seqs", context.max_sequences) or _SEQUENCES
+    held = max(blocks, min(blocks * min(sequences, _SEQUENCES), share))
+    return {"kv_cache_memory_bytes": (held + 1) * per_block, "max_model_len": length}
 
 
 def _free_memory() -> int:
@@ -96,82 +242,20 @@ def _free_memory() -> int:
     return max(free, 0)
 
 
-def model_config(model: str) -> Any:
-    """transformers' configuration; None if it cannot be read here."""
-    try:
-        return AutoConfig.from_pretrained(model)
-    except (OSError, ValueError):
-        return None
-
-
-def chosen_gpus(first: int, count: int) -> str:
-    """CUDA_VISIBLE_DEVICES of an engine with `count` of the visible GPUs, from number `first` on.
-
-    Raises:
-        ValueError: there are too few.
-    """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    numbers = visible.split(",") if visible else [str(i) for i in range(first + count)]
-    chosen = numbers[first : first + count]
-    if len(chosen) < count:
-        raise ValueError(
-            f"VLLMEngine.tensor_parallel_size={count}: cuda:{first // count}'s engine needs GPUs {first} to "
-            f"{first + count - 1} of the {len(numbers)} visible ones; lower it or use fewer ranks."
-        )
-    return ",".join(chosen)
-
-
 def free_cached_memory() -> None:
     """Gives back what the trainer's allocator holds and does not use."""
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
 
-def threads_per_engine(num_processes: int) -> int:
-    """Threads that each of so many engine processes may use: half of the cores are the trainers'."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // (2 * num_processes))
-
-
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that nobody listens on; of all interfaces where `host` is empty."""
+    """A free TCP port; of all interfaces if `host` is empty."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
 
-def lacks_weights(model: str) -> bool:
+def _lacks_weights(model: str) -> bool:
     """Whether it is a folder with a configuration alone."""
     folder = Path(model)
     return folder.is_dir() and not any(file.suffix in (".safetensors", ".bin", ".pt") for file in folder.iterdir())
-
-
-def refuse_what_pushes_miss(model: str, engine_args: Mapping[str, Any]) -> None:
-    """Refuses an engine that would go on sampling from what it made of its first weights.
-
-    Multi-head latent attention (DeepSeek-V2 and after) decodes with products of its projections that vLLM computes when
-    it loads a model, and a push of the projections does not renew; the canary, which reads prompts, cannot see it.
-    Pushes into quantised weights were never run.
-
-    Args:
-        model: folder or hub name.
-        engine_args: of `VLLMEngine`.
-
-    Raises:
-        ValueError: it has either.
-    """
-    config, _ = PretrainedConfig.get_config_dict(model)
-    text = config.get("text_config") or config
-    quantised = engine_args.get("quantization") or (config.get("quantization_config") or {}).get("quant_method")
-    if quantised:
-        raise ValueError(
-            f"VLLMEngine with {model!r} quantised by {quantised!r}: pushes of the policy's weights into quantised ones "
-            "are not supported. Leave engine_args.quantization out and take a model with plain weights, or train an "
-            'adapter with lora_sync="adapter".'
-        )
-    if text.get("kv_lora_rank") is not None and os.environ.get("VLLM_MLA_DISABLE") != "1":
-        raise ValueError(
-            f"VLLMEngine with {model!r}: its latent attention (kv_lora_rank={text['kv_lora_rank']}) decodes with "
-            "products of weights that a push does not renew. Set the environment variable VLLM_MLA_DISABLE=1 to have "
-            "vLLM attend without them."
-        )

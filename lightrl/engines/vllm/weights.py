@@ -1,27 +1,127 @@
 """How weights get from the trainer into vLLM's workers.
 
-In one process the workers copy straight from the trainer's tensors. Into other processes they go through two buckets
-of shared memory, of the GPU where both sit on the same one and else of the host, page-locked: the trainer fills one by
-one, and the workers copy out what is complete. Memory beyond the model: two buckets, each of 32 MiB or of the largest
-tensor.
+In one process the workers copy straight from the trainer's tensors. Into other processes they go through two buckets of
+shared memory, of the GPU if both use the same one and else of the host, page-locked: the trainer fills one by one, and
+the workers copy out what is complete. One call into the engine starts a push on every worker; from then on trainer and
+workers talk through pipes, as a call for each piece would cost a millisecond in which the worker waits. Memory beyond
+the model: two buckets, each of 32 MiB or of the largest tensor. A LoRA adapter goes through a small folder instead.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
-from collections.abc import Iterable, Iterator
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightrl.compat.vllm import VLLMAdapter, map_shared, shared_path
-from lightrl.engines.vllm.channel import Channel, ChannelClosedError
+from lightrl.compat.vllm import POLL_SECONDS, LostEngineError, VLLMAdapter, map_shared, shared_path
 
 _BUCKET_BYTES = 32 << 20
 _PART_BYTES = 8 << 20  # of a bucket, sent while the rest of it is filled
 _ALIGNMENT = 64
+_GOODBYE_SECONDS = 3.0  # for workers to notice that a push broke off
+
+
+class ChannelClosedError(Exception):
+    """A worker ended the sync, or died."""
+
+
+class Channel:
+    """The trainer's ends of two pipes per worker, one that brings messages and one that brings acknowledgements.
+
+    Args:
+        adapter: the engine.
+        num_workers: how many workers it has.
+        strict: whether the workers look for parameters that did not come.
+    """
+
+    def __init__(self, adapter: VLLMAdapter, num_workers: int, strict: bool) -> None:
+        self._adapter = adapter
+        pipes = [(os.pipe(), os.pipe()) for _ in range(num_workers)]
+        self._theirs = [descriptor for down, up in pipes for descriptor in (down[0], up[1])]
+        self._down = [Connection(down[1], readable=False) for down, _ in pipes]
+        self._up = [Connection(up[0], writable=False) for _, up in pipes]
+        paths = [(shared_path(down[0]), shared_path(up[1])) for down, up in pipes]
+        self._num_sent = 0
+        self._num_done = -1
+        self._answers: Callable[..., list[Any]] | None = adapter.submit("lightrl_receive", strict, paths)
+
+    def send(self, *message: Any) -> int:
+        """Sends to all workers, once they are there; returns the message's number, for `wait`.
+
+        Raises:
+            ChannelClosedError: a worker reads no more.
+        """
+        if self._theirs:
+            self.wait(0)
+            self._close_theirs()
+        for pipe in self._down:
+            with _closing():
+                pipe.send(message)
+        self._num_sent += 1
+        return self._num_sent
+
+    def wait(self, number: int) -> None:
+        """Waits until every worker has acknowledged message `number`; 0 is their first acknowledgement.
+
+        Raises:
+            ChannelClosedError: a worker sends no more.
+            LostEngineError: the engine's core is gone or hangs.
+        """
+        while self._num_done < number:
+            look = self._adapter.watch()
+            for pipe in self._up:
+                with _closing():
+                    while not pipe.poll(POLL_SECONDS):
+                        look()
+                    pipe.recv_bytes()
+            self._num_done += 1
+
+    def answers(self) -> list[Any]:
+        """Closes the pipes and waits for what the workers' call returns."""
+        for pipe in self._down:  # where one worker has stopped, the others must not wait on
+            pipe.close()
+        assert self._answers is not None
+        wait, self._answers = self._answers, None
+        return wait()
+
+    def __enter__(self) -> Channel:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """After an error, waits a little until the workers have noticed that nothing more comes."""
+        self._close()
+        if self._answers is not None and not (kind is not None and issubclass(kind, LostEngineError)):
+            with suppress(Exception):  # there is an error already
+                self._answers(_GOODBYE_SECONDS)
+
+    def _close(self) -> None:
+        self._close_theirs()
+        for pipe in (*self._down, *self._up):
+            pipe.close()
+
+    def _close_theirs(self) -> None:
+        while self._theirs:
+            os.close(self._theirs.pop())
+
+
+class _closing:
+    """Turns a broken pipe into `ChannelClosedError`."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and issubclass(kind, (EOFError, BrokenPipeError, ConnectionResetError)):
+            raise ChannelClosedError
 
 
 class _Bucket:
@@ -162,3 +262,29 @@ class WeightSender:
         return (
             tensor.device if set(self.devices) == {str(torch.cuda.get_device_properties(tensor.device).uuid)} else None
         )
+
+
+class AdapterFolder:
+    """Writes adapters where the engine's workers on this machine read them: in memory, if there is /dev/shm."""
+
+    def __init__(self) -> None:
+        shared = Path("/dev/shm")
+        self.path = tempfile.mkdtemp(prefix="lightrl-lora-", dir=shared if os.access(shared, os.W_OK) else None)
+
+    def write(self, tensors: Iterable[tuple[str, Tensor]], config: Mapping[str, Any]) -> None:
+        """Replaces the adapter in the folder.
+
+        Args:
+            tensors: (name in peft's format, full tensor).
+            config: peft's `adapter_config.json`.
+        """
+        from safetensors.torch import save_file
+
+        weights = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors}
+        save_file(weights, os.path.join(self.path, "adapter_model.safetensors"))
+        Path(self.path, "adapter_config.json").write_text(json.dumps(dict(config)))
+
+    def remove(self) -> None:
+        """Deletes it."""
+        with suppress(OSError):
+            shutil.rmtree(self.path)
