@@ -12,8 +12,7 @@ from jsonargparse import Namespace
 
 from lightrl.checkpoints.redaction import plain_secrets, redact, redact_arguments, redact_text, remember_secret
 from lightrl.cli.lightning_cli import redacted
-from lightrl.engines.server.connection import Connection
-from lightrl.engines.server.http import ServerError
+from lightrl.engines.server.client import Connection, ServerError
 from lightrl.rewards import RemoteReward, RewardError
 
 

@@ -27,7 +27,7 @@ from lightrl.algorithms import DistillLightningModule, GRPOLightningModule
 from lightrl.algorithms.hooks import RLCallback
 from lightrl.callbacks import WeightSync
 from lightrl.engines import EngineContext, EngineDiedError, ServerEngine, ServerTeacher, StaleWeightsError
-from lightrl.engines.server.http import Server
+from lightrl.engines.server.client import Server
 from lightrl.objectives import Divergence, ForwardKL
 from lightrl.records import Prompts, SamplingParams
 from lightrl.rollout import Ahead, OnPolicy, Schedule
@@ -387,7 +387,7 @@ def test_a_teacher_asks_again_after_an_error_and_not_after_a_refusal(tied_folder
 
 def test_what_served_teachers_cannot_do_is_refused(tmp_path: Path) -> None:
     student, teacher = quickstart_model(tmp_path / "student"), ServerTeacher(["http://127.0.0.1:9"], start_timeout=0.1)
-    with pytest.raises(ValueError, match=r"teachers \['far'\] on servers, which name .*: set divergence_top_k"):
+    with pytest.raises(ValueError, match="divergence_top_k"):
         DistillLightningModule(student, {"far": teacher}, divergence=ForwardKL())
     with pytest.raises(ValueError, match=r"temperature=0.5.*servers score at temperature 1"):
         data = sums_data(sampling=SamplingParams(max_new_tokens=4, temperature=0.5))

@@ -1,7 +1,7 @@
-"""`ServerEngine`: rollouts from servers on other machines.
+"""`ServerEngine`: rollouts from servers on other nodes.
 
-`http` sends requests, `protocols` knows the routes of each kind of server, `connection` keeps the servers, `pool`
-assigns groups to them, `weights` brings the weights, `checks` looks at servers beforehand.
+`client` sends requests and keeps the servers, `protocols` knows the routes of each kind, `weights` brings the weights,
+and `worker` runs inside vLLM's servers.
 """
 
 from __future__ import annotations
@@ -18,15 +18,24 @@ from torch import Tensor
 
 from lightrl.compat.arguments import at_least
 from lightrl.engines.background import BackgroundLoop
-from lightrl.engines.base import Engine, EngineDiedError, StaleWeightsError
-from lightrl.engines.server.checks import check_length, look_at
-from lightrl.engines.server.connection import Connection
-from lightrl.engines.server.pool import ServerPool
+from lightrl.engines.base import TOLERANCE, Engine, EngineDiedError, StaleWeightsError
+from lightrl.engines.server.client import (
+    Connection,
+    Server,
+    ServerError,
+    ServerLostError,
+    check_length,
+    check_tokenizer,
+)
+from lightrl.engines.server.protocols import ServerProtocol, VLLMProtocol
 from lightrl.engines.server.weights import FolderTransport, TransferTransport, Transport
 from lightrl.engines.vllm.requests import check_lengths
 from lightrl.records import CompletionGroup, EngineContext, GenerationRequest, Routes, SamplingParams
 
 log = logging.getLogger(__name__)
+
+MAX_ABORTED = 100
+"""Times that a group is repeated because servers died, were pushed to, or aborted it."""
 
 
 class ServerEngine(Engine):
@@ -270,3 +279,218 @@ class ServerEngine(Engine):
         if failure is not None:
             raise failure
         return news
+
+
+class ServerPool:
+    """Sends each group to the server with the fewest outstanding ones. All of it runs in the servers' loop.
+
+    Args:
+        servers: at least one.
+        protocol: their kind.
+        max_groups: most outstanding groups per server.
+        retries: times that a group is sampled again after an error of a living server.
+
+    Attributes:
+        token: name of the weights that a server must hold; "" before the first push.
+        version: the policy version that goes with it.
+        first: number of the server that is asked first among equals.
+    """
+
+    def __init__(self, servers: Sequence[Server], protocol: ServerProtocol, max_groups: int, retries: int) -> None:
+        self.servers = list(servers)
+        self.protocol = protocol
+        self.max_groups = max_groups
+        self.retries = retries
+        self.token = ""
+        self.version = -1
+        self.first = 0
+        self._pushing = False
+        self._room = asyncio.Condition()
+
+    def ready(self) -> list[Server]:
+        """Servers that hold the current weights."""
+        return [server for server in self.servers if server.lost is None and server.loaded == self.token]
+
+    async def group(self, request: GenerationRequest) -> CompletionGroup:
+        """One group, from whichever server finishes it with the weights that it was asked for.
+
+        Raises:
+            ValueError: a server refuses the request.
+            EngineDiedError: no server is left.
+            StaleWeightsError: servers are left, but none with the current weights.
+        """
+        refused: list[Server] = []
+        for _ in range(MAX_ABORTED):
+            server, token, version = await self._acquire(refused)
+            try:
+                completions, now = await self.protocol.sample(server, request)
+            except ServerLostError:
+                continue
+            except (LookupError, TypeError, AttributeError, ValueError) as error:
+                said = f"{type(error).__name__}: {error}"
+                raise ValueError(
+                    f"{server.url} answered what are no completions of {request.name} ({said[:300]}). Is it a server "
+                    "of the kind that ServerEngine was told?"
+                ) from error
+            except ServerError as error:
+                if error.status < 500:
+                    raise ValueError(f"{error}. The server refuses {request.name} or the sampling settings.") from error
+                refused.append(server)
+                if len(refused) > self.retries:
+                    raise
+                log.warning("%s Sampling %s again.", error, request.name)
+                continue
+            finally:
+                await self._release(server)
+            if now != token:
+                self._distrust(server, token, now)
+            elif len(completions) == request.num_completions:
+                for tokens in (len(c.token_ids) for c in completions if c.finish_reason == "length"):
+                    if tokens < request.sampling.max_new_tokens:
+                        raise ValueError(
+                            f"{server.url} cut a completion of {request.name} after {tokens} tokens, before "
+                            f"max_new_tokens={request.sampling.max_new_tokens}: start it with a larger --max-model-len."
+                        )
+                return CompletionGroup(request, completions, version)
+        raise ServerError(
+            server.url, "", 502, f"{MAX_ABORTED} times fewer completions of {request.name} than asked for."
+        )
+
+    async def _acquire(self, refused: list[Server]) -> tuple[Server, str, int]:
+        """A server, and the weights that it must hold before and after."""
+        async with self._room:
+            while True:
+                if not self._pushing:
+                    ready = self.ready()
+                    if not ready:
+                        raise self.all_gone()
+                    turn = self.servers[self.first :] + self.servers[: self.first]
+                    free = [s for s in turn if s in ready and s.outstanding < self.max_groups]
+                    if free:
+                        server = min(free, key=lambda s: (s in refused, s.outstanding))
+                        server.outstanding += 1
+                        return server, self.token, self.version
+                await self._room.wait()
+
+    async def _release(self, server: Server) -> None:
+        server.outstanding -= 1
+        async with self._room:
+            self._room.notify_all()
+
+    def _distrust(self, server: Server, token: str, now: str) -> None:
+        """After a group whose weights changed in the meantime, by our own push or by another run."""
+        if server.loaded == token:
+            server.loaded = None
+            log.warning(
+                "%s holds weights %r in place of %r: it was restarted, or another run uses it. It is left out "
+                "until the next push.", server.url, now, token,
+            )  # fmt: skip
+
+    def all_gone(self) -> RuntimeError:
+        """The error for a pool without a server to ask."""
+        states = "; ".join(f"{s.url}: {s.lost or 'alive, with other weights'}" for s in self.servers)
+        if all(server.lost is not None for server in self.servers):
+            return EngineDiedError(f"All servers are gone. {states}. Start them again and resume the run.")
+        return StaleWeightsError(f"No living server holds the policy's weights. {states}.")
+
+    async def begin_push(self) -> None:
+        """Holds new groups back, and checks which servers answer (again)."""
+        self._pushing = True
+        await asyncio.gather(*(server.revive() for server in self.servers))
+
+    async def end_push(self, token: str, version: int, urls: Sequence[str]) -> None:
+        """The servers at `urls` hold the weights `token` of policy `version`; waiting groups go on."""
+        self.token, self.version, self._pushing = token, version, False
+        for server in self.servers:
+            usable = server.url in urls and (server.lost is None or await server.revive())
+            server.loaded = token if usable else None
+        async with self._room:
+            self._room.notify_all()
+
+    async def logprobs(self, sequences: Sequence[Sequence[int]], dtype: str) -> list[list[float]]:
+        """Every server with current weights is asked; the first one's answer.
+
+        Raises:
+            StaleWeightsError: two servers differ by more than rounding in `dtype`; it names them.
+        """
+
+        async def ask(server: Server) -> list[list[float]]:
+            return list(await asyncio.gather(*(self.protocol.logprobs(server, ids) for ids in sequences)))
+
+        ready = self.ready()
+        results = await asyncio.gather(*(ask(server) for server in ready), return_exceptions=True)
+        answers: list[tuple[str, list[list[float]]]] = []
+        for server, result in zip(ready, results, strict=True):
+            if not isinstance(result, BaseException):
+                answers.append((server.url, result))
+            elif not isinstance(result, ServerLostError):
+                raise result
+        if not answers:
+            raise self.all_gone()
+        _compare(answers, TOLERANCE.get(dtype, TOLERANCE["bfloat16"]))
+        return answers[0][1]
+
+
+def _compare(answers: list[tuple[str, list[list[float]]]], tolerance: float) -> None:
+    first_url, first = answers[0]
+    for url, answer in answers[1:]:
+        gaps = [abs(a - b) for one, two in zip(first, answer, strict=True) for a, b in zip(one, two, strict=True)]
+        gap = sum(gaps) / max(len(gaps), 1)
+        if not gap <= tolerance:
+            raise StaleWeightsError(
+                f"{first_url} and {url} got the same weights, but their log-probs differ by {gap:.2e} on average "
+                f"(allowed: {tolerance:g}): one of them holds stale or incomplete weights. Restart them with the same "
+                "model and settings."
+            )
+
+
+async def look_at(
+    server: Server, protocol: ServerProtocol, context: EngineContext, model: str | None, folder: str | None
+) -> None:
+    """Fills in a server's `facts`.
+
+    Args:
+        server: that is up.
+        protocol: its kind.
+        context: of the run.
+        model: name of the served model; the first where None.
+        folder: the shared folder for weights; None where they are transferred.
+
+    Raises:
+        ValueError: the server lacks what is needed, or serves another model.
+        ServerError: it answers with an error.
+    """
+    server.facts = await protocol.facts(server, model)
+    if folder is None and server.facts.transfer_backend is None:
+        raise ValueError(
+            f"{server.url} takes no weights by transfer: start it with "
+            """--weight-transfer-config '{"backend": "nccl"}', or use weights: path."""
+        )
+    if folder is not None and isinstance(protocol, VLLMProtocol):
+        await _check_worker(server, protocol, folder, context.model_path)
+    await check_tokenizer(server, protocol, context.model_path)
+
+
+async def _check_worker(server: Server, protocol: VLLMProtocol, folder: str, path: str) -> None:
+    """Model and shared folder, as the server's workers see them."""
+    from transformers import AutoConfig
+
+    config: Any = AutoConfig.from_pretrained(path).get_text_config()
+    probe = Path(folder).absolute() / f"probe-{uuid.uuid4().hex}"
+    probe.parent.mkdir(parents=True, exist_ok=True)
+    probe.touch()
+    try:
+        answers = await protocol.rpc(server, "lightrl_facts", str(probe))
+    finally:
+        probe.unlink()
+    for answer in answers:
+        if not answer.pop("sees"):
+            raise ValueError(
+                f"{server.url} does not see ServerEngine.shared_folder={folder}: mount the same folder at the same "
+                "path on every machine, or use weights: transfer."
+            )
+        wrong = {name: (value, getattr(config, name, None)) for name, value in answer.items()}
+        wrong = {name: pair for name, pair in wrong.items() if pair[0] != pair[1]}
+        if wrong:
+            listed = ", ".join(f"{name} is {theirs} there and {ours} here" for name, (theirs, ours) in wrong.items())
+            raise ValueError(f"{server.url} serves another model: {listed}. Start it with the policy's model.")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightrl.engines.base import ExtraKeys
-from lightrl.engines.server.http import Server, ServerError
+from lightrl.engines.server.client import Server, ServerError
 from lightrl.engines.vllm.requests import (
     EVALUATION_EXTRA,
     OWN_EXTRA,

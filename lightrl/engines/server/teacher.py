@@ -1,4 +1,4 @@
-"""`ServerTeacher`: a teacher on servers that nobody pushes weights to."""
+"""`ServerTeacher`: a teacher on servers whose weights never change."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from typing import Literal
 
 from lightrl.compat.arguments import at_least
 from lightrl.engines.base import EngineDiedError
-from lightrl.engines.server.checks import check_tokenizer
-from lightrl.engines.server.connection import Connection
-from lightrl.engines.server.http import Server, ServerError, ServerLostError
+from lightrl.engines.server.client import Connection, Server, ServerError, ServerLostError, check_tokenizer
 from lightrl.engines.server.protocols import TokenScores
 
 log = logging.getLogger(__name__)
@@ -22,21 +20,20 @@ _RETRIES = 3  # times that a row is asked again after an error of a living serve
 class ServerTeacher:
     """Scores given tokens on vLLM or SGLang servers, as a teacher of `DistillLightningModule`.
 
-    The servers are ordinary ones, of any model with the policy's tokenizer (vLLM's are asked). Nobody changes their
-    weights, so that vLLM's need no development mode and several runs may share them. Rows go to the living server with
-    the fewest outstanding ones; those of a server that dies are asked of the others. Log-probs are those at temperature
-    1 over the whole vocabulary, which is what servers say about given tokens.
+    The servers are ordinary ones, of any model with the policy's tokenizer (vLLM's are asked); they need no development
+    mode, and several runs may share them. Rows go to the living server with the fewest outstanding ones; those of a
+    server that dies are repeated on the others. Log-probs are at temperature 1 over the whole vocabulary.
 
     Args:
         urls: of the servers, e.g. [http://10.0.0.2:8000]; all with the same model.
         kind: "vllm" or "sglang".
-        model: name under which the servers serve the model; the first they name where None.
-        api_key: sent as bearer token; the environment variable LIGHTRL_SERVER_API_KEY where None, which keeps it out
-            of saved configurations.
-        max_requests: most rows that one rank has outstanding at one server, at least 1.
+        model: name under which the servers serve the model. Defaults to the first that they report.
+        api_key: Bearer token. Defaults to the environment variable LIGHTRL_SERVER_API_KEY, which keeps it out of saved
+            configurations.
+        max_requests: Maximum number of rows that one rank has outstanding at one server.
         timeout: seconds within which a living server answers that it is healthy.
-        progress_timeout: seconds for which a server that says it is healthy may answer nothing while rows are
-            outstanding; None waits for ever.
+        progress_timeout: seconds for which a server that reports that it is healthy may answer nothing while rows are
+            outstanding; None waits forever.
         start_timeout: seconds to wait for servers that are still starting.
 
     Raises:
@@ -62,10 +59,10 @@ class ServerTeacher:
         self._connection = Connection("ServerTeacher", urls, kind, api_key, timeout, progress_timeout, start_timeout)
 
     def check(self, tokenizer: str) -> None:
-        """Waits for the servers and looks what they serve; a second call does nothing.
+        """Waits for the servers and checks what they serve; a second call does nothing.
 
         Args:
-            tokenizer: folder or hub name of the policy's.
+            tokenizer: directory or ID of the policy's.
 
         Raises:
             ValueError: a server that cannot be reached, or has another tokenizer.
@@ -82,12 +79,13 @@ class ServerTeacher:
         """The model's log-probs of tokens 1..n-1 of each row, given those before.
 
         Args:
-            rows: token ids. top: how many top-k tokens to return at each position; 0 returns none.
+            rows: token IDs.
+            top: number of top-k tokens to return at each position.
 
         Raises:
-            ValueError: a server refuses a row, such as one longer than it can hold.
+            ValueError: a server rejects a row, such as one longer than it can hold.
             EngineDiedError: no server is left.
-            ServerError: living servers answered a row with errors of their own, several times.
+            ServerError: living servers answered a row with errors several times.
         """
         assert self._connection.loop is not None, "call `check` first"
         return self._connection.loop.run(self._all_scores(rows, top))
@@ -103,11 +101,7 @@ class ServerTeacher:
 
     async def _score(self, ids: Sequence[int], top: int) -> TokenScores:
         errors, servers = 0, self._connection.servers
-        while True:
-            living = [server for server in servers if server.lost is None]
-            if not living:
-                said = "; ".join(f"{server.url}: {server.lost}" for server in servers)
-                raise EngineDiedError(f"All servers of the teacher are gone. {said}. Start them and resume the run.")
+        while living := [server for server in servers if server.lost is None]:
             server = min(living, key=lambda s: s.outstanding)
             server.outstanding += 1
             try:
@@ -123,7 +117,9 @@ class ServerTeacher:
                 log.warning("%s Asking again.", error)
             finally:
                 server.outstanding -= 1
+        said = "; ".join(f"{server.url}: {server.lost}" for server in servers)
+        raise EngineDiedError(f"All servers of the teacher are gone. {said}. Start them and resume the run.")
 
     def close(self) -> None:
-        """Disconnects from the servers, which go on running."""
+        """Disconnects from the servers, which keep running."""
         self._connection.close()

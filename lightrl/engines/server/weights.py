@@ -20,7 +20,7 @@ from torch import Tensor
 from lightrl.compat.vllm import transfer_group
 from lightrl.engines.background import BackgroundLoop
 from lightrl.engines.base import EngineDiedError
-from lightrl.engines.server.http import Server, ServerError, ServerLostError
+from lightrl.engines.server.client import Server, ServerError, ServerLostError
 from lightrl.engines.server.protocols import ServerProtocol
 from lightrl.engines.vllm.setup import free_port
 
