@@ -389,7 +389,7 @@ def test_what_served_teachers_cannot_do_is_refused(tmp_path: Path) -> None:
     student, teacher = quickstart_model(tmp_path / "student"), ServerTeacher(["http://127.0.0.1:9"], start_timeout=0.1)
     with pytest.raises(ValueError, match="divergence_top_k"):
         DistillLightningModule(student, {"far": teacher}, divergence=ForwardKL())
-    with pytest.raises(ValueError, match=r"temperature=0.5.*servers score at temperature 1"):
+    with pytest.raises(ValueError, match=r"temperature=0.5"):
         data = sums_data(sampling=SamplingParams(max_new_tokens=4, temperature=0.5))
         quiet_trainer().fit(DistillLightningModule(student, {"far": teacher}), data)
     with pytest.raises(ValueError, match=r"No healthy server at http://127.0.0.1:9 after 0.1 s"):

@@ -12,9 +12,9 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 
@@ -23,9 +23,6 @@ from lightrl.compat.arguments import above, at_least, bearer_token, one_of
 from lightrl.engines.background import BackgroundLoop
 from lightrl.models.loading import longrope_limit
 from lightrl.records import EngineContext
-
-if TYPE_CHECKING:
-    from lightrl.engines.server.protocols import ServerProtocol
 
 log = logging.getLogger(__name__)
 
@@ -196,6 +193,7 @@ class Connection:
 
     Args:
         owner: class whose arguments the others are (see `ServerEngine`), for messages.
+        protocols: kind -> `ServerProtocol`.
 
     Attributes:
         servers: none until `open`.
@@ -207,6 +205,7 @@ class Connection:
 
     owner: str
     urls: list[str]
+    protocols: Mapping[str, Callable[[], Any]]
     kind: str
     api_key: str | None
     timeout: float
@@ -216,14 +215,12 @@ class Connection:
     loop: BackgroundLoop | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        from lightrl.engines.server.protocols import PROTOCOLS
-
         if not self.urls or len({url.rstrip("/") for url in self.urls}) < len(self.urls):
             raise ValueError(f"{self.owner}.urls={self.urls}: name at least one server, each once.")
         for url in self.urls:
             if not url.startswith(("http://", "https://")):
                 raise ValueError(f"{self.owner}.urls={url!r}: must start with http:// or https://.")
-        self.protocol: ServerProtocol = PROTOCOLS[one_of(f"{self.owner}.kind", self.kind, *PROTOCOLS)]()
+        self.protocol = self.protocols[one_of(f"{self.owner}.kind", self.kind, *self.protocols)]()
         above(f"{self.owner}.timeout", self.timeout)
         at_least(f"{self.owner}.start_timeout", self.start_timeout, 0)
         above(f"{self.owner}.progress_timeout", self.progress_timeout, or_none="for no limit")
@@ -282,7 +279,7 @@ class Connection:
             loop.close()
 
 
-async def check_tokenizer(server: Server, protocol: ServerProtocol, path: str) -> None:
+async def check_tokenizer(server: Server, protocol: Any, path: str) -> None:
     """Raises a ValueError for a server whose tokenizer, if it can be asked, is not that of `path`."""
     from transformers import AutoTokenizer
 

@@ -27,7 +27,7 @@ from lightrl.engines.server.client import (
     check_length,
     check_tokenizer,
 )
-from lightrl.engines.server.protocols import ServerProtocol, VLLMProtocol
+from lightrl.engines.server.protocols import PROTOCOLS, ServerProtocol, VLLMProtocol
 from lightrl.engines.server.weights import FolderTransport, TransferTransport, Transport
 from lightrl.engines.vllm.requests import check_lengths
 from lightrl.records import CompletionGroup, EngineContext, GenerationRequest, Routes, SamplingParams
@@ -100,7 +100,9 @@ class ServerEngine(Engine):
             raise ValueError("ServerEngine.shared_folder=None: weights: path needs a folder that all machines share.")
         if weights == "transfer" and kind != "vllm":
             raise ValueError(f"ServerEngine.weights='transfer' with kind={kind!r}: vLLM only; use weights: path.")
-        self._connection = Connection("ServerEngine", urls, kind, api_key, timeout, progress_timeout, start_timeout)
+        self._connection = Connection(
+            "ServerEngine", urls, PROTOCOLS, kind, api_key, timeout, progress_timeout, start_timeout
+        )
         self.weights = weights
         self.shared_folder = shared_folder
         self.transfer_address = transfer_address

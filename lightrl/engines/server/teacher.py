@@ -10,7 +10,7 @@ from typing import Literal
 from lightrl.compat.arguments import at_least
 from lightrl.engines.base import EngineDiedError
 from lightrl.engines.server.client import Connection, Server, ServerError, ServerLostError, check_tokenizer
-from lightrl.engines.server.protocols import TokenScores
+from lightrl.engines.server.protocols import PROTOCOLS, TokenScores
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,9 @@ class ServerTeacher:
     ) -> None:
         self.model = model
         self.max_requests = at_least("ServerTeacher.max_requests", max_requests, 1)
-        self._connection = Connection("ServerTeacher", urls, kind, api_key, timeout, progress_timeout, start_timeout)
+        self._connection = Connection(
+            "ServerTeacher", urls, PROTOCOLS, kind, api_key, timeout, progress_timeout, start_timeout
+        )
 
     def check(self, tokenizer: str) -> None:
         """Waits for the servers and checks what they serve; a second call does nothing.

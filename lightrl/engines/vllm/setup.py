@@ -8,7 +8,7 @@ import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import psutil  # type: ignore[import-untyped]
 import torch
@@ -17,10 +17,9 @@ from transformers import AutoConfig, PretrainedConfig
 from lightrl.models.loading import longest_sequence, longrope_limit
 from lightrl.records import EngineContext
 
-if TYPE_CHECKING:
-    from lightrl.engines.vllm.engine import VLLMEngine
-
 log = logging.getLogger(__name__)
+
+VLLMEngine: TypeAlias = Any  # which imports this module
 
 _BLOCK = 128  # tokens in a block of vLLM's KV cache on a CPU
 _SEQUENCES = 256  # that vLLM runs at a time by default
