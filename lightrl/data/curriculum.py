@@ -136,6 +136,7 @@ class CurriculumSet(PromptSet):
     def __init__(self, spec: PromptCurriculum, source: OpenSource, of_row: np.ndarray[Any, Any], *, seed: int) -> None:
         super().__init__([source], [1.0], seed=seed)
         self.spec = spec
+        self.success_reward = spec.success_reward
         self._of_row = of_row
         self._numbers = {source.index(number): number for number in range(len(source))}
         self._visits: dict[int, list[float]] = {}  # row -> success rates of its last visits

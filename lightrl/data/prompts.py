@@ -600,6 +600,9 @@ class PromptSet:
         seed: of the order in which a mixture takes turns.
     """
 
+    success_reward: float | None = None
+    """Reward from which on an attempt has succeeded, for sets whose next prompts depend on it (`observe`)."""
+
     def __init__(self, sources: Sequence[OpenSource], weights: Sequence[float], *, seed: int) -> None:
         self._sources = list(sources)
         self._seed = seed
@@ -607,6 +610,17 @@ class PromptSet:
         self._pattern: tuple[int, np.ndarray[Any, Any]] = (-1, np.zeros(0, dtype=np.int64))
         self._pool: ThreadPoolExecutor | None = None
         self.columns = list(dict.fromkeys(name for source in sources for name in source.columns))
+
+    def observe(self, visits: Sequence[tuple[int, float]], cursor: int) -> dict[str, float]:
+        """Records how the attempts of a rollout went, and returns metrics; see `CurriculumSet`."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """What was observed, the same on every rank."""
+        return None
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what was observed."""
 
     @property
     def sources(self) -> list[OpenSource]:

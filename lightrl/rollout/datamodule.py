@@ -16,7 +16,6 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightrl.compat.arguments import above, at_least
 from lightrl.compat.lightning import run_seed
-from lightrl.data.curriculum import CurriculumSet, PromptCurriculum
 from lightrl.data.processing import load_processor
 from lightrl.data.prompts import PromptMixture, PromptSet, PromptSource, prompt_source
 from lightrl.data.templates import load_tokenizer
@@ -35,6 +34,7 @@ from lightrl.rollout.sampler import RolloutSampler
 from lightrl.rollout.schedules import OnPolicy, Schedule
 
 if TYPE_CHECKING:
+    from lightrl.data.curriculum import PromptCurriculum
     from lightrl.data.sft import SFTLoader
     from lightrl.rollout.ptx import PTXSource
 
@@ -97,7 +97,8 @@ class RolloutDataModule(LightningDataModule):
         seed: int | None = None,
     ) -> None:
         super().__init__()
-        self.prompts = prompts if isinstance(prompts, PromptCurriculum) else prompt_source(prompts, "prompts")
+        given: Any = prompts
+        self.prompts = given if hasattr(given, "load") else prompt_source(given, "prompts")
         if engine is None:
             from lightrl.engines.vllm.engine import VLLMEngine
 
@@ -124,9 +125,10 @@ class RolloutDataModule(LightningDataModule):
         self._ptx_loader: SFTLoader | None = None
         self._sampler: RolloutSampler | None = None
         self._check_scored()
-        adapts_prompts = isinstance(self.prompts, PromptCurriculum)
         self.schedule.check(
-            self.engine, adapts_prompts=adapts_prompts, dynamic_sampling_rounds=self.dynamic_sampling_rounds
+            self.engine,
+            adapts_prompts=hasattr(self.prompts, "success_reward"),
+            dynamic_sampling_rounds=self.dynamic_sampling_rounds,
         )
 
     # ---- Lightning's hooks -------------------------------------------------------------------------------------
@@ -198,7 +200,7 @@ class RolloutDataModule(LightningDataModule):
             if name in self._sets:
                 continue
             training = name == "prompts"
-            self.episode.check_prompts(source.source if isinstance(source, PromptCurriculum) else source)
+            self.episode.check_prompts(getattr(source, "source", source))
             opened = self._sets[name] = source.load(
                 self.tokenizer,
                 seed=self.seed,
@@ -314,7 +316,7 @@ class RolloutDataModule(LightningDataModule):
             "prompt_cursor": self.prompt_cursor,
             "seed": self.seed,
             "ptx": None if self._ptx_loader is None else self._ptx_loader.state_dict(),
-            "curriculum": prompts.state_dict() if isinstance(prompts, CurriculumSet) else None,
+            "curriculum": None if prompts is None else prompts.state_dict(),
             "schedule": self.schedule.state_dict(),
         }
 
@@ -326,9 +328,8 @@ class RolloutDataModule(LightningDataModule):
             self.setup("fit")
         self.prompt_cursor = state_dict["prompt_cursor"]
         self.schedule.load_state_dict(state_dict.get("schedule"))
-        prompts = self._sets.get("prompts")
-        if isinstance(prompts, CurriculumSet) and state_dict.get("curriculum") is not None:
-            prompts.load_state_dict(state_dict["curriculum"])
+        if state_dict.get("curriculum") is not None:
+            self._sets["prompts"].load_state_dict(state_dict["curriculum"])
         if self._ptx_loader is not None and state_dict.get("ptx") is not None:
             self._ptx_loader.load_state_dict(state_dict["ptx"])
 
@@ -367,8 +368,9 @@ class RolloutDataModule(LightningDataModule):
         if self._ptx_loader is not None:
             batch: dict[str, Any] = next(iter(self._ptx_loader))
             fields["supervised"] = SupervisedBatch(**batch, group_ids=torch.arange(len(batch["token_ids"])))
-        if isinstance(prompts, CurriculumSet):
-            sampled.metrics |= prompts.observe(_visits(prompts.spec, sampled.sampled), sampled.cursor)
+        if prompts.success_reward is not None:
+            visits = _visits(sampled.sampled, prompts.success_reward)
+            sampled.metrics |= prompts.observe(visits, sampled.cursor)
         rollouts = self._laid_out(sampled.groups, sampled.sampling, sampled.metrics, **fields)
         self.prompt_cursor = sampled.cursor  # last, so that a rollout which is interrupted leaves no trace
         return rollouts
@@ -431,7 +433,7 @@ class RolloutDataModule(LightningDataModule):
             return
         waits = {
             f"dynamic_sampling_rounds={self.dynamic_sampling_rounds}": self.dynamic_sampling_rounds > 0,
-            f"prompts={type(self.prompts).__name__}": isinstance(self.prompts, PromptCurriculum),
+            f"prompts={type(self.prompts).__name__}": hasattr(self.prompts, "success_reward"),
         }
         for name, found in waits.items():
             if found:
@@ -480,12 +482,12 @@ def _scorer(rewards: Any) -> RewardScorer | None:
     return rewards if isinstance(rewards, RewardScorer) else RewardScorer(rewards) if rewards else None
 
 
-def _visits(spec: PromptCurriculum, groups: list[ScoredGroup]) -> list[tuple[int, float]]:
+def _visits(groups: list[ScoredGroup], success_reward: float) -> list[tuple[int, float]]:
     """(dataset row, share of attempts that succeeded) of every rank's groups. Collective."""
     own = []
     for group in groups:
         rewards = [reward for reward in group.rewards if not math.isnan(reward)]
         if rewards:
-            succeeded = sum(reward >= spec.success_reward for reward in rewards)
+            succeeded = sum(reward >= success_reward for reward in rewards)
             own.append((group.prompt.indices[0], succeeded / len(rewards)))
     return [visit for visits in gather_objects(own) for visit in visits]
