@@ -8,7 +8,6 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -283,55 +282,3 @@ class SavesPretrained(LightningModule):
                     chat_template=spec.chat_template,
                 )
         strategy.barrier()
-
-    def push_to_hub(
-        self,
-        repo_id: str,
-        *,
-        private: bool | None = None,
-        revision: str | None = None,
-        commit_message: str = "Upload model",
-        token: str | None = None,
-    ) -> str | None:
-        """Uploads what `save_pretrained` writes to the Hugging Face hub. Collective.
-
-        The repository is created first, so that a hub that can't be reached costs nothing. The folder is temporary
-        (TMPDIR).
-
-        Args:
-            repo_id: organization/name, or a name in the token's account; created if it doesn't exist.
-            private: Whether a new repository is private. Defaults to the account's setting.
-            revision: Branch to push to, created if it doesn't exist. Defaults to the main one.
-            commit_message: Of the upload.
-            token: Defaults to HF_TOKEN, then that of `hf auth login`.
-
-        Returns:
-            The address of the commit on rank 0, None on the others.
-
-        Raises:
-            ValueError: The hub can't be reached, or rejects it; on every rank.
-        """
-        from huggingface_hub import HfApi
-
-        strategy, hub, error = self._strategy(), HfApi(token=token), None
-        try:
-            if strategy.is_global_zero:
-                repo_id = hub.create_repo(repo_id, private=private, exist_ok=True).repo_id
-                if revision is not None and not revision.startswith("refs/pr"):
-                    hub.create_branch(repo_id, branch=revision, exist_ok=True)
-        except Exception as raised:
-            error = f"repo_id={repo_id!r}: {raised}. Check the name, the token, and the network."
-        error = strategy.broadcast(error)
-        if error is not None:
-            raise ValueError(error)
-        with TemporaryDirectory() as parent:
-            self.save_pretrained(Path(parent) / "model")
-            if not strategy.is_global_zero:
-                return None
-            commit = hub.upload_folder(
-                repo_id=repo_id,
-                folder_path=Path(parent) / "model",
-                revision=revision,
-                commit_message=commit_message,
-            )
-        return str(commit.commit_url)

@@ -14,14 +14,7 @@ from lightrl.objectives.ppo_clip import PolicyLoss, PPOClip
 
 
 class CriticFreeLightningModule(PPOLightningModule):
-    """What the algorithms below share: no critic, no whitening, one pass over each rollout.
-
-    Args:
-        kwargs: Other arguments of `PPOLightningModule` except `critic`.
-
-    Raises:
-        ValueError: A critic is given.
-    """
+    """What the algorithms below share: no critic, no whitening, one pass over each rollout."""
 
     default_group_size = 8
 
@@ -51,9 +44,6 @@ class GRPOLightningModule(CriticFreeLightningModule):
 
     `PPOLightningModule` with the paper's settings: no critic, `A = (r - mean_group) / std_group`, k3 in the loss with
     coefficient 0.04, the mean over sequences of the mean over tokens, one update per rollout.
-
-    Args:
-        kwargs: Other arguments of `PPOLightningModule` except `critic`.
     """
 
     def __init__(
@@ -73,9 +63,6 @@ class DrGRPOLightningModule(GRPOLightningModule):
 
     `GRPOLightningModule` with the paper's settings: `A = r - mean_group`, the sum over tokens divided by a constant
     (the paper's generation budget, 3000 tokens; take your `max_new_tokens`), no KL.
-
-    Args:
-        kwargs: Other arguments of `GRPOLightningModule`.
     """
 
     def __init__(
@@ -98,9 +85,6 @@ class DAPOLightningModule(GRPOLightningModule):
     the data module and are set there: dynamic sampling (`RolloutDataModule(dynamic_sampling_rounds=...)`) and the
     soft over-long
     punishment (the reward `SoftOverlong`).
-
-    Args:
-        kwargs: Other arguments of `GRPOLightningModule`.
     """
 
     def __init__(
@@ -121,9 +105,6 @@ class GSPOLightningModule(GRPOLightningModule):
     `GRPOLightningModule` with the paper's settings: the length-normalized ratio of the sequence clipped to
     [1 - 3e-4, 1 + 4e-4], no KL. With one update per rollout the ratio is 1 and nothing is clipped: set `minibatch_size`
     (the paper makes 4).
-
-    Args:
-        kwargs: Other arguments of `GRPOLightningModule`.
     """
 
     def __init__(
@@ -143,9 +124,6 @@ class CPGDLightningModule(GRPOLightningModule):
     `GRPOLightningModule` with the settings of the paper and its code: the log-ratio clipped to [log 0.8, log 1.2], the
     drift penalty with coefficient 0.01 and its ratio bounded at 3, no KL to a reference. A rollout's first update
     is REINFORCE's; clip and drift act from the second on: set `minibatch_size` (its code makes 8) or `ppo_epochs`.
-
-    Args:
-        kwargs: Other arguments of `GRPOLightningModule`.
     """
 
     def __init__(
@@ -164,9 +142,6 @@ class RLOOLightningModule(CriticFreeLightningModule):
 
     `PPOLightningModule` with the paper's settings: no critic, `A = r - mean of the others`, k1 in the reward, summed
     over the sequence, one on-policy update per rollout, where the clipped loss has the gradient of REINFORCE.
-
-    Args:
-        kwargs: Other arguments of `PPOLightningModule` except `critic`.
     """
 
     def __init__(
@@ -186,9 +161,6 @@ class ReinforcePlusPlusLightningModule(CriticFreeLightningModule):
     tokens of the rollout, k1 in the reward with coefficient 0.01, PPO's clip at 0.2, the mean over tokens, one pass
     over each rollout. One completion per prompt is enough. Its form for groups is `ReinforcePlusPlusBaseline` as the
     advantage with `KLInLoss("k2")` as the KL.
-
-    Args:
-        kwargs: Other arguments of `PPOLightningModule` except `critic`.
     """
 
     default_group_size = 1

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lightning.pytorch import Callback
 
+from lightrl import algorithms
 from lightrl.algorithms import (
     DistillLightningModule,
     GRPOLightningModule,
@@ -16,6 +18,7 @@ from lightrl.algorithms import (
 )
 from lightrl.algorithms.hooks import rl_callbacks
 from lightrl.algorithms.run_record import FORMAT, description, require_own
+from lightrl.algorithms.settings import Updates
 from lightrl.callbacks import WeightSync
 from lightrl.objectives import PassAtK, PolicyLoss
 from lightrl.rollout.learner import RolloutLearner
@@ -84,3 +87,17 @@ def test_a_run_in_which_nothing_gives_rewards_says_so(tmp_path: Path) -> None:
     module = GRPOLightningModule(quickstart_model(tmp_path / "model"))
     with pytest.warns(UserWarning, match=r"rewards=null with GRPO.* nothing scores the completions.*data\.rewards"):
         quiet_trainer().fit(module, sums_data(rewards=None, rollouts_per_epoch=1, group_size=2))
+
+
+@pytest.mark.parametrize("name", [name for name in algorithms.__all__ if name.endswith("LightningModule")])
+def test_constructors_stay_small_and_variants_override_public_hooks_only(name: str) -> None:
+    kind = getattr(algorithms, name)
+    assert len(inspect.signature(kind).parameters) <= 15
+    parents = kind.__mro__[1:]
+    private = [each for each in vars(kind) if each.startswith("_") and not each.startswith("__")]
+    assert not [each for each in private if kind.__module__ != "lightrl.algorithms.ppo" and hasattr(parents[0], each)]
+
+
+def test_a_group_of_settings_leaves_the_algorithms_own_alone() -> None:
+    module = GRPOLightningModule("folder", updates=Updates(minibatch_size=8))
+    assert (module.ppo_epochs, module.whiten_advantages) == (1, False)
