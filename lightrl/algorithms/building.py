@@ -96,8 +96,8 @@ class WeightsAtStart:
 def needed_weights(module: Any, state: Mapping[str, Any], start: WeightsAtStart | None) -> dict[str, Any]:
     """The entries of a state that can't be loaded from where they came from.
 
-    Dropped are the reward models, the reference unless it has moved, and parameters of policy and critic that were
-    built frozen (the base of a LoRA run, `freeze`), unless they were randomly initialized or have changed.
+    Dropped are reward models and teachers, the reference unless it has moved, and parameters of policy and critic that
+    were built frozen (the base of a LoRA run, `freeze`), unless they were randomly initialized or have changed.
     """
     try:
         strategy: Strategy | None = module.trainer.strategy
@@ -109,7 +109,7 @@ def needed_weights(module: Any, state: Mapping[str, Any], start: WeightsAtStart 
         named = [(name, p) for name, p in _own_parameters(module) if not p.requires_grad]
         frozen = {name for name, p in named if start is None or start.has(name, p, in_parts)}
     moved = start is not None and start.reference_moved(module, strategy)
-    dropped = ("reward_models.",) if moved else ("reward_models.", "reference.")
+    dropped = ("reward_models.", "teachers.") if moved else ("reward_models.", "teachers.", "reference.")
     return {name: value for name, value in state.items() if not name.startswith(dropped) and name not in frozen}
 
 
