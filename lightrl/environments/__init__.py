@@ -1,13 +1,20 @@
 """Environments: what answers the policy over many turns, and the record of the tokens that are trained."""
 
-from lightrl.environments.base import Environment, EnvironmentFailedError, Reply, Step, ToolCall
-from lightrl.environments.canary import LedgerMismatch, check_trajectories
-from lightrl.environments.endpoint import AgentProgram
-from lightrl.environments.episodes import Episode, SingleTurn, Task
-from lightrl.environments.ledger import Ledger
-from lightrl.environments.playing import EnvironmentEpisode
-from lightrl.environments.remote import MCPEnvironment, OpenEnvironment
-from lightrl.environments.tools import ToolEnvironment
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lightrl.compat.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from lightrl.environments.base import Environment, EnvironmentFailedError, Reply, Step, ToolCall
+    from lightrl.environments.canary import LedgerMismatch, check_trajectories
+    from lightrl.environments.endpoint import AgentProgram
+    from lightrl.environments.episodes import Episode, SingleTurn, Task
+    from lightrl.environments.ledger import Ledger
+    from lightrl.environments.playing import EnvironmentEpisode
+    from lightrl.environments.remote import MCPEnvironment, OpenEnvironment
+    from lightrl.environments.tools import ToolEnvironment
 
 __all__ = [
     "AgentProgram",
@@ -27,3 +34,6 @@ __all__ = [
     "ToolEnvironment",
     "check_trajectories",
 ]
+
+_MODULES = ("base", "episodes", "canary", "ledger", "tools", "playing", "remote", "endpoint")
+__getattr__ = lazy_names(__name__, _MODULES, __all__)
