@@ -1,6 +1,6 @@
 # Two commands do everything, the set-up included, and both are safe to repeat.
 #   make quickstart   a small model learns two-digit sums by PPO through an embedded vLLM engine; ends with a report
-#   make test         lint, types and tests, once more those of models and algorithms without the CPU kernels
+#   make test         lint, types, and tests
 #   make test-long    the cases that `make test` leaves out
 #   make pairs        four covering arrays of all features, runs of two rollouts; page docs/feature_pairs.md
 #   make faults       inject CASES faults into real runs and write the table into docs/reliability.md (about an hour);
@@ -16,19 +16,13 @@ CASES ?= 310
 OMP_NUM_THREADS ?= 1
 export VENV OMP_NUM_THREADS
 
-.PHONY: quickstart test test-plain test-long faults long-haul pairs audit lint setup clean
+.PHONY: quickstart test test-long faults long-haul pairs audit lint setup clean
 
 quickstart: setup
 	@$(VENV)/bin/lightrl quickstart
 
 test: lint
 	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile
-	$(MAKE) test-plain
-
-# What users get with LIGHTRL_CPU_KERNELS=0: plain torch and transformers.
-test-plain: setup
-	LIGHTRL_CPU_KERNELS=0 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/models tests/algorithms \
-		-m "not vllm and not slow"
 
 test-long: setup
 	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m long

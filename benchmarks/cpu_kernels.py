@@ -3,8 +3,8 @@
     python benchmarks/cpu_kernels.py --model HuggingFaceTB/SmolLM2-135M-Instruct --out cpu_kernels.json
 
 A step samples 8 completions of at most 48 tokens for each of 8 prompts of about 50 tokens (`TransformersEngine`),
-scores and updates them (GRPO's loss on a `PolicyModel`, AdamW), and loads the weights into the engine. All variants
-take turns in one process, on the same completions. CPU seconds count most where others use the machine.
+updates them (GRPO's loss on a `PolicyModel`, AdamW), and loads the weights into the engine. All variants take turns in
+one process, on the same completions. A kernel stays if removing it costs 10%.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import platform
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ import transformers
 from transformers import AutoTokenizer
 
 from lightrl.engines import TransformersEngine
-from lightrl.kernels.cpu import memory
 from lightrl.models.packing.micro_batches import micro_batches
 from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import ModelSpec
@@ -33,7 +31,6 @@ from lightrl.ops.masking import pad_rows
 from lightrl.records import EngineContext, GenerationRequest, SamplingParams
 
 PROMPTS, COPIES, NEW_TOKENS, BUDGET = 8, 8, 48, 16384
-Context = Callable[[], Any]
 
 
 def requests(tokenizer: Any) -> list[GenerationRequest]:
@@ -72,46 +69,11 @@ def update(policy: PolicyModel, optimizer: Any, rows: tuple[torch.Tensor, ...]) 
     optimizer.zero_grad(set_to_none=True)
 
 
-@contextmanager
-def without_fused(policy: PolicyModel, ending: str = "") -> Iterator[None]:
-    """The model's own forward in modules whose class name ends like this."""
-    replaced = [(m, vars(m).pop("forward")) for m in policy.modules() if "forward" in vars(m)
-                and type(m).__name__.endswith(ending)]  # fmt: skip
-    try:
-        yield
-    finally:
-        for module, forward in replaced:
-            vars(module)["forward"] = forward
-
-
-@contextmanager
-def without_attention(policy: PolicyModel) -> Iterator[None]:
-    policy._backbone.cpu_kernels = False
-    try:
-        yield
-    finally:
-        policy._backbone.cpu_kernels = True
-
-
-@contextmanager
-def glibc_trimming() -> Iterator[None]:
-    """The threshold that glibc comes to without `keep_freed_memory`."""
-    import ctypes
-
-    libc = ctypes.CDLL(None)
-    libc.mallopt(memory.M_TRIM_THRESHOLD, 2 * memory.MMAP_THRESHOLD)
-    libc.malloc_trim(0)
-    try:
-        yield
-    finally:
-        libc.mallopt(memory.M_TRIM_THRESHOLD, memory.TRIM_THRESHOLD)
-
-
-def timed(function: Callable[[], Any]) -> tuple[Any, tuple[float, float]]:
-    """The result, and CPU and wall seconds."""
+def timed(function: Callable[[], Any]) -> tuple[float, float]:
+    """CPU and wall seconds."""
     wall, cpu = time.perf_counter(), time.process_time()
-    result = function()
-    return result, (time.process_time() - cpu, time.perf_counter() - wall)
+    function()
+    return time.process_time() - cpu, time.perf_counter() - wall
 
 
 def measure(path: str, seconds: float) -> dict[str, Any]:
@@ -134,44 +96,31 @@ def measure(path: str, seconds: float) -> dict[str, Any]:
     def sync() -> None:
         engines[True].load_weights(policy.lm.named_parameters(), policy_version=1)
 
-    updates: dict[str, Context] = {
-        "all on": nullcontext,
-        "attention": lambda: without_attention(policy),
-        "fused norm": lambda: without_fused(policy, "Norm"),
-        "fused SwiGLU": lambda: without_fused(policy, "MLP"),
-        "fused rotary": lambda: without_fused(policy, "Attention"),
-        "fused, all three": lambda: without_fused(policy),
-        "memory": glibc_trimming,
-    }
     taken: dict[tuple[str, str], list[tuple[float, float]]] = {}
 
     def run(part: str, variant: str, function: Callable[[], Any]) -> None:
-        taken.setdefault((part, variant), []).append(timed(function)[1])
+        taken.setdefault((part, variant), []).append(timed(function))
 
     rounds = 0
     while rounds < 2 or time.perf_counter() - begun < seconds * rounds / (rounds + 1):
-        names = list(updates)
-        for name in names[rounds % len(names) :] + names[: rounds % len(names)]:
-            with updates[name]():
-                run("update", name, lambda: update(policy, optimizer, rows))
-                if name in ("all on", "memory"):
-                    run("generation", name, lambda: sample(True))
-                    run("sync", name, sync)
+        run("update", "all on", lambda: update(policy, optimizer, rows))
+        run("sync", "all on", sync)
+        run("generation", "all on", lambda: sample(True))
         run("generation", "decoder", lambda: sample(False))
         rounds += 1
         print(f"round {rounds}, {time.perf_counter() - begun:.0f} s", flush=True)
 
-    def best(part: str, variant: str, clock: int) -> float:
+    def median(part: str, variant: str, clock: int) -> float:
         times = taken.get((part, variant)) or taken[part, "all on"]
         return statistics.median(each[clock] for each in times)
 
     table = []
-    for name in ("all on", "decoder", "prefix cache", *list(updates)[1:]):
-        cpu, wall = (sum(best(part, name, clock) for part in ("generation", "update", "sync")) for clock in (0, 1))
+    for name in ("all on", "decoder"):
+        cpu, wall = (sum(median(part, name, clock) for part in ("generation", "update", "sync")) for clock in (0, 1))
         table.append({"off": name, "cpu_s": cpu, "wall_s": wall})
     for row in table:
         row["cpu_ratio"], row["wall_ratio"] = row["cpu_s"] / table[0]["cpu_s"], row["wall_s"] / table[0]["wall_s"]
-    parts = {part: best(part, "all on", 0) for part in ("generation", "update", "sync")}
+    parts = {part: median(part, "all on", 0) for part in ("generation", "update", "sync")}
     return {
         "model": path,
         "rounds": rounds,

@@ -303,7 +303,7 @@ def _memory(built: Any, prompts: list[int]) -> Iterator[Finding]:
     share = getattr(data.engine, "gpu_memory_utilization", None) or 0.4  # VLLMEngine's default
     sleeps = bool(getattr(data.engine, "sleep_level", 0))
     full = precision.startswith("32")
-    actor = measure_model(spec.path, compute=torch.float32 if full else torch.bfloat16, cpu=not cuda)
+    actor = measure_model(spec.path, compute=torch.float32 if full else torch.bfloat16)
     layout = "padded" if spec.layout == "auto" and not actor.packs else spec.layout
     prompt = max(prompts) if layout == "padded" else -(-sum(prompts) // len(prompts))
     case = Plan(

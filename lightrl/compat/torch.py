@@ -17,36 +17,6 @@ _PORTABLE = 1  # cudaHostRegisterPortable: for every GPU of this process
 MOST_GRAPHS = 64  # of FlexAttention: by dtype, heads, head size, gradient, autocast
 
 
-def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """The kernel behind `scaled_dot_product_attention` on a CPU, which alone also returns the log-sum-exp.
-
-    Args:
-        q: (B, H, L, D). k, v: (B, H, S, D).
-        causal: token i sees keys up to i.
-        scale: of the dot products.
-
-    Returns:
-        (B, H, L, D) and the (B, H, L) log-sum-exp of the scaled scores.
-    """
-    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out, lse = op(q, k, v, 0.0, causal, scale=scale)
-    return out, lse
-
-
-def flash_attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v of `flash_attention`; `out` and `lse` may be those of a larger softmax."""
-    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    dq, dk, dv = op(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
-    return dq, dk, dv
-
-
-def softmax_backward(grad: Tensor, probs: Tensor) -> Tensor:
-    """The gradient before a softmax over the last dimension, from that after it, in one pass."""
-    return torch._softmax_backward_data(grad, probs, -1, probs.dtype)
-
-
 def has_triton() -> bool:
     """Whether FlexAttention's compiled kernel can be built; torch has no public question for it."""
     from torch.utils._triton import has_triton as known

@@ -16,9 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightrl.compat.transformers import attention_implementation, router_modules
-from lightrl.kernels.cpu import enabled
-from lightrl.kernels.cpu.memory import keep_freed_memory
-from lightrl.kernels.fusing import fuse
 from lightrl.models.loading import fix_rope, longrope_limit
 from lightrl.models.logprobs import LogitMap
 from lightrl.models.packing.attention import IMPLEMENTATION, keep_attention_caps, text_attention, unsupported_reason
@@ -80,21 +77,17 @@ class Backbone:
     Args:
         model: The whole model, whose class says what it supports.
         body: The part that gives hidden states.
-        layout, cpu_kernels: See `ModelSpec`.
+        layout: See `ModelSpec`.
 
     Raises:
         ValueError: The model cannot run an explicit layout.
     """
 
-    def __init__(self, model: Any, body: Any, layout: Layout, cpu_kernels: bool | None = None) -> None:
+    def __init__(self, model: Any, body: Any, layout: Layout) -> None:
         self.name = type(model).__name__
         self.body = body
         self.layout = layout
         self.explicit = layout != "auto"
-        self.cpu_kernels = enabled(cpu_kernels)
-        fuse(body, cpu=self.cpu_kernels)
-        if self.cpu_kernels and not torch.accelerator.is_available():
-            keep_freed_memory()
         self.config = model.config
         self.sees = bool(placeholder_ids(model.config)) and hasattr(body, "get_decoder")
         self.num_layers = model.config.get_text_config().num_hidden_layers
@@ -273,7 +266,6 @@ class Backbone:
             share=self.layout != "packed" and batch.host.group_ids is not None,
             spans=spans,
             routes=batch.routes,
-            cpu_kernels=self.cpu_kernels,
             device=batch.token_ids.device,
         )
 
@@ -322,7 +314,6 @@ class Backbone:
             self._context,
             share=self.layout != "packed",
             routes=batch.routes,
-            cpu_kernels=self.cpu_kernels,
             device=batch.token_ids.device,
         )
         with self._replaying(share.experts):

@@ -64,22 +64,20 @@ class PolicyModel(_StreamModel):
     Args:
         lm: From `load_causal_lm`; its head becomes a `TokenHead`.
         value_head: Put a linear critic on the same backbone.
-        layout, cpu_kernels: See `ModelSpec`.
+        layout: See `ModelSpec`.
 
     Raises:
         ValueError: The head is not linear, or the model cannot run an explicit layout.
     """
 
-    def __init__(
-        self, lm: Any, *, value_head: bool = False, layout: Layout = "auto", cpu_kernels: bool | None = None
-    ) -> None:
+    def __init__(self, lm: Any, *, value_head: bool = False, layout: Layout = "auto") -> None:
         super().__init__()
         install_head(lm)
         self.lm = lm
         self.value_head = new_value_head(lm) if value_head else None
         self.logit_map = LogitMap.of(lm.config.get_text_config())
         body = lm.base_model if lm.base_model is not lm else lm.model  # Llama 4's prefix names nothing
-        self._backbone = Backbone(lm, body, layout, cpu_kernels)
+        self._backbone = Backbone(lm, body, layout)
         self._checked = False
 
     @classmethod
@@ -88,7 +86,7 @@ class PolicyModel(_StreamModel):
     ) -> PolicyModel:
         """Loads a language model; arguments: `load_causal_lm`."""
         lm = load_causal_lm(spec, trainable=trainable, in_shards=in_shards)
-        return cls(lm, value_head=value_head, layout=spec.layout, cpu_kernels=spec.cpu_kernels)
+        return cls(lm, value_head=value_head, layout=spec.layout)
 
     def forward(
         self,
@@ -207,19 +205,19 @@ class PolicyModel(_StreamModel):
 
 
 class ValueModel(_StreamModel):
-    """A critic with its own backbone, from `load_backbone`; `layout` and `cpu_kernels` as in `ModelSpec`."""
+    """A critic with its own backbone, from `load_backbone`; `layout` as in `ModelSpec`."""
 
-    def __init__(self, backbone: Any, *, layout: Layout = "auto", cpu_kernels: bool | None = None) -> None:
+    def __init__(self, backbone: Any, *, layout: Layout = "auto") -> None:
         super().__init__()
         self.backbone = backbone
         self.value_head = new_value_head(backbone)
-        self._backbone = Backbone(backbone, backbone, layout, cpu_kernels)
+        self._backbone = Backbone(backbone, backbone, layout)
 
     @classmethod
     def from_spec(cls, spec: ModelSpec, *, in_shards: bool = False) -> ValueModel:
         """Loads the backbone of a language model and puts a new head on it; `in_shards` as of `load_causal_lm`."""
         backbone = load_backbone(spec, trainable=True, in_shards=in_shards)
-        return cls(backbone, layout=spec.layout, cpu_kernels=spec.cpu_kernels)
+        return cls(backbone, layout=spec.layout)
 
     def forward(
         self,

@@ -87,7 +87,6 @@ class RewardModel(nn.Module):
         model: A sequence-classification model with one label.
         tokenizer: For `score_texts`; None scores token IDs only.
         chat_template, max_length, layout: See `RewardModelSpec`.
-        cpu_kernels: See `ModelSpec`.
 
     Raises:
         ValueError: The model has more than one label.
@@ -101,7 +100,6 @@ class RewardModel(nn.Module):
         chat_template: str | None = None,
         max_length: int | None = None,
         layout: Layout = "auto",
-        cpu_kernels: bool | None = None,
     ) -> None:
         super().__init__()
         if model.config.num_labels != 1:
@@ -113,7 +111,7 @@ class RewardModel(nn.Module):
         self.max_length = max_length or getattr(config, "max_position_embeddings", None) or 1 << 30
         # decoders read their `score` at the last token; encoders have heads of their own and are called as they are
         own_head = not isinstance(_head(model), nn.Linear)
-        self._backbone = None if own_head else Backbone(model, model.base_model, layout, cpu_kernels)
+        self._backbone = None if own_head else Backbone(model, model.base_model, layout)
 
     @classmethod
     def from_spec(cls, spec: RewardModelSpec) -> RewardModel:
@@ -131,7 +129,7 @@ class RewardModel(nn.Module):
         model: Any = load_scalar(spec, trainable=True)
         if spec.lora is not None and isinstance(_head(model), nn.Linear):
             _head(model).requires_grad_(True)
-        return cls(model, layout=spec.layout, cpu_kernels=spec.cpu_kernels)
+        return cls(model, layout=spec.layout)
 
     @property
     def lm(self) -> Any:

@@ -94,7 +94,6 @@ class ModelSpec:
         layout: Arrangement of sequences in a forward pass. `shared_prefix` computes each prefix that sequences of a
             micro-batch share once, `packed` removes padding, `padded` is the plain rectangle. `auto` uses the
             cheapest that the model supports.
-        cpu_kernels: Use LightRL's kernels on a CPU; null does so unless LIGHTRL_CPU_KERNELS=0.
         chat_template: Jinja text, or a file of it (.jinja), instead of the tokenizer's own chat template. Exported.
         kwargs: Further arguments of `from_pretrained`, such as trust_remote_code or revision; not its dtype.
         long_rope: With LongRoPE (Phi-3, Phi-4-mini), use the factors for long sequences for every row, as vLLM does if
@@ -115,7 +114,6 @@ class ModelSpec:
     gradient_checkpointing: bool = False
     freeze: list[str] = field(default_factory=list)
     layout: Layout = "auto"
-    cpu_kernels: bool | None = None
     chat_template: str | None = None
     kwargs: dict[str, Any] = field(default_factory=dict)
     long_rope: bool = False

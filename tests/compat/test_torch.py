@@ -8,33 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from lightrl.compat import torch as compat
-
-
-def test_the_flash_kernel_gives_output_log_sum_exp_and_gradients() -> None:
-    q, k, v = (torch.randn(2, 3, 5, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    hidden = torch.ones(5, 5).triu(1).bool()
-    for causal in (True, False):
-        scores = 0.3 * q @ k.transpose(2, 3)
-        scores = scores.masked_fill(hidden, -torch.inf) if causal else scores
-        expected, grad = scores.softmax(-1) @ v, torch.randn(2, 3, 5, 4, dtype=torch.float64)
-        with torch.no_grad():
-            out, lse = compat.flash_attention(q, k, v, causal=causal, scale=0.3)
-            torch.testing.assert_close(out, expected)
-            torch.testing.assert_close(lse, scores.logsumexp(-1))
-            parts = compat.flash_attention_backward(grad, q, k, v, out, lse, causal=causal, scale=0.3)
-        for got, want in zip(parts, torch.autograd.grad(expected, (q, k, v), grad), strict=True):
-            torch.testing.assert_close(got, want)
-
-
-def test_the_gradient_of_softmax() -> None:
-    x, grad = torch.randn(3, 5, requires_grad=True), torch.randn(3, 5)
-    probs = x.softmax(-1)
-    (expected,) = torch.autograd.grad(probs, x, grad)
-    torch.testing.assert_close(compat.softmax_backward(grad, probs.detach()), expected)
 
 
 def test_flex_attention_is_asked_whether_it_can_be_compiled() -> None:
@@ -66,12 +42,6 @@ def test_persistent_buffers_are_those_of_the_state_dict() -> None:
     parameters = {name for name, _ in module.named_parameters()}
     assert compat.persistent_buffers(module) == module.state_dict().keys() - parameters
     assert "1.table" not in compat.persistent_buffers(module)
-
-
-def test_row_wise_attention_agrees_with_the_public_function() -> None:
-    q, k, v = (torch.randn(1, 2, 7, 8) for _ in range(3))
-    out, _ = compat.flash_attention(q, k, v, causal=True, scale=8**-0.5)
-    torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v, is_causal=True))
 
 
 class Runtime:

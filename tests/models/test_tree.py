@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightrl.kernels.cpu import attention as cpu_attention
 from lightrl.models.packing import attention
 from lightrl.models.packing.streams import TokenStream, make_stream
 from lightrl.models.policy import PolicyModel
@@ -36,12 +35,8 @@ def distinct(batch: Batch) -> int:
 
 @pytest.mark.parametrize("kind", ["qwen2", "llama", "mistral"])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_random_trees_have_the_gradient_of_the_padded_layout(
-    seed: int, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_random_trees_have_the_gradient_of_the_padded_layout(seed: int, kind: str) -> None:
     """Also where a shared token is trained in one row and context in another. Mistral's window is 6 tokens."""
-    if seed % 2:
-        monkeypatch.setattr(cpu_attention, "MOST_KEYS", 40)  # the flash kernel, too
     batch = make_tree(seed)
     stream, packed = make_stream(*batch[:3]), make_stream(*batch[:3], share=False)
     fewest = distinct(batch)
@@ -146,16 +141,10 @@ def test_a_token_sees_the_tokens_before_it_in_its_row_and_no_others(seed: int) -
     assert near.tolist() == [min(20, int(place) + 1) for place in places]
 
 
-@pytest.mark.parametrize("path", ["window", "short", "flash", "split", "split flash"])
+@pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("seed", [0, 3, 4])
-def test_attention_paths_agree_on_trees(seed: int, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both kernels for CPU and the masked path against one dense mask, in double precision."""
-    window = 20 if path == "window" else None
-    if "flash" in path:
-        monkeypatch.setattr(cpu_attention, "MOST_KEYS", 0)
-    if "split" in path:  # a piece for each segment
-        monkeypatch.setattr(cpu_attention, "CACHE_ELEMENTS", 1)
-        monkeypatch.setattr(cpu_attention, "FLASH_ELEMENTS", 1)
+def test_attention_paths_agree_on_trees(seed: int, window: int | None) -> None:
+    """The masked path against one dense mask, in double precision."""
     stream = make_stream(*make_tree(seed)[:3])
     generator = torch.Generator().manual_seed(0)
     leaves = [torch.randn(stream.num_tokens, h, 8, dtype=torch.float64, generator=generator) for h in (4, 2, 2, 4)]
@@ -167,7 +156,7 @@ def test_attention_paths_agree_on_trees(seed: int, path: str, monkeypatch: pytes
         out = torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=mask, scale=scale)
         return out.transpose(0, 1)
 
-    for way in (dense, attention._masked_sdpa, attention.stream_attention):
+    for way in (dense, attention.stream_attention):
         inputs = [x.clone().requires_grad_() for x in leaves]
         out = way(*inputs, stream, 0.3, window)
         results.append((out, *torch.autograd.grad((out * weights).sum(), inputs)))
@@ -215,11 +204,3 @@ def test_without_groups_nothing_is_shared(monkeypatch: pytest.MonkeyPatch) -> No
             policy(*batch[:3], group_ids=groups)
     assert seen[0] == make_stream(*batch[:3], share=False).num_tokens
     assert seen[-1] == make_stream(*batch[:3]).num_tokens < seen[0]
-
-
-def test_families_that_lie_backwards_are_gathered() -> None:
-    """A view of them would have a negative stride, which torch refuses."""
-    x = torch.arange(16.0).view(16, 1, 1)
-    backwards = cpu_attention.Spans.of([[(8, 2), (12, 2)], [(0, 2), (4, 2)]], x.device)
-    assert backwards.take(x).flatten().tolist() == [8, 9, 12, 13, 0, 1, 4, 5]
-    assert cpu_attention.Spans.of([[(0, 2), (4, 2)], [(8, 2), (12, 2)]], x.device).index is None

@@ -109,7 +109,6 @@ FACTORS: dict[str, list[str]] = {
     "rewards": ["dense", "some None", "all equal", "two weighted", "failing"],
     "entropy": ["no", "yes"],
     "schedule": ["none", "cosine"],
-    "kernels": ["auto", "off"],
     "freeze": ["no", "embeddings"],
     "engine": ["transformers", "vLLM"],
     "ranks": ["1", "2"],
@@ -332,7 +331,6 @@ def module_of(s: Settings, model: str) -> Any:
         lora=lora,
         layout=s["layout"],  # type: ignore[arg-type]
         gradient_checkpointing=s["recomputation"] == "yes",
-        cpu_kernels=False if s["kernels"] == "off" else None,
         freeze=["*embed_tokens*"] if s["freeze"] == "embeddings" else [],
     )
     arguments: dict[str, Any] = {"optimizer": adam}

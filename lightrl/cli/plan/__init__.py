@@ -91,7 +91,7 @@ def plan(
         raise ValueError(f"strategy={strategy!r}: must be all or one of {', '.join(STRATEGIES)}.")
     compute = torch.float32 if precision == "32-true" else torch.bfloat16
     case = Plan(
-        actor=measure_model(model, compute=compute, cpu=device == "cpu"),
+        actor=measure_model(model, compute=compute),
         critic=algorithm == "ppo",
         reference=reference,
         reward=None if reward_model is None else measure_model(reward_model, compute=compute),

@@ -20,8 +20,6 @@ from lightrl.compat.torch import fake_tensors, storage_key
 from lightrl.compat.transformers import experts_of_any_dtype
 from lightrl.data.templates import why_not_there
 from lightrl.distributed.strategies import LARGE_MODEL
-from lightrl.kernels.cpu import enabled
-from lightrl.kernels.fusing import fuse
 from lightrl.models.logprobs import CACHE_ELEMENTS, CUDA_CHUNK_ELEMENTS, KEPT_ELEMENTS
 from lightrl.models.packing.attention import unsupported_reason
 from lightrl.models.policy import transformer_blocks
@@ -80,13 +78,12 @@ class ModelSize:
         return sum(rank * (rows + columns) for rows, columns in self.linear)
 
 
-def measure_model(path: str, *, compute: torch.dtype, cpu: bool = False) -> ModelSize:
+def measure_model(path: str, *, compute: torch.dtype) -> ModelSize:
     """Measures the model that a configuration describes, without memory for its weights.
 
     Args:
         path: Folder with a config.json, that file, or a hub name.
         compute: Dtype of matrix products: float32, or bfloat16 under autocast or with bfloat16 weights.
-        cpu: Whether the model trains on a CPU, where LightRL's kernels keep fewer activations.
 
     Raises:
         ValueError: There is no such folder or hub name, or its configuration is not that of a policy.
@@ -94,7 +91,7 @@ def measure_model(path: str, *, compute: torch.dtype, cpu: bool = False) -> Mode
     path = path.removesuffix("config.json") or "."
     require_model_folder(path)
     try:
-        return _measure(path, compute, cpu)
+        return _measure(path, compute)
     except OSError as error:
         raise ValueError(f"model={path!r}: {why_not_there(error)}") from error
     except Exception as error:  # whatever transformers and torch raise for numbers that make no model
@@ -104,7 +101,7 @@ def measure_model(path: str, *, compute: torch.dtype, cpu: bool = False) -> Mode
         ) from error
 
 
-def _measure(path: str, compute: torch.dtype, cpu: bool) -> ModelSize:
+def _measure(path: str, compute: torch.dtype) -> ModelSize:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     config: Any = AutoConfig.from_pretrained(path, trust_remote_code=False)
@@ -119,7 +116,7 @@ def _measure(path: str, compute: torch.dtype, cpu: bool) -> ModelSize:
     head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    saved_per_token, saved_weights, saved_outside = _saved(text, compute, cpu)
+    saved_per_token, saved_weights, saved_outside = _saved(text, compute)
     linear = [tuple(m.weight.shape) for block in blocks for m in block.modules() if isinstance(m, nn.Linear)]
     return ModelSize(
         parameters=parameters,
@@ -139,18 +136,18 @@ def _measure(path: str, compute: torch.dtype, cpu: bool) -> ModelSize:
     )
 
 
-def _saved(config: Any, compute: torch.dtype, cpu: bool) -> tuple[float, float, float]:
+def _saved(config: Any, compute: torch.dtype) -> tuple[float, float, float]:
     """Bytes saved by a block per token, by a block in any case, and outside of blocks per token.
 
     From forward passes of 16 and 32 fake tokens through one and two blocks.
     """
-    one, two = ({n: _saved_bytes(config, blocks, compute, n, cpu) for n in (16, 32)} for blocks in (1, 2))
+    one, two = ({n: _saved_bytes(config, blocks, compute, n) for n in (16, 32)} for blocks in (1, 2))
     block = {n: two[n] - one[n] for n in one}
     per_token = (block[32] - block[16]) / 16
     return per_token, max(0.0, 2.0 * block[16] - block[32]), (one[32] - one[16]) / 16 - per_token
 
 
-def _saved_bytes(config: Any, layers: int, compute: torch.dtype, tokens: int, cpu: bool) -> int:
+def _saved_bytes(config: Any, layers: int, compute: torch.dtype, tokens: int) -> int:
     from transformers import AutoModel
 
     small = copy.deepcopy(config)
@@ -167,7 +164,6 @@ def _saved_bytes(config: Any, layers: int, compute: torch.dtype, tokens: int, cp
 
     with fake_tensors(), experts_of_any_dtype():
         model: Any = AutoModel.from_config(small, dtype=torch.float32, attn_implementation="sdpa").train()
-        fuse(model, cpu=cpu and enabled(None))
         own = {storage_key(p) for p in model.parameters()}
         ids = torch.zeros(1, tokens, dtype=torch.int64)
         autocast = torch.autocast("cpu", torch.bfloat16, enabled=compute == torch.bfloat16, cache_enabled=True)

@@ -62,12 +62,6 @@ class Decoder(Protocol):
     def step(self, tokens: Tensor) -> Tensor:
         """(R,) tokens, one per row -> (R, V) logits of the tokens after them."""
 
-    def remember(self, row: int, tokens: Sequence[int]) -> None:
-        """Keeps a row's prompt and completion, `tokens`, for prompts that begin with them."""
-
-    def forget(self) -> None:
-        """Drops what `remember` kept: the weights have changed."""
-
     def keep(self, rows: list[int]) -> None:
         """Row i becomes what was row `rows[i]`; the others are dropped."""
 
@@ -169,12 +163,6 @@ class CacheDecoder:
         taken = self.routers.recorded(forward)
         self.routes = taken.view(*inputs["input_ids"].shape, *taken.shape[1:])
         return out
-
-    def remember(self, row: int, tokens: Sequence[int]) -> None:
-        """Nothing is held of rows that ended."""
-
-    def forget(self) -> None:
-        """Nothing is."""
 
     def keep(self, rows: list[int]) -> None:
         if not rows:

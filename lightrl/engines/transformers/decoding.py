@@ -109,7 +109,7 @@ class Generation:
     """The requests that are being sampled.
 
     Args:
-        make_decoder: (requests that wait, whether some continue) makes an empty decoder that admits the first.
+        make_decoder: makes an empty decoder that admits the first of the requests that wait.
         now: policy version of the weights.
         tokenizer: for texts and stop strings.
         eos_ids: end-of-sequence tokens, heeded unless `sampling.ignore_eos`.
@@ -118,7 +118,7 @@ class Generation:
         max_tokens: most tokens held at a time.
     """
 
-    make_decoder: Callable[[Sequence[GenerationRequest], bool], Decoder]
+    make_decoder: Callable[[Sequence[GenerationRequest]], Decoder]
     now: int
     _: KW_ONLY
     tokenizer: Any
@@ -160,8 +160,6 @@ class Generation:
             row.versions += [self.now] * (len(row.tokens) - len(row.versions))
         self.now = version
         if keep_cache:
-            if self.decoder is not None:
-                self.decoder.forget()
             return
         self.partials()
         begun = {row.job: None for row in self.rows}
@@ -218,8 +216,7 @@ class Generation:
         if not self.waiting or (self.rows and not (self.decoder and self.decoder.refills)):
             return []
         if self.decoder is None or (not self.rows and not self._admits(self.waiting[0])):
-            some_continue = any(job.begun for job in self.waiting)
-            self.decoder = self.make_decoder([job.request for job in self.waiting], some_continue)
+            self.decoder = self.make_decoder([job.request for job in self.waiting])
         taken: list[_Job] = []
         tokens = 0
         while self.waiting and self._admits(self.waiting[0]):
@@ -409,8 +406,6 @@ class Generation:
         for i in ended:
             row = self.rows[i]
             job = row.job
-            if self.decoder is not None and not job.request.final and job.version == self.now:
-                self.decoder.remember(i, [*job.prompt, *row.tokens])
             job.parts[row.completion] = self._completion(row)
             job.unfinished -= 1
             if not job.unfinished:

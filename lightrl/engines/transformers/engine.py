@@ -18,11 +18,9 @@ from transformers import AutoConfig, AutoTokenizer
 from lightrl.compat.arguments import at_least
 from lightrl.compat.transformers import router_modules
 from lightrl.engines.base import SteppingEngine
+from lightrl.engines.transformers.cpu_decoder import CPUDecoder, CPUModel, copy_by_rows
 from lightrl.engines.transformers.decoders import CacheDecoder, Decoder
 from lightrl.engines.transformers.decoding import Generation
-from lightrl.kernels import cpu
-from lightrl.kernels.cpu.decoder import SHORT_PROMPT, CPUDecoder
-from lightrl.kernels.cpu.decoder_model import CPUModel, copy_by_rows
 from lightrl.models.loading import CONFIG_KEYS, causal_class, fix_rope, longest_sequence
 from lightrl.models.packing.attention import keep_attention_caps
 from lightrl.models.routing import Routers, RoutingPass
@@ -55,13 +53,11 @@ class TransformersEngine(SteppingEngine):
     Args:
         max_sequences: most completions sampled at a time; prompts wait until there is room. A group is never split:
             with `num_completions` above this, one group runs at a time.
-        max_batch_tokens: most tokens whose keys and values are held at a time, in the same way; with the CPU kernels
-            as many more of conversations that wait for their environment, so that a next turn costs its new tokens.
+        max_batch_tokens: most tokens whose keys and values are held at a time, in the same way.
         max_model_len: most tokens of prompt and completion; None takes the model's `max_position_embeddings`.
         dtype: "float32", "bfloat16", "float16" or "float64"; None takes the trainer's.
         device: None takes the trainer's.
-        cpu_kernels: decode plain Llama-shaped models on a CPU by `lightrl.kernels.cpu`, several times faster than by
-            the model's own code; None does so unless the environment has LIGHTRL_CPU_KERNELS=0.
+        cpu_kernels: Decode float32 Llama-shaped models on a CPU several times faster than by their own code.
         model_kwargs: further arguments of `from_pretrained` (trust_remote_code, revision, attn_implementation, ...).
 
     Raises:
@@ -78,7 +74,7 @@ class TransformersEngine(SteppingEngine):
         max_model_len: int | None = None,
         dtype: str | None = None,
         device: str | None = None,
-        cpu_kernels: bool | None = None,
+        cpu_kernels: bool = True,
         model_kwargs: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
@@ -131,7 +127,7 @@ class TransformersEngine(SteppingEngine):
         rope_limit = fix_rope(model, long=context.long_rope)
         self._tokenizer = AutoTokenizer.from_pretrained(path, **kwargs)
         self._eos_ids = _end_ids(model, self._tokenizer)
-        fast = model.device.type == "cpu" and cpu.enabled(self.cpu_kernels) and CPUModel.fits(model)
+        fast = model.device.type == "cpu" and self.cpu_kernels and CPUModel.fits(model)
         self._cpu_model = CPUModel(model) if fast else None
         self._routers = _routers(model)
         self.replays_routes = self._routers is not None
@@ -192,7 +188,7 @@ class TransformersEngine(SteppingEngine):
     def step(self) -> list[CompletionGroup]:
         assert self._generation is not None
         groups = self._generation.step()
-        if not self._generation.jobs and all(group.request.final for group in groups):
+        if not self._generation.jobs:
             self._generation = None
         return groups
 
@@ -203,17 +199,13 @@ class TransformersEngine(SteppingEngine):
     def partials(self) -> list[CompletionGroup]:
         return [] if self._generation is None else self._generation.partials()
 
-    def _decoder(self, requests: Sequence[GenerationRequest], some_continue: bool) -> Decoder:
+    def _decoder(self, requests: Sequence[GenerationRequest]) -> Decoder:
         """An empty decoder for requests that wait."""
         if self._cpu_model is None or any(request.inputs for request in requests):
             return CacheDecoder(self._model, self._routers)
-        final = all(request.final for request in requests)
-        lengths = {len(request.token_ids) for request in requests}
         new_tokens = max(request.sampling.max_new_tokens for request in requests)
-        alike = final and len(lengths) == 1 and not some_continue
-        copied = max(lengths) if alike and max(lengths) <= SHORT_PROMPT else 0
-        past = 0 if final else self.max_batch_tokens
-        return CPUDecoder(self._cpu_model, max(lengths) + new_tokens, new_tokens, copied, past)
+        longest = max(len(request.token_ids) for request in requests) + new_tokens
+        return CPUDecoder(self._cpu_model, longest, new_tokens)
 
     def check_sampling(self, sampling: SamplingParams, name: str = "sampling", *, trained: bool) -> None:
         for field in ("regex", "json_schema", "extra"):

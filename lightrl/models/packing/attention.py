@@ -1,11 +1,10 @@
 """Attention over token streams, registered with transformers under the name "lightrl".
 
-Four ways to the same numbers:
+Three ways to the same numbers:
 
-- CPU: `kernels/cpu/attention.py`, unless it is switched off.
 - CUDA: torch's variable-length flash kernel for half precision without shared prefixes, else compiled FlexAttention
   with a block mask made from the stream.
-- Anywhere else, and for sliding windows on a CPU: scaled-dot-product attention with a mask, per batch of segments.
+- Anywhere else: scaled-dot-product attention with a mask, per batch of segments.
 
 Without a stream it is transformers' ordinary SDPA attention.
 """
@@ -27,7 +26,6 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from lightrl.compat.torch import FLEX_BLOCK as BLOCK
 from lightrl.compat.torch import flex_attention, flex_block_mask, has_triton, varlen_attention
 from lightrl.compat.transformers import attention_implementation, has_recurrent_state, supports_sdpa
-from lightrl.kernels.cpu.attention import ancestors, buckets, cpu_attention
 from lightrl.models.packing.streams import LayoutError, TokenStream
 
 IMPLEMENTATION = "lightrl"
@@ -133,44 +131,27 @@ def stream_attention(
         return _varlen(q, k, v, stream, scale, window)
     if q.is_cuda and has_triton():
         return _flex(q, k, v, stream, scale, window)
-    if stream.cpu_kernels and q.device.type == "cpu" and window is None and q.shape[-1] == v.shape[-1]:
-        return cpu_attention(q, k, v, stream, scale)
     return _masked_sdpa(q, k, v, stream, scale, window)
 
 
-# ---- batches of segments -----------------------------------------------------------------------------------------
+# ---- anywhere: SDPA with a mask ----------------------------------------------------------------------------------
 
 
 @dataclass
-class Batch:
-    """Stretches of the stream as a right-padded matrix: `index` (S, L), where pads point at token 0."""
+class _Batch:
+    """Segments as right-padded matrices, in which pads point at token 0.
 
-    index: Tensor
-    real: Tensor | None  # positions in the flattened (S * L) that are no pads; None where there are no pads
-    tokens: Tensor  # the stream tokens at those positions
-    lengths: Tensor  # (S,)
+    Attributes:
+        queries: (S, L) stream tokens. keys: (S, K) the same with all ancestors in front.
+        real: (n,) places of real tokens in the flattened queries. tokens: (n,) the stream tokens there.
+        mask: (S, 1, L, K) bool, which keys each query sees.
+    """
 
-    @staticmethod
-    def of(stretches: list[tuple[int, int]], device: torch.device) -> Batch:
-        """From (start, length) pairs."""
-        starts, lengths = torch.tensor(stretches).T
-        slots = torch.arange(int(lengths.max()))
-        inside = slots < lengths[:, None]
-        index = torch.where(inside, starts[:, None] + slots, 0)
-        on_device = index.to(device), lengths.to(device)
-        if bool(inside.all()):
-            return Batch(on_device[0], None, on_device[0].view(-1), on_device[1])
-        real = inside.view(-1).nonzero().squeeze(1)
-        return Batch(on_device[0], real.to(device), index.view(-1)[real].to(device), on_device[1])
-
-    def take(self, x: Tensor) -> Tensor:
-        """(N, H, D) to (S, H, L, D)."""
-        return x.index_select(0, self.index.view(-1)).view(*self.index.shape, *x.shape[1:]).transpose(1, 2)
-
-    def compact(self, x: Tensor) -> Tensor:
-        """(S, H, L, D) to the values of `tokens`, (n, H, D)."""
-        flat = x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3])
-        return flat if self.real is None else flat.index_select(0, self.real)
+    queries: Tensor
+    keys: Tensor
+    real: Tensor
+    tokens: Tensor
+    mask: Tensor
 
 
 def _cached(stream: TokenStream, name: Any, make: Any) -> Any:
@@ -179,45 +160,67 @@ def _cached(stream: TokenStream, name: Any, make: Any) -> Any:
     return stream.cache[name]
 
 
-def _expand_heads(x: Tensor, repeat: int) -> Tensor:
-    """(S, K, L, D) to (S, K * repeat, L, D)."""
-    return x if repeat == 1 else x.repeat_interleave(repeat, 1)
-
-
-# ---- anywhere: SDPA with a mask ----------------------------------------------------------------------------------
-
-
 def _masked_sdpa(q: Tensor, k: Tensor, v: Tensor, stream: TokenStream, scale: float, window: int | None) -> Tensor:
     """Each segment's queries against its ancestors' keys and its own, batched, with a boolean mask."""
     repeat = q.shape[1] // k.shape[1]
-    out = q.new_zeros(q.shape[0], q.shape[1], v.shape[-1])
-    for queries, keys, mask in _cached(stream, ("masked", window), lambda: _masked_batches(stream, window, q.device)):
-        taken = (x.index_select(0, keys.view(-1)).view(*keys.shape, *x.shape[1:]) for x in (k, v))
-        ks, vs = (_expand_heads(x.transpose(1, 2), repeat) for x in taken)
-        o = F.scaled_dot_product_attention(queries.take(q), ks, vs, attn_mask=mask, scale=scale)
-        out = out.index_copy(0, queries.tokens, queries.compact(o))
-    return out
+
+    def taken(x: Tensor, index: Tensor) -> Tensor:
+        """(N, H, D) to (S, H, L, D)."""
+        return x.index_select(0, index.view(-1)).view(*index.shape, *x.shape[1:]).transpose(1, 2)
+
+    parts, tokens = [], []
+    for batch in _cached(stream, ("masked", window), lambda: _masked_batches(stream, window, q.device)):
+        keys, values = (taken(x, batch.keys).repeat_interleave(repeat, 1) for x in (k, v))
+        out = F.scaled_dot_product_attention(taken(q, batch.queries), keys, values, attn_mask=batch.mask, scale=scale)
+        parts.append(out.transpose(1, 2).flatten(0, 1).index_select(0, batch.real))
+        tokens.append(batch.tokens)
+    order = torch.cat(tokens)  # every stream token once
+    return torch.cat(parts).index_select(0, order.argsort())
 
 
-def _masked_batches(
-    stream: TokenStream, window: int | None, device: torch.device
-) -> list[tuple[Batch, Tensor, Tensor]]:
-    spans = list(zip(stream.starts, stream.lengths, strict=True))
-    rows = [
-        torch.cat([torch.arange(start, start + length) for start, length in [*ancestors(stream, parent), span]])
-        for span, parent in zip(spans, stream.parents, strict=True)
-    ]
+def _masked_batches(stream: TokenStream, window: int | None, device: torch.device) -> list[_Batch]:
+    paths: list[Tensor] = []  # of each segment, all stream tokens that it may see
+    for start, length, parent in zip(stream.starts, stream.lengths, stream.parents, strict=True):
+        own = torch.arange(start, start + length)
+        paths.append(own if parent < 0 else torch.cat([paths[parent], own]))
     result = []
-    for bucket in buckets([(n, len(row)) for (_, n), row in zip(spans, rows, strict=True)]):
-        queries = Batch.of([spans[i] for i in bucket], device)
-        keys = pad_sequence([rows[i] for i in bucket], batch_first=True).to(device)
-        head_length = torch.tensor([len(rows[i]) - spans[i][1] for i in bucket], device=device)
-        slots = torch.arange(keys.shape[1], device=device)
-        at = torch.arange(queries.index.shape[1], device=device)[:, None] + head_length[:, None, None]  # (S, L, 1)
-        mask = slots <= at
+    for bucket in buckets([(stream.lengths[i], len(path)) for i, path in enumerate(paths)]):
+        lengths = torch.tensor([stream.lengths[i] for i in bucket])
+        seen = torch.tensor([len(paths[i]) for i in bucket])
+        queries = pad_sequence([paths[i][-stream.lengths[i] :] for i in bucket], batch_first=True)
+        keys = pad_sequence([paths[i] for i in bucket], batch_first=True)
+        slots = torch.arange(queries.shape[1])
+        place = slots[:, None] + (seen - lengths)[:, None, None]  # (S, L, 1), of each query among its keys
+        columns = torch.arange(keys.shape[1])
+        mask = columns <= place
         if window is not None:
-            mask &= slots > at - window
-        result.append((queries, keys, mask[:, None]))
+            mask &= columns > place - window
+        real = (slots < lengths[:, None]).view(-1).nonzero().squeeze(1)
+        tensors = (queries, keys, real, queries.view(-1)[real], mask[:, None])
+        result.append(_Batch(*(x.to(device) for x in tensors)))
+    return result
+
+
+def buckets(sizes: list[tuple[int, int]], new_bucket: int = 1 << 17) -> list[list[int]]:
+    """Indices of (queries, keys) stretches, in buckets in which padding to the longest wastes little.
+
+    Args:
+        sizes: Queries and keys of each stretch.
+        new_bucket: Query-key pairs that take the time of a new bucket's kernel calls.
+    """
+    order = sorted(range(len(sizes)), key=lambda i: (sizes[i][1], sizes[i][0]), reverse=True)
+    result: list[list[int]] = []
+    widest = tallest = useful = 0
+    for i in order:
+        queries, keys = sizes[i]
+        if result:
+            area = max(tallest, queries) * widest * (len(result[-1]) + 1)
+            if area - useful - queries * keys <= max(new_bucket, area // 8):
+                result[-1].append(i)
+                tallest, useful = max(tallest, queries), useful + queries * keys
+                continue
+        result.append([i])
+        widest, tallest, useful = keys, queries, queries * keys
     return result
 
 

@@ -78,7 +78,6 @@ def share_stream(
     *,
     share: bool,
     routes: Sequence[Routes | None],
-    cpu_kernels: bool,
     device: torch.device,
 ) -> SharedStream:
     """Plans the stream of all rows of a group, and this rank's part. Collective.
@@ -88,7 +87,6 @@ def share_stream(
         group: Process group.
         share: Compute shared prefixes once.
         routes: The recorded experts of this rank's rows; empty if nothing was recorded.
-        cpu_kernels: See `ModelSpec`.
         device: Of the result.
     """
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -102,7 +100,7 @@ def share_stream(
     )
     share = share and all(row[3] is not None for row in rows)
     all_routes = [entry for row in rows for entry in row[4]]
-    stream = make_stream(ids, attention, response, share=share, routes=all_routes, cpu_kernels=cpu_kernels)
+    stream = make_stream(ids, attention, response, share=share, routes=all_routes)
     count = stream.num_tokens
     each = -(-count // ranks)
     stretch = slice(rank * each, (rank + 1) * each)

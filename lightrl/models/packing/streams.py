@@ -29,7 +29,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightrl.kernels.cpu import enabled
 from lightrl.records import Routes
 
 GRID = 32
@@ -52,7 +51,6 @@ class TokenStream:
             is a segment's index, -1 for none.
         shown: Rows whose media go through the model, in stream order.
         shape: (B, T).
-        cpu_kernels: Whether attention on a CPU uses `kernels.cpu`.
         group: Process group over whose ranks the stream is spread (`context.py`), or None.
         num_calls: Number of attention layers that have used the stream, to detect a model that ignores it.
         cache: What attention functions derive from the stream, kept for the next layer.
@@ -67,7 +65,6 @@ class TokenStream:
     parents: list[int]
     shown: list[int]
     shape: tuple[int, int]
-    cpu_kernels: bool = True
     group: Any = None
     num_calls: int = 0
     cache: dict[Any, Any] = field(default_factory=dict)
@@ -119,7 +116,6 @@ def make_stream(
     share: bool = True,
     spans: Tensor | None = None,
     routes: Sequence[Routes | None] = (),
-    cpu_kernels: bool | None = None,
     device: torch.device | None = None,
 ) -> TokenStream:
     """Plans the stream for outputs that are read one token early: those of response tokens, or of the last token.
@@ -132,7 +128,6 @@ def make_stream(
         share: Compute shared prefixes once.
         spans: (B, 2), see `shared_prefixes`.
         routes: B records of experts: only tokens with the same ones are shared.
-        cpu_kernels: See `ModelSpec.cpu_kernels`.
         device: Of the stream; defaults to that of `token_ids`. Tensors on a device are copied to the host.
 
     Raises:
@@ -177,7 +172,7 @@ def make_stream(
     source, positions, read, targets = (x.to(device, non_blocking=True) for x in (source, positions, read, targets))
     return TokenStream(
         source, positions, read, targets,
-        starts.tolist(), lengths, parents, shown, (len(attention), width), enabled(cpu_kernels),
+        starts.tolist(), lengths, parents, shown, (len(attention), width),
     )  # fmt: skip
 
 

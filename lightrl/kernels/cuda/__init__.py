@@ -1,1 +1,0 @@
-"""Kernels of other packages on CUDA, where they are installed."""
