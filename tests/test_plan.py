@@ -434,7 +434,7 @@ def test_a_plan_for_a_cpu_is_within_a_quarter_of_measured_peaks(
 ) -> None:
     """On a CPU in float32: the gradients of a first update, before AdamW has state, and two whole updates."""
     (tmp_path / "config.json").write_text(json.dumps(model))
-    size = measure_model(str(tmp_path), compute=torch.float32, cpu=True)
+    size = measure_model(str(tmp_path), compute=torch.float32)
     case = Plan(
         size, critic=False, reference=False, gpus=1, precision="32-true", micro_batch_tokens=tokens,
         checkpointing=checkpointing, engine=False, cpu=True,
@@ -457,7 +457,7 @@ def test_one_cpu_is_not_told_to_shard(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SMOLLM2))
     tokens = micro_batch("shared_prefix", 16384, 8, 8, 50, 48)
     case = Plan(
-        measure_model(str(tmp_path), compute=torch.float32, cpu=True), critic=False, reference=False, gpus=1,
+        measure_model(str(tmp_path), compute=torch.float32), critic=False, reference=False, gpus=1,
         precision="32-true", micro_batch_tokens=tokens, checkpointing=False, cpu=True, engine_width=4, caches=False,
     )  # fmt: skip
     assert 5e9 < total(memory(case, "ddp")) < 9e9  # runs of this size peaked at 5.5 GB with shorter completions

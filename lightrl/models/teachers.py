@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lightrl.models.logprobs import CHUNK_ELEMENTS, CUT, LogitMap, Tiles, chunks, outside_support
+from lightrl.models.logprobs import CHUNK_ELEMENTS, CUT, Distribution, LogitMap, chunks, outside_support
 from lightrl.records import Support, TopTokens
 
 DIVERGENCE_ELEMENTS = 1 << 24  # logits of either model while distributions are compared; four times that on CUDA
@@ -100,7 +100,7 @@ def chunked_divergence(
             z = torch.tanh(z / logit_map.cap) * logit_map.cap
         z = z / temperature
         if support is not None:
-            z = z.masked_fill(outside_support(support, rows, slice(0, words)), CUT)
+            z = z.masked_fill(outside_support(support, rows, words), CUT)
         return z.log_softmax(-1)
 
     def part(hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: slice) -> Tensor:
@@ -137,10 +137,9 @@ def chunked_top(
     dtype = weight.dtype
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
-    size = max(1, chunk_elements // len(weight)), len(weight)
-    tiles = Tiles(hidden.to(dtype), weight.to(dtype), bias, torch.zeros(0), (temperature, logit_map, size, support))
+    distribution, (hidden, weight) = Distribution(temperature, logit_map, support), (hidden.to(dtype), weight.to(dtype))
     parts = []
-    for rows in tiles.rows():
-        z = tiles.logits(rows, slice(0, len(weight)))
+    for rows in chunks(len(hidden), max(1, chunk_elements // len(weight))):
+        z = distribution.logits(hidden, weight, bias, rows)
         parts.append(torch.topk(z.log_softmax(-1), count))
     return TopTokens(torch.cat([p.indices for p in parts]), torch.cat([p.values for p in parts]))

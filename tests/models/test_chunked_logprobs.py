@@ -142,8 +142,8 @@ def test_no_matrix_of_tokens_by_vocabulary(entropy: bool) -> None:
 
 
 @pytest.mark.parametrize("entropy", [True, False])
-def test_tiles_do_not_matter(entropy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several tiles of words, of tokens, and of both; none, some and all of them kept."""
+def test_chunks_do_not_matter(entropy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One chunk and several; none, some, and all of them kept."""
 
     def run() -> tuple[Tensor, ...]:
         hidden, weight, bias, targets = inputs(m=9, d=5, v=23)
@@ -154,9 +154,8 @@ def test_tiles_do_not_matter(entropy: bool, monkeypatch: pytest.MonkeyPatch) -> 
         return picked.detach(), *(x.grad for x in (hidden, weight, bias) if x.grad is not None)
 
     expected = run()
-    for tokens, elements, kept in ((9, 40, 0), (4, 4 * 23, 0), (4, 20, 0), (4, 20, 100), (4, 20, 1000)):
-        monkeypatch.setattr(logprobs, "CACHE_TOKENS", tokens)
-        monkeypatch.setattr(logprobs, "CACHE_ELEMENTS", elements)
+    for elements, kept in ((1000, 0), (4 * 23, 0), (4 * 23, 100), (4 * 23, 1000)):
+        monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", elements)
         monkeypatch.setattr(logprobs, "KEPT_ELEMENTS", kept)
         for got, value in zip(run(), expected, strict=True):
             torch.testing.assert_close(got, value)

@@ -20,7 +20,7 @@ from lightrl.compat.torch import fake_tensors, storage_key
 from lightrl.compat.transformers import experts_of_any_dtype
 from lightrl.data.templates import why_not_there
 from lightrl.distributed.strategies import LARGE_MODEL
-from lightrl.models.logprobs import CACHE_ELEMENTS, CUDA_CHUNK_ELEMENTS, KEPT_ELEMENTS
+from lightrl.models.logprobs import CHUNK_ELEMENTS, CUDA_CHUNK_ELEMENTS, KEPT_ELEMENTS
 from lightrl.models.packing.attention import unsupported_reason
 from lightrl.models.policy import transformer_blocks
 
@@ -313,8 +313,8 @@ def head(plan: Plan) -> float:
     size = plan.actor
     weight = size.vocabulary * size.hidden
     if plan.cpu:  # some logits are kept for the backward pass; the head's and the embedding's gradients of tied weights
-        kept = min(KEPT_ELEMENTS, plan.micro_batch_tokens * size.vocabulary)
-        return 4 * (kept + 2.0 * CACHE_ELEMENTS + weight)
+        logits = plan.micro_batch_tokens * size.vocabulary
+        return 4 * (min(KEPT_ELEMENTS, logits) + 2.0 * min(CHUNK_ELEMENTS // 2, logits) + weight)
     tile = min(CUDA_CHUNK_ELEMENTS // 2, plan.micro_batch_tokens * size.vocabulary)
     if plan.precision == "32-true":
         return 2 * 4 * tile + 4.0 * weight

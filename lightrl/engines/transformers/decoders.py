@@ -9,16 +9,17 @@ Shapes: P prompts, G completions per prompt, R live rows, V vocabulary, L prompt
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from lightrl.compat.transformers import has_recurrent_state
-from lightrl.models.multimodal import media_positions
-from lightrl.models.routing import Routers, RoutingPass
 from lightrl.records import Routes
+
+if TYPE_CHECKING:
+    from lightrl.models.routing import Routers
 
 
 class Decoder(Protocol):
@@ -121,7 +122,11 @@ class CacheDecoder:
         mask = columns >= width - lengths[:, None]
         padded = bool((lengths < width).any())
         extra = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
-        own = media_positions(self.model.base_model, ids, [inputs]) if inputs else None  # then it is one prompt
+        own = None
+        if inputs:  # then it is one prompt
+            from lightrl.models.multimodal import media_positions
+
+            own = media_positions(self.model.base_model, ids, [inputs])
         positions = (columns - (width - lengths[:, None])).clamp(min=0) if own is None else own
         following = lengths if own is None else own.amax((0, 2)) + 1
         self.cache = DynamicCache(config=self.model.config)
@@ -158,6 +163,8 @@ class CacheDecoder:
         arguments = {"past_key_values": self.cache, "use_cache": True, "logits_to_keep": 1, **inputs}
         if self.routers is None:
             return self.model(**arguments)
+        from lightrl.models.routing import RoutingPass
+
         with RoutingPass() if experts is None else self.routers.replaying(experts) as forward:
             out = self.model(**arguments)
         taken = self.routers.recorded(forward)

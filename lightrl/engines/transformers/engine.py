@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,9 +23,11 @@ from lightrl.engines.transformers.decoders import CacheDecoder, Decoder
 from lightrl.engines.transformers.decoding import Generation
 from lightrl.models.loading import CONFIG_KEYS, causal_class, fix_rope, longest_sequence
 from lightrl.models.packing.attention import keep_attention_caps
-from lightrl.models.routing import Routers, RoutingPass
 from lightrl.models.spec import DTYPES
 from lightrl.records import CompletionGroup, EngineContext, GenerationRequest, Routes, SamplingParams
+
+if TYPE_CHECKING:
+    from lightrl.models.routing import Routers
 
 log = logging.getLogger(__name__)
 
@@ -308,6 +310,8 @@ def _routers(model: Any) -> Routers | None:
     """What records the experts that tokens are sent to; None for a model without, or with routers of another kind."""
     if not router_modules(model):
         return None
+    from lightrl.models.routing import Routers, RoutingPass
+
     try:
         routers = Routers(model)
         with torch.inference_mode(), RoutingPass() as forward:
