@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from lightrl.data.prompts import PromptMixture, PromptSource
@@ -137,7 +137,7 @@ class SingleTurn(Episode):
 
     async def run(self, task: Task, ask: Ask) -> list[Trajectory]:
         request = task.prompt.request(0, task.sampling, task.seed, len(task.attempts))
-        return one_turn(await ask(replace(request, final=True)))
+        return one_turn(await ask(request))
 
 
 def one_turn(group: CompletionGroup) -> list[Trajectory]:

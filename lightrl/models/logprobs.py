@@ -1,7 +1,7 @@
 """Log-probs and entropies of given tokens from hidden states, without a (tokens, vocabulary) matrix.
 
 Logits are computed for some tokens at a time, reduced, and dropped. The backward pass computes them again and turns
-them into gradients in place; on a CPU the first chunks are kept, since a second matrix product costs more than memory there.
+them into gradients in place; on a CPU the first chunks are kept, since a second matrix product is slow.
 With z = logits / temperature, p = softmax(z), and H the entropy:
 
     d logprob(y) / dz_j = [j = y] - p_j          d H / dz_j = -p_j (log p_j + H)

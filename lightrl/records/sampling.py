@@ -324,8 +324,6 @@ class GenerationRequest:
             caches hold what was computed then, may ignore it.
         begun: the G completions as far as they were sampled before; those that are "suspended" continue, with the
             current weights, which also recompute their keys and values. Empty: all begin.
-        final: no later request will extend this one's tokens (a single turn), so that an engine need not keep their
-            keys and values.
     """
 
     token_ids: list[int]
@@ -337,7 +335,6 @@ class GenerationRequest:
     name: str = "a prompt"
     routes: Routes | None = None
     begun: list[Completion] = field(default_factory=list)
-    final: bool = False
 
     def so_far(self, place: int) -> Completion:
         """What was sampled of a completion before; one without tokens where it begins."""

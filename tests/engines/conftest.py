@@ -9,7 +9,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,9 +105,7 @@ def engine(tied_folder: Path) -> Iterator[object]:
 
 def ask(engine: Any, prompts: Prompts, sampling: SamplingParams, *, num_completions: int, seeds: Any) -> Any:
     """Groups of all prompts, each with the number of its prompt, as they finish. Refusals come at the call."""
-    requests = [
-        replace(prompts.request(i, sampling, seed, num_completions), final=True) for i, seed in enumerate(seeds)
-    ]
+    requests = [prompts.request(i, sampling, seed, num_completions) for i, seed in enumerate(seeds)]
     numbers = {request: i for i, request in enumerate(requests)}
     stream = engine.generate_all(requests)
 
