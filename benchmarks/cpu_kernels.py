@@ -86,12 +86,12 @@ def measure(path: str, seconds: float) -> dict[str, Any]:
         engines[on].start(EngineContext(path, max_new_tokens=NEW_TOKENS))
     policy = PolicyModel.from_spec(ModelSpec(path), trainable=True)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-9, fused=True)
-    groups = list(engines[True].generate(asked))
+    groups = list(engines[True].generate_all(asked))
     rows = rows_of(groups)
     update(policy, optimizer, rows)
 
     def sample(on: bool) -> None:
-        sum(len(c.token_ids) for group in engines[on].generate(asked) for c in group.completions)
+        sum(len(c.token_ids) for group in engines[on].generate_all(asked) for c in group.completions)
 
     def sync() -> None:
         engines[True].load_weights(policy.lm.named_parameters(), policy_version=1)
