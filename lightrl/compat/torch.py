@@ -26,14 +26,12 @@ def has_triton() -> bool:
 
 @cache
 def flex_attention(*, compiled: bool, backend: Any = "inductor") -> Any:
-    """torch's `flex_attention`, compiled for all lengths.
-
-    As one graph, so that it raises where it would otherwise fall back to a dense kernel silently, and with a
-    limit of its own on the number of graphs: torch's, 8, is for the whole process, and other libraries change it.
+    """torch's `flex_attention`, compiled for all lengths as one graph: it raises instead of falling back silently
+    to a dense kernel. It has its own limit on the number of graphs: torch's, 8, is for the whole process.
 
     Args:
         compiled: False gives torch's own call, which holds the whole matrix of scores.
-        backend: of `torch.compile`.
+        backend: Of `torch.compile`.
     """
     from torch.nn.attention import flex_attention as module
 
@@ -52,13 +50,13 @@ def flex_attention(*, compiled: bool, backend: Any = "inductor") -> Any:
 
 
 def flex_block_mask(visible: Any, some: Tensor, full: Tensor, device: torch.device) -> Any:
-    """A block mask of FlexAttention, from what the host knows: `create_block_mask` would ask for every pair of tokens.
+    """A block mask of FlexAttention without asking for every pair of tokens, as `create_block_mask` would.
 
     Args:
         visible: (batch, head, query, key) -> bool, with tensors on `device`.
-        some: (n, n) bool on the host, blocks of 128 x 128 pairs in which any are visible, or may be.
-        full: (n, n) bool, blocks in which all are, for which `visible` is not asked.
-        device: of the mask.
+        some: (n, n) bool on the host, blocks of 128 x 128 pairs of which some may be visible.
+        full: (n, n) bool, blocks of which all are, for which `visible` is not called.
+        device: Of the mask.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -101,24 +99,22 @@ def persistent_buffers(module: nn.Module) -> set[str]:
 
 
 def page_lock(memory: Tensor) -> weakref.finalize[..., Tensor] | None:
-    """Keeps host memory that torch did not allocate where it is, so that GPUs copy from and to it without a detour.
+    """Page-locks host memory that torch did not allocate, for direct copies from and to GPUs.
 
-    Where this process uses no CUDA nothing happens. Where CUDA refuses (a limit of the system, say) a warning says so,
-    and copies take the detour.
+    Without CUDA in this process nothing happens. If CUDA rejects it, a warning is logged, and copies are slower.
 
     Args:
-        memory: contiguous, on the host.
+        memory: Contiguous, on the host.
 
     Returns:
-        Undoes it when called, and by itself when `memory` goes, before its pages are unmapped: CUDA would refuse
-        whatever comes to lie there later. None where nothing was done.
+        A finalizer that undoes it, at the latest before the pages of `memory` are unmapped. None if nothing was done.
     """
     if not (torch.cuda.is_initialized() and memory.nbytes):
         return None
     runtime: Any = torch.cuda.cudart()
     error = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE))
     if error:
-        with suppress(RuntimeError):  # the runtime remembers the error, and the next kernel to start would raise it
+        with suppress(RuntimeError):  # else the next kernel would raise the error
             torch.zeros(1, device="cuda")
         logging.getLogger(__name__).warning(
             "CUDA did not page-lock %d MiB of host memory (error %d): copies between it and GPUs are slower.",

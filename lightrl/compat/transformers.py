@@ -55,17 +55,16 @@ def router_modules(model: Any) -> list[tuple[str, Any]]:
 def as_saved(model: Any, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Parameters under the names and in the shapes in which `save_pretrained` writes them, one at a time.
 
-    transformers 5 holds some models otherwise than their checkpoints do: a layer's experts are one tensor each of
-    `gate_up_proj` (E, 2I, H) and `down_proj` (E, H, I), and 3E matrices on disk. What converts back, `model.
-    _weight_conversions` and `revert_weight_conversion`, wants all weights at once; this takes the same conversions one
-    parameter at a time. Only parameters that are one tensor on disk wait for each other, as copies.
+    transformers 5 holds a layer's experts as one tensor each of `gate_up_proj` (E, 2I, H) and `down_proj` (E, H, I),
+    and writes 3E matrices. Its `revert_weight_conversion` wants all weights at once; this applies the same conversions
+    to one parameter at a time. Only parameters that are one tensor on disk wait for each other, as copies.
 
     Args:
-        model: whose parameters they are; may be sharded.
-        named_tensors: (name, full tensor), each valid until the next one is asked for, and so are those that come out.
+        model: Whose parameters they are; may be sharded.
+        named_tensors: (name, full tensor), each valid until the next one is requested, as are those that come out.
 
     Raises:
-        ValueError: at the end, some but not all parameters of one tensor on disk have come.
+        ValueError: At the end, some but not all parameters of one tensor on disk have come.
     """
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is None:  # made from a configuration: transformers then leaves prefixes as they are
@@ -89,8 +88,8 @@ def as_saved(model: Any, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterato
             yield from ((n, x[0] if isinstance(x, list) else x) for n, x in converted.items())
     if waiting:
         raise ValueError(
-            f"{', '.join(waiting)}: only some of the parameters have come that are one tensor in a checkpoint. Train "
-            "or freeze (by `freeze`, or by LoRA's `target_modules`) all of them alike."
+            f"{', '.join(waiting)}: only some parameters of one checkpoint tensor have come. Train or freeze (by "
+            "`freeze`, or LoRA's `target_modules`) all of them."
         )
 
 
@@ -107,14 +106,13 @@ def model_class(auto_class: Any, config: Any) -> type[PreTrainedModel] | None:
 
 
 def with_from_config(name: str, bases: tuple[type, ...], reads_as: type[PreTrainedModel] | None = None) -> Any:
-    """A model class with a public `from_config`, as auto classes have, so that it can take the place of one.
+    """A model class with a public `from_config`, as auto classes have.
 
     Args:
-        name: of the class.
-        bases: its bases.
-        reads_as: a class of the same backbone whose checkpoints the made class reads and whose names it writes.
-            transformers keeps what it renames by the name of a class or, for classes that say they are its own, by
-            the model's type; a class that it does not know would take weights under other names for missing ones.
+        name: Of the class.
+        bases: Its bases.
+        reads_as: A class of the same backbone whose checkpoints it reads and whose names it writes. transformers keeps
+            renamings by class name; a class that it does not know would report renamed weights as missing.
     """
     own: dict[str, Any] = {"from_config": classmethod(lambda cls, config, **kwargs: cls._from_config(config, **kwargs))}
     if reads_as is not None:
@@ -127,10 +125,8 @@ def with_from_config(name: str, bases: tuple[type, ...], reads_as: type[PreTrain
 
 @contextmanager
 def experts_of_any_dtype() -> Iterator[None]:
-    """Within it experts compute by an operation that fake tensors know for every dtype, not for bfloat16 only.
-
-    It keeps for the backward pass what the usual one keeps: its input and the weights.
-    """
+    """Context in which experts use an operation that fake tensors know for every dtype, and that keeps the same tensors
+    for the backward pass."""
     usual = moe._can_use_grouped_mm
     moe._can_use_grouped_mm = lambda *tensors: False
     try:

@@ -381,11 +381,11 @@ def test_groups_stream_out(engines: dict[str, TransformersEngine], monkeypatch: 
 def test_shorter_prompts_join_when_all_rows_have_ended(engines: dict[str, TransformersEngine]) -> None:
     engine = engines["qwen2"]
     request = GenerationRequest([5] * 20, SamplingParams(max_new_tokens=4), seed=0)
-    decoder = engine._decoder([request], False)
+    decoder = engine._decoder([request])
     decoder.prefill([[5] * 20], 1, {})
     decoder.keep([])
     after = decoder.prefill([[5] * 10, [6] * 10], 1, {})
-    fresh = engine._decoder([request], False).prefill([[5] * 10, [6] * 10], 1, {})
+    fresh = engine._decoder([request]).prefill([[5] * 10, [6] * 10], 1, {})
     assert torch.equal(after, fresh)
 
 
