@@ -417,14 +417,12 @@ GEMMA3 = {
     "max_position_embeddings": 32768,
 }  # fmt: skip
 PEAKS = [  # model, tokens of the one micro-batch, checkpointing, updates, GB resident at the peak of the process
-    (SMOLLM2, 1092, False, 0, 2.87),  # shared prefix: 32 completions of 8 to 48 tokens to 4 prompts of 50
-    (SMOLLM2, 2492, False, 0, 4.48),  # the same packed
-    (SMOLLM2, 3072, False, 0, 5.88),  # and padded
-    (SMOLLM2, 1092, True, 0, 2.22),
+    (SMOLLM2, 3072, False, 0, 5.88),  # padded: 32 completions of 8 to 48 tokens to 4 prompts of 50
+    (SMOLLM2, 1092, True, 0, 2.22),  # shared prefix
     (GEMMA3, 1736, False, 0, 6.08),  # shared prefix: 32 completions of 48 tokens to 4 prompts of 50
     (GEMMA3, 3136, False, 0, 8.23),  # the same packed
-    (SMOLLM2, 1092, False, 2, 4.32),
-    (SMOLLM2, 2492, False, 2, 6.53),
+    (SMOLLM2, 1092, False, 2, 4.32),  # shared prefix
+    (SMOLLM2, 2492, False, 2, 6.53),  # packed
 ]
 
 
