@@ -6,14 +6,16 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import islice, pairwise
 from typing import Any, Literal
 
 from datasets import Dataset
 
 from lightrl.compat.arguments import install_command
 
-EVAL_SHARE = 10
-"""One question of so many belongs to the evaluation split."""
+ATTEMPTS = 20
+"""Items generated per training row at most, while questions of the evaluation set are left out."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,8 @@ class ReasoningGymTask:
 class ReasoningGymRows:
     """Rows of reasoning tasks, for `rows` of a `PromptSource`. Use `ReasoningGymReward` as the reward function.
 
-    A question belongs to exactly one of the two splits, which a hash of its text decides: no evaluation question is
-    ever a training question, whatever the seeds and sizes.
+    The evaluation rows are the generators' own from a seed derived from `seed`; the training rows leave out every
+    question among them. So no evaluation question is ever trained, and the evaluation's difficulty is the task's.
 
     Columns: `prompt` (the question), `answer` (the reference as text), `task` (the generator's name), `level`, and
     `gym` (JSON from which `ReasoningGymReward` makes the item again).
@@ -45,9 +47,10 @@ class ReasoningGymRows:
     Args:
         tasks: A generator's name, a dictionary of names and settings, or a list of `ReasoningGymTask`. Several are
             mixed in an order that depends on `seed`.
-        size: Number of rows of all tasks together.
-        seed: Seed of the questions and of their order.
+        size: Number of training rows, of all tasks together.
+        seed: Seed of the questions and of their order. Give the same to training and evaluation rows.
         split: "train" or "eval".
+        num_eval: Number of evaluation rows, of all tasks together; `split="train"` leaves their questions out.
 
     Raises:
         ValueError: when called: `reasoning-gym` is not installed, it has no such generator, or a generator has too few
@@ -62,6 +65,7 @@ class ReasoningGymRows:
         size: int = 1000,
         seed: int = 0,
         split: Literal["train", "eval"] = "train",
+        num_eval: int = 128,
     ) -> None:
         if isinstance(tasks, str):
             tasks = {tasks: {}}
@@ -75,53 +79,63 @@ class ReasoningGymRows:
         self.size = size
         self.seed = seed
         self.split = split
+        self.num_eval = num_eval
 
     def __call__(self) -> Dataset:
         """Generates the rows, the same ones at each call."""
-        total = sum(task.weight for task in self.tasks)
-        bounds, passed = [0], 0.0
-        for task in self.tasks:
-            passed += task.weight
-            bounds.append(round(self.size * passed / total))
-        rows = [row for i, task in enumerate(self.tasks) for row in self._rows(task, bounds[i + 1] - bounds[i])]
+        rows = [row for task, held_out in self._eval_rows() for row in held_out]
+        if self.split == "train":
+            questions = {row["prompt"] for row in rows}
+            counts = self._shares(self.size)
+            rows = [row for task, n in zip(self.tasks, counts, strict=True) for row in self._new(task, n, questions)]
         order = sorted(range(len(rows)), key=lambda i: _digest(f"{self.seed}/{i}"))
         return Dataset.from_list([rows[i] for i in order])
 
-    def _rows(self, task: ReasoningGymTask, count: int) -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = []
-        size = 20 * EVAL_SHARE * count  # items are made one by one, so that a large bound costs nothing
-        items = gym_dataset(task.name, task.settings, self.seed, size)
-        for number in range(size):
-            item = items[number]
-            held_out = int(_digest(item["question"]), 16) % EVAL_SHARE == 0
-            if held_out != (self.split == "eval"):
-                continue
-            made = {"name": task.name, "settings": task.settings, "seed": self.seed, "size": size, "index": number}
-            rows.append(
-                {
-                    "prompt": item["question"],
-                    "answer": str(item["answer"]),
-                    "task": task.name,
-                    "level": task.level or task.name,
-                    "gym": json.dumps(made, sort_keys=True),
-                }
-            )
-            if len(rows) == count:
-                return rows
+    def _shares(self, size: int) -> list[int]:
+        """Rows of each task."""
+        total, passed, bounds = sum(task.weight for task in self.tasks), 0.0, [0]
+        for task in self.tasks:
+            passed += task.weight
+            bounds.append(round(size * passed / total))
+        return [end - start for start, end in pairwise(bounds)]
+
+    def _eval_rows(self) -> list[tuple[ReasoningGymTask, list[dict[str, Any]]]]:
+        seed = int(_digest(f"{self.seed}/eval"), 16) % 2**31  # generators seed item i with seed + i
+        counts = zip(self.tasks, self._shares(self.num_eval), strict=True)
+        return [(task, [_row(task, seed, n, i) for i in range(n)]) for task, n in counts]
+
+    def _new(self, task: ReasoningGymTask, count: int, held_out: set[str]) -> list[dict[str, Any]]:
+        """Rows whose questions are not held out."""
+        size = ATTEMPTS * count  # items are made one by one, so that a large bound costs nothing
+        found = (row for i in range(size) if (row := _row(task, self.seed, size, i))["prompt"] not in held_out)
+        rows = list(islice(found, count))
         if len(rows) < count:
             raise ValueError(
-                f"size={self.size}: {task.name} with {task.settings} has too few questions in split={self.split!r} "
-                f"({len(rows)} of {count}). Lower the size, or widen the settings."
+                f"num_eval={self.num_eval}: {task.name} with {task.settings} has few different questions, and too few "
+                f"are left for size={self.size}. Lower num_eval or widen the settings."
             )
         return rows
 
 
-def gym_dataset(name: str, settings: Mapping[str, Any], seed: int, size: int) -> Any:
+def _row(task: ReasoningGymTask, seed: int, size: int, number: int) -> dict[str, Any]:
+    item = gym_dataset(task.name, json.dumps(task.settings, sort_keys=True), seed, size)[number]
+    made = {"name": task.name, "settings": task.settings, "seed": seed, "size": size, "index": number}
+    return {
+        "prompt": item["question"],
+        "answer": str(item["answer"]),
+        "task": task.name,
+        "level": task.level or task.name,
+        "gym": json.dumps(made, sort_keys=True),
+    }
+
+
+@lru_cache(maxsize=64)
+def gym_dataset(name: str, settings: str, seed: int, size: int) -> Any:
     """A generator's dataset; its items are made when they are asked for.
 
     Args:
         name: Name of the generator.
-        settings: Its settings.
+        settings: Its settings as JSON.
         seed: Seed of the items.
         size: Number of items.
 
@@ -138,7 +152,7 @@ def gym_dataset(name: str, settings: Mapping[str, Any], seed: int, size: int) ->
 
     if name not in DATASETS:
         raise ValueError(f"tasks={name!r}: reasoning-gym has no such generator; it has {', '.join(sorted(DATASETS))}.")
-    return reasoning_gym.create_dataset(name, seed=seed, size=max(size, 1), **settings)
+    return reasoning_gym.create_dataset(name, seed=seed, size=size, **json.loads(settings))
 
 
 def _digest(text: str) -> str:
