@@ -18,10 +18,8 @@ SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
 
 def test_no_question_is_in_both_splits() -> None:
     """Single-digit sums have 162 questions, of which many are in the evaluation set."""
-    train, held_out = (
-        ReasoningGymRows({"chain_sum": SUMS}, size=150, seed=3, split=split, num_eval=64)()
-        for split in ("train", "eval")
-    )
+    settings: dict[str, Any] = {"tasks": {"chain_sum": SUMS}, "size": 150, "seed": 3, "num_eval": 64}
+    train, held_out = (ReasoningGymRows(**settings, split=split)() for split in ("train", "eval"))
     assert len(train) == 150 and len(held_out) == 64
     assert not set(train["prompt"]) & set(held_out["prompt"])
     assert ReasoningGymRows(**settings)().to_list() == train.to_list()
