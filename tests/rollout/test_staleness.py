@@ -266,3 +266,26 @@ def test_a_stale_bandit_reaches_its_optimum(tmp_path: Path, monkeypatch: pytest.
     pi, reference, optimum = bandit.learned(make, tmp_path)
     assert bandit.tv(optimum, reference) > 0.1
     assert bandit.tv(pi, optimum) <= 0.01, f"total variation {bandit.tv(pi, optimum):.4f}"
+
+
+class Pairs(Schedule):
+    """Samples two rollouts at once, and declares nothing: the second is of older weights than learn from it."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Any] = []
+
+    def next(self, cursor: int, left: int) -> Any:
+        if not self.waiting:
+            self.sampler.ready(cursor)
+            first = self.sampler.begin(cursor)
+            self.waiting = [first, self.sampler.begin(cursor + self.sampler.prompts_per_rollout)]
+        return self.sampler.finish(self.waiting.pop(0))
+
+
+def test_a_users_schedule_that_declares_nothing_is_corrected(side_model: str, serial: list[list[str]]) -> None:
+    module, watch = run(side_model, schedule=Pairs())
+    assert [rollouts.prompts for rollouts in watch.rollouts] == serial
+    for number, rollouts in enumerate(watch.rollouts):
+        assert rollouts.policy_version == number - number % 2
+        assert watch.gap(module, number - number % 2, rollouts) < 1e-4
+        assert ("off_policy/kl" in watch.metrics[number]) == (number % 2 == 1)
