@@ -172,7 +172,7 @@ class AdvantageEstimator(ABC):
 
         Raises:
             ValueError: a KL in the reward with an estimator that takes scores for success or failure, or that does not
-                read the summed rewards; whitening after an estimator that ends with a normalisation of its own.
+                read the summed rewards; whitening after an estimator that ends with a normalization of its own.
         """
         name = type(self).__name__
         if isinstance(kl, KLInReward):
@@ -189,23 +189,19 @@ class AdvantageEstimator(ABC):
                 )
         if whiten and self.normalizes:
             raise ValueError(
-                f"advantage={name} with whiten_advantages=True: {name} already normalises over the batch, and a second "
-                "normalisation would hide the first. Set whiten_advantages=False."
+                f"advantage={name} with whiten_advantages=True: {name} already normalizes over the batch, and a second "
+                "normalization would hide the first. Set whiten_advantages=False."
             )
 
     def refuse_group_size(self, size: int) -> None:  # noqa: B027 - most estimators take any
         """Raises a ValueError where groups of `size` attempts teach nothing; by default none does."""
 
     def refuse_shaped_rewards(self, shaping: str, credit: Credit | None = None) -> None:
-        """Rejects what changes the summed reward if the estimator doesn't read it.
+        """Raises a ValueError for a change of the summed reward if the estimator doesn't read the sum.
 
         Args:
             shaping: The argument or callback, as the user wrote it.
             credit: What the estimator was seen to read; the declared `credit` if None.
-
-        Raises:
-            ValueError: the estimator reads each function's own rewards, so that the change would be lost, or each
-                turn's, which the change would leave as they are.
         """
         name, credit = type(self).__name__, credit or self.credit
         if credit == "turns":
@@ -242,7 +238,7 @@ def unscored_at_values(returns: Tensor, given: AdvantageInput, values: Tensor) -
 
 
 class GAE(AdvantageEstimator):
-    """Generalised advantage estimation: `A_t = sum_l (gamma * lam)**l * delta_{t+l}`; returns are `A + V`.
+    """Generalized advantage estimation: `A_t = sum_l (gamma * lam)**l * delta_{t+l}`; returns are `A + V`.
 
     Counts sampled tokens only: tokens off the mask inside a response are skipped. Rows that are not valid get returns
     equal to their values, which leave an unclipped critic where it is.
@@ -290,7 +286,7 @@ class Reinforce(AdvantageEstimator):
 
 
 class ReinforcePlusPlus(AdvantageEstimator):
-    """REINFORCE with the KL in the reward and one normalisation over all tokens of all ranks.
+    """REINFORCE with the KL in the reward and one normalization over all tokens of all ranks.
 
         A_t = (R_t - mean) / (std + 1e-8),    R_t the discounted return from token t on
 
@@ -300,8 +296,7 @@ class ReinforcePlusPlus(AdvantageEstimator):
     Raises:
         ValueError: gamma is out of range.
 
-    Source: https://arxiv.org/abs/2501.03262, eq. 7-9. verl and OpenRLHF normalise over the whole batch, too; LightRFT's
-        `reinforce++` raises.
+    Source: https://arxiv.org/abs/2501.03262, eq. 7-9; the same in verl and OpenRLHF.
     """
 
     normalizes = True
@@ -312,10 +307,6 @@ class ReinforcePlusPlus(AdvantageEstimator):
     def estimate(self, given: AdvantageInput) -> tuple[Tensor, None]:
         returns = returns_to_go(given.rewards, given.mask, self.gamma)
         return masked_whiten(returns, given.trained, all_sum=given.all_sum), None
-
-
-def _eps(name: str, eps: float) -> float:
-    return above(name, eps)
 
 
 class GroupRelative(SequenceEstimator):
@@ -340,7 +331,7 @@ class GroupRelative(SequenceEstimator):
 
     def __init__(self, scale: Literal["group", "batch", "none"] = "group", eps: float = 1e-4) -> None:
         self.scale = one_of("GroupRelative.scale", scale, "group", "batch", "none")
-        self.eps = _eps("GroupRelative.eps", eps)
+        self.eps = above("GroupRelative.eps", eps)
         self.normalizes = scale == "batch"
 
     def sequence_advantages(self, given: AdvantageInput) -> Tensor:
@@ -453,7 +444,7 @@ class PassAtK(SequenceEstimator):
 
 
 class GDPO(AdvantageEstimator):
-    """Each reward function normalised in its group, then summed, then normalised over the batch.
+    """Each reward function normalized in its group, then summed, then normalized over the batch.
 
         A_i = sum_k w_k * (r_ik - mean_k) / (std_k + eps),    A_i <- (A_i - mean_batch) / (std_batch + eps)
 
@@ -475,7 +466,7 @@ class GDPO(AdvantageEstimator):
     normalizes = True
 
     def __init__(self, eps: float = 1e-4) -> None:
-        self.eps = _eps("GDPO.eps", eps)
+        self.eps = above("GDPO.eps", eps)
 
     def estimate(self, given: AdvantageInput) -> tuple[Tensor, None]:
         parts, weights = given.reward_parts, given.part_weights or {}
@@ -494,7 +485,7 @@ class GDPO(AdvantageEstimator):
 
 
 class ReinforcePlusPlusBaseline(AdvantageEstimator):
-    """Score minus the group mean, then one normalisation over all tokens of all ranks.
+    """Score minus the group mean, then one normalization over all tokens of all ranks.
 
         A_i = s_i - mean_group,    A_t <- (A_i - mean_tokens) / (std_tokens + 1e-8)
 
