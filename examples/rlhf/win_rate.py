@@ -16,7 +16,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.rlhf.task import prompts, utility
-from lightrl.models.reward import RewardModel, RewardModelSpec
+from lightrl.models.reward import RewardModel
+from lightrl.models.spec import RewardModelSpec
 
 BEST = 7  # what `utility` gives at most
 NEEDED = 0.8

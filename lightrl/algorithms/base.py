@@ -33,8 +33,7 @@ from lightrl.distributed.reduction import MetricSums
 from lightrl.models.loading import require_model
 from lightrl.models.lora import adapter_config, named_adapter_weights, named_hf_weights
 from lightrl.models.policy import PolicyModel, ValueModel
-from lightrl.models.reward import RewardModelSpec, require_reward_model
-from lightrl.models.spec import ModelSpec
+from lightrl.models.spec import ModelSpec, RewardModelSpec
 from lightrl.objectives.estimators import AdvantageEstimator
 from lightrl.objectives.kl import KLPenalty
 from lightrl.records import Rollouts, Routes
@@ -99,6 +98,8 @@ class RLLightningModule(RolloutLearner, SavesPretrained):
             if model is not None:
                 require_model(model)
         for spec in self.reward_model_specs:
+            from lightrl.models.reward import require_reward_model
+
             require_reward_model(spec)
         require_supported_trainer(self.trainer)
         rl_callbacks(self._callbacks())

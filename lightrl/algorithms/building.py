@@ -15,7 +15,6 @@ from lightrl.distributed.states import fingerprint
 from lightrl.models.loading import return_router_logits
 from lightrl.models.lora import keep_reference
 from lightrl.models.policy import PolicyModel, ValueModel
-from lightrl.models.reward import RewardModel
 from lightrl.models.spec import ModelSpec
 
 
@@ -50,6 +49,8 @@ def build_reference(
 
 def build_reward_models(specs: list[Any]) -> nn.ModuleDict:
     """Reward models by name."""
+    from lightrl.models.reward import RewardModel
+
     return nn.ModuleDict({spec.name: RewardModel.from_spec(spec) for spec in specs})
 
 

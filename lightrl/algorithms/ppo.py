@@ -44,8 +44,7 @@ from lightrl.compat.lightning import forget_step_metrics
 from lightrl.distributed import states, strategies
 from lightrl.distributed.reduction import MetricSums
 from lightrl.models.policy import PolicyModel, ValueModel
-from lightrl.models.reward import RewardModelSpec
-from lightrl.models.spec import ModelSpec
+from lightrl.models.spec import ModelSpec, RewardModelSpec
 from lightrl.objectives.aggregation import Aggregation, TokenMean
 from lightrl.objectives.estimators import GAE, AdvantageEstimator
 from lightrl.objectives.kl import KLInLoss, KLInReward, KLPenalty

@@ -23,7 +23,6 @@ from lightrl.compat.lightning import begin_table
 from lightrl.distributed import strategies
 from lightrl.models.folders import fill_shards, save_hf_folder
 from lightrl.models.lora import named_hf_weights
-from lightrl.models.reward import RewardModel
 from lightrl.models.spec import ModelSpec
 
 Module = TypeVar("Module", bound="SavesPretrained")
@@ -121,7 +120,7 @@ class SavesPretrained(LightningModule):
         for model in self.models():
             strategies.shard_model(model, model.blocks(), self)
             fill_shards(model, strategies.shard_device(strategy))
-            if group is not None and not isinstance(model, RewardModel):  # which read whole rows, each rank its own
+            if group is not None and hasattr(model, "spread"):  # reward models read whole rows, each rank its own
                 model.spread(group)
         self._is_built = self._is_sharded = True
 

@@ -18,6 +18,7 @@ from lightrl.compat.deepspeed import whole_parameters
 from lightrl.compat.peft import ADAPTER, REFERENCE, adapter_layers, dequantized, is_linear, lora_parts
 from lightrl.compat.transformers import router_modules
 from lightrl.models.spec import LoraSpec
+from lightrl.models.turns import placeholder_ids
 
 Gather = Callable[[Tensor], AbstractContextManager[Tensor]]
 
@@ -109,6 +110,14 @@ def _read_adapter(model: Any, folder: str) -> None:
         )
     for name, parameter in own.items():
         parameter.copy_(given[name])
+
+
+def adapts_media(lm: Any) -> bool:
+    """Whether a LoRA adapter is on the vision or sound encoder."""
+    if not placeholder_ids(lm.config):
+        return False
+    language = {id(module) for module in (*lm.base_model.get_decoder().modules(), lm.get_output_embeddings())}
+    return any(id(layer) not in language for layer in adapter_layers(lm).values())
 
 
 @contextmanager

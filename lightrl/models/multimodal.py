@@ -16,7 +16,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightrl.compat.peft import adapter_layers
 from lightrl.distributed.strategies import is_sharded
 from lightrl.models.turns import TOKEN_INPUT, harmless_id, placeholder_ids
 from lightrl.records import HostRows
@@ -179,14 +178,6 @@ def _after_media(positions: Tensor, types: list[int]) -> Tensor:
             if gap > 0:
                 positions = torch.cat([positions[:, :i], positions[:, i:] + gap], 1)
     return positions
-
-
-def adapts_media(lm: Any) -> bool:
-    """Whether a LoRA adapter is on the vision or sound encoder."""
-    if not placeholder_ids(lm.config):
-        return False
-    language = {id(module) for module in (*lm.base_model.get_decoder().modules(), lm.get_output_embeddings())}
-    return any(id(layer) not in language for layer in adapter_layers(lm).values())
 
 
 # ---- models that all ranks run together --------------------------------------------------------------------------

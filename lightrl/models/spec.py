@@ -1,4 +1,4 @@
-"""What a model is loaded from, as plain data that YAML and the command line can fill."""
+"""What models are loaded from, as plain data that YAML and the command line can fill."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -212,6 +213,65 @@ class ModelSpec:
         tokenizer.save_pretrained(folder)
         spec.live = model
         return spec
+
+
+@dataclass
+class RewardModelSpec:
+    """A frozen reward model.
+
+    Args:
+        name: For its metrics; letters, digits, and underscores.
+        path: Model directory or ID of a sequence-classification model with one label; one for images and text has a
+            backbone `model` and a linear layer `score` (see `scalar_class`).
+        weight: Of its reward in the sum.
+        dtype: Of the weights; null is float32, bfloat16 halves the memory.
+        tokenizer: "own" scores text with the model's tokenizer; "policy" scores the policy's token IDs and pixels as
+            they are, which is right only if both share a vocabulary. Rows with images need "policy".
+        chat_template: Jinja text, or a file of it, that the own tokenizer renders [user: prompt, assistant: completion]
+            with; "default" is the tokenizer's; null scores prompt + completion as plain text.
+        max_length: Maximum text length in tokens; longer texts lose their start. null is the model's limit.
+        layout, long_rope: See `ModelSpec`.
+        kwargs: Further arguments of `from_pretrained`.
+        labels: Score only rows with one of these in `label_column`; null scores all.
+        label_column: Dataset column with the label.
+
+    Raises:
+        ValueError: A value is not one of those above.
+    """
+
+    name: str
+    path: str
+    weight: float = 1.0
+    dtype: str | None = None
+    tokenizer: str = "own"
+    chat_template: str | None = None
+    max_length: int | None = None
+    layout: Layout = "auto"
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    labels: list[str] | None = None
+    label_column: str = "label"
+    long_rope: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.name.isidentifier():
+            raise ValueError(f"reward_models.name={self.name!r}: is not a name. Use letters, digits, and underscores.")
+        at_least(f"reward_models.{self.name}.weight", self.weight, float("-inf"))
+        one_of("reward_models.tokenizer", self.tokenizer, "own", "policy")
+        if self.chat_template not in (None, "default"):
+            self.chat_template = read_chat_template(str(self.chat_template), f"reward_models.{self.name}.chat_template")
+        if self.tokenizer == "policy" and self.chat_template is not None:
+            raise ValueError("reward_models.chat_template: tokenizer='policy' scores token IDs. Remove one of them.")
+
+    def applies(self, columns: Mapping[str, Sequence[Any]]) -> list[bool] | None:
+        """Which rows it scores, by their columns; None for all."""
+        if self.labels is None:
+            return None
+        if self.label_column not in columns:
+            raise ValueError(
+                f"reward_models.{self.name}.label_column={self.label_column!r}: the data has no such column. Use one "
+                f"of {sorted(columns)}."
+            )
+        return [label in self.labels for label in columns[self.label_column]]
 
 
 def _remove(folder: str, process: int) -> None:

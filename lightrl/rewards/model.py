@@ -44,7 +44,8 @@ class ModelReward(Reward):
     ) -> None:
         at_least("ModelReward.max_length", max_length, 1, or_none="for no limit")
         require_model_folder(path)
-        from lightrl.models.reward import RewardModel, RewardModelSpec
+        from lightrl.models.reward import RewardModel
+        from lightrl.models.spec import RewardModelSpec
 
         spec = RewardModelSpec("model", path, dtype=dtype, chat_template=chat_template, max_length=max_length)
         self.model = RewardModel.from_spec(spec).to(device).eval()

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightrl.distributed.fsdp2 import FSDP2Strategy
 from lightrl.engines.base import Engine, StaleWeightsError
-from lightrl.models.multimodal import adapts_media
+from lightrl.models.lora import adapts_media
 from lightrl.records import EngineContext, GenerationRequest, Prompts, SamplingParams
 from lightrl.rollout.collation import ScoredGroup
 from lightrl.rollout.learner import EngineSync, RolloutLearner, TrajectoryCheck

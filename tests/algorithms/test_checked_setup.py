@@ -13,7 +13,7 @@ from lightrl.algorithms import GRPOLightningModule, PPOLightningModule, RewardLi
 from lightrl.data.preferences import PreferenceDataModule, PreferenceSource
 from lightrl.data.sft import SFTDataModule, SFTSource
 from lightrl.environments import Environment, EnvironmentEpisode, ToolEnvironment
-from lightrl.models.reward import RewardModelSpec
+from lightrl.models.spec import RewardModelSpec
 from tests.environments.families import FAMILIES, make_tokenizer
 from tests.toys import quickstart_model, quiet_trainer, sums_data
 

@@ -17,8 +17,8 @@ from lightrl.algorithms import PPOLightningModule, RewardLightningModule
 from lightrl.algorithms.hooks import RLCallback
 from lightrl.callbacks import HFExport, WeightSync
 from lightrl.data.preferences import PreferenceDataModule, PreferenceLoader, PreferencePair, PreferenceSource
-from lightrl.models.reward import RewardModel, RewardModelSpec
-from lightrl.models.spec import LoraSpec, ModelSpec
+from lightrl.models.reward import RewardModel
+from lightrl.models.spec import LoraSpec, ModelSpec, RewardModelSpec
 from lightrl.ops.losses import bradley_terry_loss
 from tests.toys import quickstart_model, quiet_trainer, sgd, sums_data
 
@@ -245,7 +245,7 @@ def test_transformers_scores_an_export_alike_in_batches_and_alone(
     if kind != "own pad":
         tokenizer.pad_token = None if kind == "no pad" else tokenizer.eos_token
     if "new" in kind:  # as if `<pad>` were not in the vocabulary
-        monkeypatch.setattr("lightrl.models.loading.UNUSED", re.compile("none"))
+        monkeypatch.setattr("lightrl.models.folders.UNUSED", re.compile("none"))
     tokenizer.save_pretrained(path)
     module = RewardLightningModule(ModelSpec(path, lora=LoraSpec(r=2) if "lora" in kind else None), optimizer=adam)
     trainer = fit(module, [HFExport(str(tmp_path / "export"))])

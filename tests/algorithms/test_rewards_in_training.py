@@ -15,7 +15,7 @@ from lightrl.algorithms.hooks import RLCallback
 from lightrl.algorithms.settings import Shaping
 from lightrl.callbacks import RewardNormalization
 from lightrl.data.prompts import PromptSource
-from lightrl.models.reward import RewardModelSpec
+from lightrl.models.spec import RewardModelSpec
 from lightrl.objectives import GDPO, MaxRL
 from lightrl.rewards.rules import SoftOverlong
 from lightrl.rewards.scorer import RewardScorer

@@ -18,8 +18,7 @@ from lightrl.callbacks.offload_optimizer import on_host
 from lightrl.engines.vllm.engine import VLLMEngine
 from lightrl.models.loading import load_causal_lm
 from lightrl.models.policy import PolicyModel
-from lightrl.models.reward import RewardModelSpec
-from lightrl.models.spec import ModelSpec
+from lightrl.models.spec import ModelSpec, RewardModelSpec
 from lightrl.objectives import KLInReward
 from lightrl.rollout import Ahead
 from tests.toys import QUICKSTART_MODEL, Keep, quickstart_model, quiet_trainer, sums_data

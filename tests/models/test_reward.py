@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
-from lightrl.models.reward import RewardModel, RewardModelSpec
+from lightrl.models.reward import RewardModel
+from lightrl.models.spec import RewardModelSpec
 from tests.models.conftest import VOCAB, Batch
 
 

@@ -15,8 +15,8 @@ from examples.vlm.make_model import main, make_config, make_tokenizer
 from lightrl.models.folders import save_hf_folder
 from lightrl.models.loading import load_causal_lm, load_scalar
 from lightrl.models.policy import ValueModel
-from lightrl.models.reward import RewardModel, RewardModelSpec
-from lightrl.models.spec import ModelSpec
+from lightrl.models.reward import RewardModel
+from lightrl.models.spec import ModelSpec, RewardModelSpec
 from lightrl.records import Rollouts
 from tests.callbacks.toys import make_rollouts
 from tests.vision.models import FAMILIES, QWEN, build

@@ -12,7 +12,7 @@ from lightrl.callbacks import WeightSync
 from lightrl.data.prompts import PromptSource
 from lightrl.engines.base import StaleWeightsError
 from lightrl.engines.transformers.engine import TransformersEngine
-from lightrl.models.multimodal import adapts_media
+from lightrl.models.lora import adapts_media
 from lightrl.models.spec import LoraSpec
 from lightrl.records import SamplingParams
 from tests.toys import digits_reward, quiet_trainer, sgd, sums_data
