@@ -56,7 +56,6 @@ def check_env(config: str, rows: int = 2, replies: list[str] | None = None, seed
         data.sampling,
         seed=seed,
         replies=replies or (),
-        reward_functions=data.scorer is not None,
     )
     problems = found.problems()
     lines = [*found.lines(), *(f"note: {note}" for note in found.notes), *(f"problem: {text}" for text in problems)]

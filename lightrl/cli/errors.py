@@ -44,7 +44,7 @@ def _rejected(error: BaseException) -> str | None:
     from lightning.fabric.utilities.exceptions import MisconfigurationException
 
     from lightrl.checkpoints.files import StorageError
-    from lightrl.environments.base import EnvironmentFailedError
+    from lightrl.environments.episodes import EnvironmentFailedError
     from lightrl.rewards.base import RewardError
 
     if isinstance(error, ArgumentError):

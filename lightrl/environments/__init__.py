@@ -1,4 +1,4 @@
-"""Environments: what answers the policy over many turns, and the record of the tokens that are trained."""
+"""Environments answer the policy over many turns. A ledger records the tokens that are trained."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from lightrl.compat.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from lightrl.environments.base import Environment, EnvironmentFailedError, Reply, Step, ToolCall
+    from lightrl.environments.base import Environment, Reply, Step, ToolCall
     from lightrl.environments.canary import LedgerMismatch, check_trajectories
-    from lightrl.environments.endpoint import AgentProgram
-    from lightrl.environments.episodes import Episode, SingleTurn, Task
+    from lightrl.environments.endpoint.program import AgentProgram
+    from lightrl.environments.episodes import EnvironmentFailedError, Episode, SingleTurn, Task
     from lightrl.environments.ledger import Ledger
     from lightrl.environments.playing import EnvironmentEpisode
     from lightrl.environments.remote import MCPEnvironment, OpenEnvironment
@@ -35,5 +35,5 @@ __all__ = [
     "check_trajectories",
 ]
 
-_MODULES = ("base", "episodes", "canary", "ledger", "tools", "playing", "remote", "endpoint")
+_MODULES = ("episodes", "base", "canary", "ledger", "tools", "playing", "remote", "endpoint.program")
 __getattr__ = lazy_names(__name__, _MODULES, __all__)

@@ -1,4 +1,4 @@
-"""The contract of an environment: what answers the policy, turn by turn."""
+"""The contract of an environment, which answers the policy turn by turn."""
 
 from __future__ import annotations
 
@@ -12,25 +12,17 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from lightrl.environments.episodes import EnvironmentFailedError as EnvironmentFailedError
+
 Message = dict[str, Any]
 """A message as chat templates take it: role, content, and by role `tool_calls`, `name`, `tool_call_id`."""
 Tools = Sequence[dict[str, Any]]
 """JSON schemas of tools, as chat templates take them."""
 
 
-class EnvironmentFailedError(RuntimeError):
-    """Something failed that the policy did not cause. The trajectory is then in no loss and no baseline."""
-
-
 @dataclass
 class ToolCall:
-    """A call of a tool that the policy wrote.
-
-    Attributes:
-        name: of the tool.
-        arguments: name -> value, from the JSON that was sampled.
-        id: that tool messages refer to.
-    """
+    """A call of a tool that the policy wrote, with its arguments by name. Tool messages refer to `id`."""
 
     name: str
     arguments: dict[str, Any]
@@ -39,15 +31,15 @@ class ToolCall:
 
 @dataclass
 class Reply:
-    """What the policy answered in one turn, parsed.
+    """The policy's turn, parsed.
 
     Attributes:
-        content: text without reasoning and tool calls.
-        reasoning: the thoughts before it; None where there are none or nothing parses them.
-        tool_calls: those that could be read.
-        errors: what could not be read, in words for the policy; empty for a well-formed reply.
-        text: the whole as decoded, special tokens included.
-        truncated: whether a limit cut it.
+        content: Text without reasoning and tool calls.
+        reasoning: Thoughts; None without any, or without a parser for them.
+        tool_calls: Calls that could be read.
+        errors: What could not be read, in words for the policy.
+        text: The whole turn as decoded, with special tokens.
+        truncated: Whether a limit cut it.
     """
 
     content: str
@@ -72,14 +64,13 @@ class Reply:
 
 @dataclass
 class Step:
-    """What the environment answers to a reply.
+    """The environment's answer to a reply.
 
     Attributes:
-        messages: what the policy sees next; not empty unless `done`. None of them is the assistant's.
-        reward: of this turn, a finite number; added to the trajectory's. Anything else ends the run.
-        done: whether the trajectory ends here.
-        failure: what failed that the policy did not cause; None where nothing did. The trajectory ends, and it is
-            in no loss and no baseline, whatever `reward` says.
+        messages: Next messages for the policy, none of them the assistant's; not empty unless `done`.
+        reward: Finite reward of this turn, added to the trajectory's.
+        done: Whether the trajectory ends.
+        failure: What failed that the policy did not cause. The trajectory then ends and is in no loss and no baseline.
     """
 
     messages: Sequence[Message] = ()
@@ -89,29 +80,29 @@ class Step:
 
 
 class Environment(ABC):
-    """One conversation partner of the policy: `reset`, then `step` after each reply, `finish`, and always `close`.
+    """One conversation partner of the policy: `reset`, `step` after each reply, `finish`, and always `close`.
 
-    Each attempt has an environment of its own. All attempts of a group are reset with the same row and seed and must
-    give the same first messages; otherwise their rewards cannot be compared, and the run stops.
+    Each attempt has a separate environment. All attempts of a group are reset with the same row and seed and must
+    return the same first messages. Otherwise their rewards can't be compared, and the run stops.
 
-    Methods that wait should await. All environments of a process share one event loop for that. Write a method that
-    blocks as a plain `def`; it then runs in a thread. One that blocks in spite of its `async def` is moved to a thread
-    once that is noticed. An exception out of any method is a failure that the policy did not cause.
+    Await what takes long. All async methods of a process share one event loop, and with it clients and locks. A method
+    without `await` may block: it runs in the environment's own thread. An exception in any method is a failure that the
+    policy did not cause.
     """
 
     tools: Tools = ()
-    """JSON schemas of the tools, as chat templates take them; may be set by `reset`."""
+    """JSON schemas of the tools, as chat templates take them. `reset` may set it."""
 
     @abstractmethod
     async def reset(self, row: Mapping[str, Any], *, seed: int) -> list[Message]:
         """Begins a task.
 
         Args:
-            row: a row of the data set.
-            seed: for everything random in the task; equal for the members of a group.
+            row: Row of the dataset.
+            seed: Seed for everything random in the task, the same for all members of a group.
 
         Returns:
-            the first messages: a conversation that ends before the assistant's first turn.
+            First messages of a conversation, before the assistant's first turn.
         """
 
     @abstractmethod
@@ -119,23 +110,23 @@ class Environment(ABC):
         """Answers a reply."""
 
     async def finish(self, stop_reason: str) -> float:
-        """A last reward, asked for once when the trajectory has ended for a reason that is not a failure.
+        """Last reward, asked for once if the trajectory did not fail.
 
         Args:
-            stop_reason: "stop", or the limit that ended it: "length", "turns", "tokens" or "time".
+            stop_reason: "stop", or the limit that ended it: "length", "turns", "tokens", or "time".
         """
         return 0.0
 
     def state_key(self, messages: Sequence[Message]) -> str:
         """Names the state that the environment is in when the policy reads these messages.
 
-        Turns of a group that began in equal states are compared with one another by estimators such as GiGPO. What the
-        messages say and show, unless overridden; pictures and arrays are compared by their contents.
+        Estimators such as GiGPO compare turns of a group that began in equal states. By default the messages' content,
+        with images and arrays by their values.
 
         Raises:
-            TypeError: a message holds an object that shows nothing of its contents.
+            TypeError: A message has an object that shows nothing of its content.
         """
-        return json.dumps(list(messages), sort_keys=True, default=_contents)
+        return json.dumps(list(messages), sort_keys=True, default=_content)
 
     @property
     def metrics(self) -> Mapping[str, float]:
@@ -146,11 +137,10 @@ class Environment(ABC):
         """Frees the environment's resources. Called once, whatever happened before."""
 
 
-def _contents(value: Any) -> str:
-    """What stands for a value that JSON does not have: the same for equal contents, in every process."""
+def _content(value: Any) -> str:
+    """A text for a value that JSON does not have: the same for equal content, in every process."""
     from PIL import Image
 
-    kind = type(value).__name__
     if isinstance(value, Image.Image):
         palette = bytes(value.getpalette() or ())
         return f"image {value.mode} {value.size} {_digest(palette + value.tobytes())}"
@@ -160,11 +150,10 @@ def _contents(value: Any) -> str:
         value = value.detach().cpu().numpy()
     if isinstance(value, np.ndarray) and value.dtype != object:
         return f"array {value.dtype} {value.shape} {_digest(np.ascontiguousarray(value).tobytes())}"
-    own = {name for one in type(value).__mro__[:-1] for name in vars(one)}  # all but what `object` has
-    if not own & {"__repr__", "__str__"}:
+    if type(value).__repr__ is object.__repr__ and type(value).__str__ is object.__str__:
         raise TypeError(
-            f"a message holds a {kind}, which shows nothing of its contents, so that states cannot be told apart: "
-            "override `Environment.state_key`, or give the class a __repr__."
+            f"a message has a {type(value).__name__}, which shows nothing of its content, so states can't be told "
+            "apart. Override `Environment.state_key`, or give the class a __repr__."
         )
     return str(value)
 

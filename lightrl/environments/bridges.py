@@ -1,4 +1,4 @@
-"""Extends the tokens of the last request to the next one, where the chat template is proven to do so."""
+"""Extends the tokens of the last request to the next one, if the chat template is proven to do so."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ import datetime
 import functools
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from lightrl.compat.arguments import install_command
 from lightrl.environments.base import Message, Tools
 from lightrl.records import ImageInputs
 
 MARK = "\U000f0e4c"
-"""Stands inside literal special-token text while it is rendered, so that it is not read as the token. Private use."""
+"""Private-use character inside literal special-token text while it is rendered, so that it is not read as the token."""
 SHORT, LONG = "Qa1", "Zb2 Zb3 " * 7 + "Zb4"
-"""Two contents that stand for what was sampled, of different lengths."""
+"""Stand-ins of different lengths for what was sampled."""
 _STARTS, _PROMPTS = 512, 64
-"""Rendered histories and token ids of first messages held."""
-
+"""Maximum number of cached renderings, and of cached token IDs of first messages."""
 
 _USER: Message = {"role": "user", "content": "Qu9"}
 
@@ -40,11 +38,11 @@ def _result(name: str, number: int) -> Message:
 
 
 class Tokens(list[int]):
-    """Token ids, and the images for which placeholders stand among them.
+    """Token IDs with placeholders of images.
 
     Attributes:
-        short: the same with one placeholder per image, for engines that put the features' tokens in themselves.
-        images: decoded, in order.
+        short: The same with one placeholder per image, for engines that expand them.
+        images: Decoded images, in order.
     """
 
     def __init__(self, ids: Sequence[int], short: Sequence[int] | None = None, images: Sequence[Any] = ()) -> None:
@@ -55,13 +53,7 @@ class Tokens(list[int]):
 
 @dataclass(frozen=True)
 class SampledTurn:
-    """A turn of the policy.
-
-    Attributes:
-        prompt_ids: what the engine was asked.
-        completion_ids: what it sampled.
-        reply: the same as a message.
-    """
+    """A turn of the policy: what the engine was asked, what it sampled, and the same as a message."""
 
     prompt_ids: list[int]
     completion_ids: list[int]
@@ -69,14 +61,14 @@ class SampledTurn:
 
 
 class ImageProcessor(Protocol):
-    """What a bridge asks of a model's processor."""
+    """Interface of a model's processor."""
 
     @property
     def wants_blocks(self) -> bool:
-        """Whether the chat template leaves out contents that are strings instead of lists of blocks."""
+        """Whether the chat template drops content that is a string instead of a list of blocks."""
 
     def token(self, kind: str) -> str | None:
-        """What stands for one medium of that kind in a prompt's text."""
+        """Placeholder of one medium of that kind in a prompt's text."""
 
     def images(self, values: Sequence[Any]) -> ImageInputs:
         """Decodes images and makes their model inputs."""
@@ -86,7 +78,7 @@ class Bridge(ABC):
     """Turns conversations into tokens for one chat template.
 
     Args:
-        processor: of models that see images; None refuses images.
+        processor: Processor of a model that sees images; None rejects images.
     """
 
     def __init__(self, processor: ImageProcessor | None = None) -> None:
@@ -95,10 +87,10 @@ class Bridge(ABC):
         self._drops: dict[str, bool] = {}  # by role
 
     def opened(self, messages: Sequence[Message]) -> list[Message]:
-        """Copies of the messages in which images are decoded.
+        """Copies of the messages with decoded images.
 
         Raises:
-            ValueError: they show something that the model or this bridge does not take, or that cannot be read.
+            ValueError: Content that the model or this bridge does not take, or that can't be read.
         """
         opened = []
         for message in messages:
@@ -114,28 +106,28 @@ class Bridge(ABC):
             return part
         if kind != "image" or "image" not in part:
             raise ValueError(
-                f"environment: a {role} message holds a content block of type {kind!r} with {', '.join(sorted(part))}; "
-                "environments take text and {'type': 'image', 'image': ...}. Describe it in words, or leave it out."
+                f"environment: a {role} message has a content block of type {kind!r} with {', '.join(sorted(part))}. "
+                "Use text and {'type': 'image', 'image': ...}, or describe it in words."
             )
         if self.processor is None:
             raise ValueError(
-                f"environment: a {role} message holds a content block of type 'image', and the model, or its renderer, "
-                "takes text only. Describe it in words, or leave it out; a model that sees needs `renderer: template`."
+                f"environment: a {role} message has a content block of type 'image', but the model or its renderer "
+                "takes text only. Describe it in words; for a model that sees set `renderer: template`."
             )
         return {"type": kind, "image": self.processor.images([part]).images[0]}
 
     @abstractmethod
     def render(self, messages: Sequence[Message], tools: Tools) -> Tokens:
-        """The whole conversation, up to where the assistant's next turn begins.
+        """The whole conversation, up to the beginning of the assistant's next turn.
 
         Raises:
-            ValueError: the template refuses the conversation.
+            ValueError: The template rejects the conversation.
         """
 
     def hidden(self, tools: Tools) -> str | None:
-        """What the model would not see: its tools, or its calls of them in later turns. None if it sees both.
+        """What the model does not see: its tools, or its calls of them in later turns. None if it sees both.
 
-        Conversations that differ in a tool or in a call must not look the same.
+        Conversations that differ in a tool or in a call must not render alike.
         """
         begins: list[list[Message]] = [[_USER], [{"role": "system", "content": "Qs9"}, _USER]]
         for number in range(len(tools)):
@@ -151,7 +143,7 @@ class Bridge(ABC):
         return "its calls of tools in later turns"
 
     def drops(self, role: str, tools: Tools) -> bool:
-        """Whether a message of that role leaves no trace after the assistant's turn."""
+        """Whether the template drops messages of that role after the assistant's turn."""
         if role not in self._drops:
             said = _called(("Qt7", SHORT)) if role == "tool" else {"role": "assistant", "content": SHORT}
             answers = [{**_result("Qt7", 0), "role": role, "content": content} for content in ("Qr8", "Qr9")]
@@ -159,7 +151,7 @@ class Bridge(ABC):
         return self._drops[role]
 
     def _same(self, conversations: Sequence[tuple[Sequence[Message], Tools]]) -> bool:
-        """Whether conversations have the same tokens; False if the template takes one of them only."""
+        """Whether two conversations have the same tokens; False if the template takes only one of them."""
         one, other = (self._rendered(messages, tools) for messages, tools in conversations)
         return one == other
 
@@ -170,7 +162,7 @@ class Bridge(ABC):
             return None
 
     def takes_parallel_calls(self, tools: Tools) -> bool:
-        """Whether a message may hold two tool calls. Templates that raise on a second or drop it exist."""
+        """Whether a message may have two tool calls. Some templates raise on the second, or drop it."""
         if bool(tools) not in self._parallel:
             self._parallel[bool(tools)] = self._renders_parallel_calls(tools)
         return self._parallel[bool(tools)]
@@ -190,75 +182,39 @@ class Bridge(ABC):
     ) -> Tokens | None:
         """The tokens to append to prompt and completion so that the assistant's next turn begins.
 
-        Args:
-            turn: what was sampled last.
-            history: the conversation before it.
-            new: the messages after it.
-            tools: JSON schemas.
+        None if the template is not proven to extend these.
 
-        Returns:
-            the tokens, or None where the template is not proven to extend these.
+        Args:
+            turn: Last turn.
+            history: Conversation before it.
+            new: Messages after it.
+            tools: JSON schemas.
         """
 
 
-class RendererBridge(Bridge):
-    """Extends tokens by the package `renderers`, for the model families that it knows.
-
-    Args:
-        renderer: from `make_renderer`.
-        tokenizer: of the policy.
-
-    Source: https://github.com/PrimeIntellect-ai/renderers
-    """
-
-    def __init__(self, renderer: Any, tokenizer: Any) -> None:
-        super().__init__()
-        self.renderer = renderer
-        self._special = special_texts(tokenizer)
-
-    def render(self, messages: Sequence[Message], tools: Tools) -> Tokens:
-        said = guard(messages, self._special)
-        try:
-            ids = self.renderer.render_ids(said, tools=list(tools) or None, add_generation_prompt=True)
-        except Exception as error:
-            raise ValueError(f"The renderer refuses the conversation: {error}") from error
-        return Tokens(ids)
-
-    def extend(
-        self, turn: SampledTurn, history: Sequence[Message], new: Sequence[Message], tools: Tools
-    ) -> Tokens | None:
-        before = [*turn.prompt_ids, *turn.completion_ids]
-        extended = self.renderer.bridge_to_next_turn(
-            turn.prompt_ids, turn.completion_ids, guard(new, self._special), tools=list(tools) or None
-        )
-        if extended is None or list(extended.token_ids[: len(before)]) != before:
-            return None
-        return Tokens(extended.token_ids[len(before) :])
-
-
 class TemplateBridge(Bridge):
-    """Extends tokens for any chat template, where rendering stand-ins proves that it may.
+    """Extends tokens for any chat template for which rendering stand-ins proves that it may.
 
-    What a template writes after the assistant's turn is found by rendering conversations in which text that nobody
-    writes stands for what was sampled: two texts of different lengths, after two histories of different lengths.
-    Appending is proven where in all of them
+    To find what a template writes after the assistant's turn, conversations are rendered in which stand-ins replace
+    what was sampled: two texts of different lengths, after two histories of different lengths. Appending is proven if
+    in all of them
 
     - the conversation begins with what the engine was asked (no earlier turn is rewritten, no thought dropped),
-    - content, thoughts and every tool call of the reply are still there,
+    - content, thoughts, and every tool call of the reply are still there,
     - the turn ends with the token that the policy ended it with,
-    - and what follows is the same text in all of them, so that it depends on nothing before it.
+    - and what follows is the same text, so that it depends on nothing before it.
 
-    The text follows a special token, so it can be tokenised without what is before. A reply that was cut off, or ended
-    by a stop string, is ended with the template's own token, as context. The cost does not grow with the conversation,
-    unless histories matter to the template (DeepSeek's tool results): then the real one is rendered.
+    The text follows a special token, so it can be tokenized alone. A reply that was cut off, or ended by a stop string,
+    is ended with the template's token, as context. The cost does not grow with the conversation, unless histories
+    matter to the template (DeepSeek's tool results): then the real one is rendered.
 
     Args:
-        tokenizer: with a chat template.
-        template_kwargs: further variables of the template, such as `enable_thinking`.
-        processor: as in `Bridge`.
+        tokenizer: Tokenizer with a chat template.
+        template_kwargs: Variables of the template, such as `enable_thinking`.
+        processor: Processor of a model that sees images.
 
     Raises:
-        ValueError: there is no chat template.
+        ValueError: There is no chat template.
     """
 
     def __init__(
@@ -268,7 +224,9 @@ class TemplateBridge(Bridge):
         processor: ImageProcessor | None = None,
     ) -> None:
         if not getattr(tokenizer, "chat_template", None):
-            raise ValueError("environment: a conversation needs a tokenizer with a chat template; this one has none.")
+            raise ValueError(
+                "actor.chat_template=None: the tokenizer has no chat template. Set one for the environment."
+            )
         super().__init__(processor)
         self.tokenizer = tokenizer
         self.template_kwargs = dict(template_kwargs or {})
@@ -290,14 +248,21 @@ class TemplateBridge(Bridge):
             )
         )
 
+    def _try(self, messages: Sequence[Message], tools: Tools, form: _Form | None = None) -> str | None:
+        """`_text`, or None if the template rejects the conversation: it may raise anything."""
+        try:
+            return self._text(messages, tools, form)
+        except Exception:
+            return None
+
     def _content(self, message: Message) -> Message:
-        """The message with its content as the template reads it."""
+        """The message with content as the template reads it."""
         if self.processor is None or not isinstance(message.get("content"), str) or not self.processor.wants_blocks:
             return message
         return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
     def _tokens(self, text: str, messages: Sequence[Message]) -> Tokens:
-        """Ids of a rendered text; each placeholder that the template wrote becomes those of its image."""
+        """IDs of a rendered text, with each placeholder that the template wrote expanded to those of its image."""
         images = images_of(messages)
         if not images:
             return Tokens(encode_marked(self.tokenizer, text))
@@ -311,24 +276,24 @@ class TemplateBridge(Bridge):
 
     def render(self, messages: Sequence[Message], tools: Tools) -> Tokens:
         self._learn_form(messages[:1], tools)
-        first = not any(message["role"] == "assistant" for message in messages)  # all attempts of a group render it
+        first = all(message["role"] != "assistant" for message in messages)  # which all attempts of a group render
         try:
             text = (self._begun if first else self._text)(guard(messages, self._special), tools)
         except Exception as error:
             raise ValueError(
-                f"The chat template refuses the conversation: {error}. Where it has no tool messages, use "
-                "`result_role: user`; where it takes one tool call at a time, name it in `on_parse_error`."
+                f"The chat template rejects the conversation: {error}. If it has no tool messages, use "
+                "`result_role: user`; if it takes one tool call at a time, set `on_parse_error`."
             ) from error
         return Tokens(self._ids(text)) if first and not images_of(messages) else self._tokens(text, messages)
 
     def _learn_form(self, first: Sequence[Message], tools: Tools) -> None:
-        """Finds how this template wants a message with tool calls: some want JSON text, some no content."""
+        """Finds how this template takes a message with tool calls: some want JSON text, some no content."""
         if self._form is not None:
             return
         for answer in (_result("Qt7", 0), {"role": "user", "content": "Qr8"}):
             said = [_USER, _called(("Qt7", SHORT)), answer]
             for form in (_Form(), _Form(none=True), _Form(text=True), _Form(none=True, text=True)):
-                text = _or_none(lambda form=form, said=said: self._text(said, tools, form))  # type: ignore[misc]
+                text = self._try(said, tools, form)
                 if text is not None and "Qt7" in text and SHORT in text:
                     self._form = form
                     return
@@ -339,7 +304,7 @@ class TemplateBridge(Bridge):
     ) -> Tokens | None:
         self._learn_form(history[:1], tools)
         if self.processor is not None and not self._placeholders.isdisjoint(turn.completion_ids):
-            return None  # sampled, it stands for no image; in a new row it is text
+            return None  # sampled, it has no image; in a new row it is text
         new = guard(new, self._special)
         ended = self._end_of_turn(turn.completion_ids, history, tools)
         if ended is None:
@@ -357,7 +322,7 @@ class TemplateBridge(Bridge):
 
     @functools.cached_property
     def _placeholders(self) -> set[int]:
-        """Ids of the tokens that stand for media."""
+        """IDs of the placeholders of media."""
         assert self.processor is not None
         tokens = [self.processor.token(kind) for kind in ("image", "video", "audio")]
         return {self.tokenizer.convert_tokens_to_ids(token) for token in tokens if token is not None}
@@ -370,13 +335,13 @@ class TemplateBridge(Bridge):
             return token, True
         if self._ender is None:
             said = [("user", "Qu8"), ("assistant", SHORT), ("user", "Qu9")]
-            text = _or_none(lambda: self._text([{"role": role, "content": content} for role, content in said], tools))
+            text = self._try([{"role": role, "content": content} for role, content in said], tools)
             tail = text[text.rfind(SHORT) :] if text else ""
             self._ender = first_of(tail, self._special.values())
         return (self._ender, False) if self._ender else None
 
     def _histories(self, history: Sequence[Message]) -> list[list[Message]]:
-        """The prompt, and the prompt with further turns of the kinds that there were."""
+        """The prompt alone, and with two more turns of the kinds that there were."""
         turns = next((i for i, message in enumerate(history) if message["role"] == "assistant"), len(history))
         prompt = guard(history[:turns], self._special)
         said = [message for message in history if message["role"] == "assistant"]
@@ -396,7 +361,7 @@ class TemplateBridge(Bridge):
         return [prompt, longer]
 
     def _begun(self, history: Sequence[Message], tools: Tools) -> str:
-        """`_text` of a history, which comes back at every turn, and for all attempts of a group."""
+        """`_text` of a history, cached for later turns and the group's other attempts."""
         try:
             key = json.dumps([history, tools, datetime.date.today().isoformat()])  # templates may write the day
         except (TypeError, ValueError):  # it shows images
@@ -408,24 +373,20 @@ class TemplateBridge(Bridge):
         return text
 
     def _common_suffix(
-        self,
-        histories: Sequence[Sequence[Message]],
-        reply: Message,
-        new: Sequence[Message],
-        tools: Tools,
-        end: str,
+        self, histories: Sequence[Sequence[Message]], reply: Message, new: Sequence[Message], tools: Tools, end: str
     ) -> str | None:
-        """What follows `end`, the same after all histories and replies; None where it is not."""
+        """What follows `end`, if it is the same after all histories and replies."""
         found: set[str] = set()
         starts: list[str] = []
         stand_ins = [_stand_in(reply, content) for content in (SHORT, LONG)]
         for history in histories:
-            start = _or_none(lambda history=history: self._begun(history, tools))  # type: ignore[misc]
-            if start is None:
+            try:
+                start = self._begun(history, tools)
+            except Exception:  # of the template
                 return None
             starts.append(start)
             for stand_in, marks in stand_ins:
-                full = _or_none(lambda h=history, s=stand_in: self._text([*h, s, *new], tools))  # type: ignore[misc]
+                full = self._try([*history, stand_in, *new], tools)
                 if full is None or not full.startswith(start):
                     return None
                 body = full[len(start) :]
@@ -443,17 +404,11 @@ class TemplateBridge(Bridge):
         return suffix if self._survives(starts[0], histories[0], reply, new, tools, end + suffix) else None
 
     def _survives(
-        self,
-        start: str,
-        history: Sequence[Message],
-        reply: Message,
-        new: Sequence[Message],
-        tools: Tools,
-        tail: str,
+        self, start: str, history: Sequence[Message], reply: Message, new: Sequence[Message], tools: Tools, tail: str
     ) -> bool:
-        """Whether the reply as it is, thoughts written into its content included, stays in the conversation."""
+        """Whether the real reply, with thoughts written into its content, stays in the conversation."""
         (real,) = guard([reply], self._special)
-        full = _or_none(lambda: self._text([*history, real, *new], tools))
+        full = self._try([*history, real, *new], tools)
         if full is None or not full.startswith(start) or not full.endswith(tail):
             return False
         body = full[len(start) : len(full) - len(tail)]
@@ -463,7 +418,7 @@ class TemplateBridge(Bridge):
 
 @dataclass(frozen=True)
 class _Form:
-    """How a template wants a message with tool calls: arguments as JSON text, empty content as None."""
+    """How a template takes a message with tool calls: `text`: arguments as JSON text; `none`: empty content as None."""
 
     none: bool = False
     text: bool = False
@@ -476,14 +431,9 @@ class _Form:
             message["content"] = None
         if self.text:
             message["tool_calls"] = [
-                {
-                    **call,
-                    "function": {
-                        **call["function"],
-                        "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
-                    },
-                }
+                {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
                 for call in message["tool_calls"]
+                for function in (call["function"],)
             ]
         return message
 
@@ -508,22 +458,14 @@ def _stand_in(reply: Message, content: str) -> tuple[Message, list[str]]:
     return message, marks
 
 
-def _or_none(render: Callable[[], str]) -> str | None:
-    """The text, or None where the template refuses: it may raise anything."""
-    try:
-        return render()
-    except Exception:
-        return None
-
-
 def first_of(text: str, tokens: Any) -> str | None:
-    """The one of the tokens that comes first in the text; None without any."""
+    """The token that comes first in the text; None without any."""
     found = [(place, -len(token), token) for token in tokens if token and (place := text.find(token)) >= 0]
     return min(found)[2] if found else None
 
 
 def special_texts(tokenizer: Any) -> dict[int, str]:
-    """Token id -> text of the special tokens."""
+    """Token ID -> text of the special tokens."""
     return {
         number: token.content
         for number, token in tokenizer.added_tokens_decoder.items()
@@ -532,7 +474,7 @@ def special_texts(tokenizer: Any) -> dict[int, str]:
 
 
 def guard(messages: Sequence[Message], special: Mapping[int, str]) -> list[Message]:
-    """The messages with a mark inside each special token's text, wherever it stands in them."""
+    """The messages with a mark inside each special token's text."""
     tokens = [token for token in special.values() if len(token) > 1]
 
     def marked(value: Any) -> Any:
@@ -551,7 +493,7 @@ def guard(messages: Sequence[Message], special: Mapping[int, str]) -> list[Messa
 
 
 def encode_marked(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a rendered text; special-token text with a mark inside becomes ordinary tokens."""
+    """Token IDs of a rendered text. Special-token text with a mark inside becomes ordinary tokens."""
     return [number for part in text.split(MARK) if part for number in tokenizer.encode(part, add_special_tokens=False)]
 
 
@@ -559,65 +501,3 @@ def images_of(messages: Sequence[Message]) -> list[Any]:
     """The images that messages show, in order."""
     contents = [message["content"] for message in messages if isinstance(message.get("content"), list)]
     return [part["image"] for content in contents for part in content if part["type"] == "image"]
-
-
-class _MarkedTokenizer:
-    """A tokenizer for `renderers` that encodes literal special-token text as ordinary tokens."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self.special = special_texts(tokenizer)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.tokenizer, name)
-
-    def __call__(self, text: str, **kwargs: Any) -> dict[str, list[Any]]:
-        """Ids and, where asked for, the place in the text that each stands for."""
-        ids: list[int] = []
-        places: list[tuple[int, int]] = []
-        at = 0
-        for part in text.split(MARK):
-            encoded = self.tokenizer(part, **kwargs)
-            ids += encoded["input_ids"]
-            places += [(at + start, at + end) for start, end in encoded.get("offset_mapping", ())]
-            at += len(part) + len(MARK)
-        return {"input_ids": ids, "offset_mapping": places}
-
-    def encode(self, text: str, *args: Any, **kwargs: Any) -> list[int]:
-        return [i for part in text.split(MARK) if part for i in self.tokenizer.encode(part, *args, **kwargs)]
-
-
-def make_renderer(tokenizer: Any, name: str | None, options: Mapping[str, Any] | None = None) -> Any | None:
-    """The renderer of a model's family, of the package `renderers`.
-
-    Args:
-        tokenizer: of the policy.
-        name: the package's name of the family, such as "qwen3"; None takes the one that it knows under the model's
-            exact hub name; "template" takes none.
-        options: variables of the chat template, such as `enable_thinking`.
-
-    Returns:
-        the renderer, or None: the chat template is used.
-
-    Raises:
-        ValueError: the package is asked for and not installed, or has no such renderer.
-    """
-    if name == "template":
-        return None
-    try:
-        import renderers
-        from renderers.base import MODEL_RENDERER_MAP
-    except ImportError as error:
-        if name is None:
-            return None
-        raise ValueError(f"renderer: {name!r} needs the package `renderers`: {install_command('agents')}.") from error
-    known = sorted(set(MODEL_RENDERER_MAP.values()))
-    name = name or MODEL_RENDERER_MAP.get(getattr(tokenizer, "name_or_path", ""))
-    if name is None:
-        return None
-    if name not in known:
-        raise ValueError(f'renderer: there is none {name!r}; use "template", or one of {", ".join(known)}.')
-    wrapped = _MarkedTokenizer(tokenizer)
-    return renderers.create_renderer(
-        wrapped, renderers.config_from_name(name), chat_template_kwargs=dict(options or {})
-    )

@@ -1,292 +1,226 @@
-"""Calls of users' code: what blocks holds up no other environment and outlives no time limit."""
+"""Calls of users' code. If it blocks, it holds up neither the engine nor a time limit."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import dis
-import functools
 import inspect
+import queue
 import threading
-import time
-import types
-from collections.abc import Awaitable, Callable, Generator
-from dataclasses import dataclass, field
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, TypeAlias
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightrl.engines.background import BackgroundLoop, in_background, in_thread
+from lightrl.engines.background import BackgroundLoop, in_background
 
-PATIENCE = 0.1
-"""Seconds that async code may run without awaiting before it counts as blocking."""
+GRACE = 1.0
+"""Seconds that a call has to end once it is cancelled."""
 
-MAKE = "__init__"
-"""Name of the call that makes an object."""
-
-CLOSE = "close"
-"""Name of the call that ends an object. It runs even if whoever waits for it is cancelled."""
-
-STUCK = 10.0
-"""Seconds without awaiting after which the shared loop is given up for a new one."""
-
-_shared = [BackgroundLoop("lightrl-environments")]
-"""The loop of async functions; the last one is in use."""
+Outcome: TypeAlias = tuple[Any, BaseException | None]
+"""What a call returned, or what it raised, SystemExit included."""
 
 
-@dataclass
-class _Kind:
-    """What is known about the functions of one kind of object.
-
-    Attributes:
-        name: Name for messages.
-        ended: Names of the functions of which a call has ended, and of those without an `await`.
-        waited: Names of those that have awaited something that was not ready, and may share it with other objects.
-        blocks: Whether a call has held up its event loop.
-        warned: Whether there was a warning.
-    """
-
-    name: str
-    ended: set[str] = field(default_factory=set)
-    waited: set[str] = field(default_factory=set)
-    blocks: bool = False
-    warned: bool = False
-
-    def never_waits(self, function: str) -> bool:
-        """Whether a function is known not to wait."""
-        return function in self.ended and function not in self.waited
-
-    def blocked(self, function: str) -> None:
-        """Records that a call holds up its event loop. Warns once, unless it is the constructor."""
-        self.blocks = True
-        if function != MAKE:
-            self.warn(
-                f"its async `{function}` blocks: it ran for over {PATIENCE} s without awaiting, which can hold up "
-                "other environments. Await in it, or make it a plain `def`, which runs in a thread."
-            )
-
-    def warn(self, text: str) -> None:
-        """Warns, unless something was said about this kind before."""
-        if not self.warned:
-            self.warned = True
-            rank_zero_warn(f"{self.name}: {text}")
+class LateError(TimeoutError):
+    """A call took longer than its limit."""
 
 
-_kinds: WeakKeyDictionary[Any, _Kind] = WeakKeyDictionary()
+class LoopBlockedError(RuntimeError):
+    """An async function holds up the event loop that all of them share."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "An async function of an environment or program blocks the event loop that all of them share. Await what "
+            "takes long, or make it a plain `def`, which runs in a thread."
+        )
 
 
 class UserCode:
     """Calls the functions of one object that a user wrote.
 
-    A plain function runs in a thread. Async functions share one event loop, in a separate thread, so that objects may
-    share clients and locks. If one of them blocks that loop, those that have never awaited anything run in a thread for
-    their object, now and for all later objects of the kind.
+    Async functions that await run on one event loop in a separate thread. All objects share it, so that they may share
+    clients and locks. Other functions run in the object's own thread, one after another. A call that does not end when
+    it is cancelled is left behind with its thread or loop, and later calls get another one.
 
     Args:
-        kind: What the object is made by: a class or a function.
-        threads: First word of the names of threads.
-    """
-
-    def __init__(self, kind: Any, threads: str = "environment") -> None:
-        known = _Kind(getattr(kind, "__qualname__", type(kind).__qualname__))
-        try:
-            self._kind = _kinds.setdefault(kind, known)
-        except TypeError:  # not hashable, or without weak references
-            self._kind = known
-        self._threads = threads
-        self._own: BackgroundLoop | None = None
-        self._left = False
-
-    async def make(self, factory: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-        """The object that a plain function makes, in the thread of its async functions, or what was raised."""
-
-        async def call() -> Any:
-            return factory()
-
-        value, error = await self._on_loop(_Call(call, MAKE, self._kind))
-        if value is not None:
-            self._kind.name = type(value).__qualname__
-        return value, error
-
-    async def call(
-        self, function: Callable[..., Any], /, *args: Any, **kwargs: Any
-    ) -> tuple[Any, BaseException | None]:
-        """Result of a method, or what it raised, SystemExit and CancelledError included.
-
-        Cancelling cancels an async function and waits for it for at most a second; a thread is left behind.
-        """
-        name = getattr(function, "__name__", type(function).__qualname__)
-        work = partial(function, *args, **kwargs)
-        if not inspect.iscoroutinefunction(function):
-            try:
-                value, error = await in_thread(work, f"{self._threads} {name}")
-            except asyncio.CancelledError:
-                self._kind.warn(
-                    f"`{name}` was still running when its attempt or its time ended. Its thread can't be stopped: "
-                    "give what it waits for a timeout."
-                )
-                raise
-            if error is not None or not inspect.isawaitable(value):
-                return value, error
-            work = partial(_same, value)  # an async function in a plain wrapper
-        elif not _may_wait(getattr(function, "__code__", None)):
-            self._kind.ended.add(name)
-        return await self._on_loop(_Call(work, name, self._kind))
-
-    async def _on_loop(self, call: _Call) -> tuple[Any, BaseException | None]:
-        loop = asyncio.get_running_loop()
-        done = loop.create_future()
-        call.on_end = lambda: loop.call_soon_threadsafe(_settle, done)
-        own = self._kind.blocks and self._kind.never_waits(call.name)
-        shared, began = _shared[-1], time.monotonic()
-        (self._own_loop() if own else shared).submit(call.run())
-        try:
-            while not call.begun and not done.done():
-                await asyncio.wait([done], timeout=PATIENCE)
-                _note_blocking()
-                if (self._left or self._kind.never_waits(call.name)) and call.begin():
-                    self._own_loop().submit(call.run(begun=True))
-                elif time.monotonic() - began > STUCK and call.begin():
-                    if shared is _shared[-1]:
-                        _shared.append(BackgroundLoop("lightrl-environments"))
-                    _shared[-1].submit(call.run(begun=True))
-            while not done.done():
-                await asyncio.wait([done], timeout=None if self._kind.warned else PATIENCE)
-                _note_blocking()
-        finally:
-            if not done.done() and call.name != CLOSE:
-                call.cancel()
-                await asyncio.wait([done], timeout=0.0 if call in _running.values() else 1.0)
-            if not done.done() and call.name != CLOSE:  # what blocks is left behind, with its loop
-                self._left = True
-                self.close()
-        return call.value, call.error
-
-    def _own_loop(self) -> BackgroundLoop:
-        if self._own is None:
-            self._own = BackgroundLoop(f"{self._threads} {self._kind.name}")
-        return self._own
-
-    def close(self) -> None:
-        """Ends the object's thread, if it has one, without waiting."""
-        own, self._own = self._own, None
-        if own is not None:
-            in_background(partial(_closed, own), "lightrl-environment-close")
-
-
-@functools.cache
-def _may_wait(code: types.CodeType | None) -> bool:
-    """Whether the code of an async function has an `await`, `async for`, or `async with`."""
-    return code is None or any(step.opname in ("GET_AWAITABLE", "GET_AITER") for step in dis.get_instructions(code))
-
-
-async def _same(value: Any) -> Any:
-    return await value
-
-
-def _settle(done: asyncio.Future[None]) -> None:
-    if not done.done():
-        done.set_result(None)
-
-
-def _closed(loop: BackgroundLoop) -> None:
-    with contextlib.suppress(Exception):  # a call that blocks is left behind
-        loop.close()
-
-
-_running: dict[int, _Call] = {}
-"""Thread -> the call whose code runs there at this moment."""
-
-
-def _note_blocking() -> None:
-    """Records the calls that hold up a loop at this moment."""
-    now = time.monotonic()
-    for call in list(_running.values()):
-        if now - call.since >= PATIENCE:
-            call.kind.blocked(call.name)
-
-
-@dataclass(eq=False)
-class _Call:
-    """One call on an event loop.
+        name: Name of the object in warnings, and of its thread.
 
     Attributes:
-        work: Makes the coroutine.
-        name: Name of the function.
-        kind: What is known about the object's functions.
-        on_end: Called when it has ended.
-        value: Result.
-        error: What it raised.
-        begun: Whether it was claimed by a loop.
-        since: Time at which its code began to run without awaiting.
+        blocked: Whether a cancelled call did not end because the shared loop was blocked.
     """
 
-    work: Callable[[], Awaitable[Any]]
-    name: str
-    kind: _Kind
-    on_end: Callable[[], object] = lambda: None
-    value: Any = None
-    error: BaseException | None = None
-    begun: bool = False
-    since: float = 0.0
-    _task: asyncio.Task[Any] | None = None
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.blocked = False
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] | None = None
 
-    def begin(self) -> bool:
-        """Claims the call; False if it was claimed before."""
-        with self._lock:
-            before, self.begun = self.begun, True
-            return not before
+    async def call(self, work: partial[Any], limit: float | None = None, *, here: bool = False) -> Outcome:
+        """What the work returned, or what it raised: also a `LateError` or `LoopBlockedError` of ours.
 
-    async def run(self, begun: bool = False) -> None:
-        """Runs the call, unless it was claimed."""
-        if not begun and not self.begin():
-            return
-        self._task = asyncio.current_task()
-        try:
-            self.value = await _Watched(self)
-        except BaseException as error:  # SystemExit included, which would end the loop
-            self.error = error
-        self.kind.ended.add(self.name)
-        with contextlib.suppress(RuntimeError):  # the loop that waits is closed
-            self.on_end()
-
-    def cancel(self) -> None:
-        """Cancels the call, from another thread."""
-        if self.begin():  # no loop came to it
-            self.on_end()
-        elif self._task is not None:
-            with contextlib.suppress(RuntimeError):  # its loop is closed
-                self._task.get_loop().call_soon_threadsafe(self._task.cancel)
-
-
-class _Watched:
-    """Awaits a call's coroutine, and records whether it blocks and whether it waits."""
-
-    def __init__(self, call: _Call) -> None:
-        self.call = call
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        call, thread = self.call, threading.get_ident()
-        go: Callable[[], Any] | None = None
-        while True:
-            call.since, _running[thread] = time.monotonic(), call
+        Args:
+            work: Function of the user's and its arguments.
+            limit: Seconds that it may take; None for no limit.
+            here: Await it on this event loop, because it is known not to block.
+        """
+        if here:
+            task = asyncio.ensure_future(_awaited(work))
             try:
-                if go is None:
-                    steps = call.work().__await__()
-                    go = partial(next, steps)
-                awaited = go()
-            except StopIteration as end:
-                return end.value
+                await asyncio.wait([task], timeout=limit)
+                return task.result() if task.done() else (None, LateError())
             finally:
-                del _running[thread]
-                if time.monotonic() - call.since >= PATIENCE:
-                    call.kind.blocked(call.name)
-            if awaited is not None:
-                call.kind.waited.add(call.name)
-            try:
-                go = partial(steps.send, (yield awaited))
-            except BaseException as error:
-                go = partial(steps.throw, error)
+                if not task.done():
+                    task.cancel()
+                    await asyncio.wait([task], timeout=GRACE)
+        if may_await(work.func):
+            return await self._on_loop(work, limit)
+        name = f"{self.name}: `{getattr(work.func, '__name__', type(work.func).__name__)}`"
+        value, error = await self._in_thread(partial(_driven, work), name, limit)
+        if error is None and inspect.isawaitable(value):  # an async function in a plain wrapper
+            return await self._on_loop(lambda: value, limit)
+        return value, error
+
+    async def _in_thread(self, work: Callable[[], Any], name: str, limit: float | None) -> Outcome:
+        if self._jobs is None:
+            self._jobs = jobs = queue.SimpleQueue()
+            in_background(partial(_serve, jobs), self.name)
+            weakref.finalize(self, jobs.put, None)
+        loop, context = asyncio.get_running_loop(), contextvars.copy_context()
+        done: asyncio.Future[Outcome] = loop.create_future()
+
+        def job() -> None:
+            outcome = context.run(_outcome, work)
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(lambda: done.done() or done.set_result(outcome))
+
+        self._jobs.put(job)
+        try:
+            await asyncio.wait([done], timeout=limit)
+            return done.result() if done.done() else (None, LateError())
+        finally:
+            if not done.done():
+                rank_zero_warn(
+                    f"{name} was still running when its attempt or its time ended. Its thread can't be stopped: give "
+                    "what it waits for a timeout."
+                )
+                self.close()
+
+    async def _on_loop(self, work: Callable[[], Any], limit: float | None) -> Outcome:
+        shared = _shared[-1]
+        call = shared.start(work)
+        done = asyncio.wrap_future(call)
+        try:
+            await asyncio.wait([done], timeout=limit)
+            if done.done():
+                return done.result()
+        finally:
+            if not done.done():
+                shared.cancel(call)
+                await asyncio.wait([done], timeout=GRACE)
+                if not done.done():
+                    self.blocked = True
+                    shared.give_up()
+        return None, LoopBlockedError() if self.blocked else LateError()
+
+    def close(self) -> None:
+        """Ends the object's thread once its call has ended, without waiting."""
+        if self._jobs is not None:
+            self._jobs.put(None)
+            self._jobs = None
+
+
+def may_await(function: Any) -> bool:
+    """Whether an async function has an `await`, `async for`, or `async with`, or uses asyncio otherwise."""
+    if not inspect.iscoroutinefunction(function):
+        return False
+    code = getattr(function, "__code__", None)
+    if code is None or "asyncio" in code.co_names:
+        return True
+    return any(step.opname in ("GET_AWAITABLE", "GET_AITER") for step in dis.get_instructions(code))
+
+
+def _driven(work: partial[Any]) -> Any:
+    """Result of a plain function, or of an async one that awaits nothing."""
+    if not inspect.iscoroutinefunction(work.func):
+        return work()
+    try:
+        work().send(None)
+    except StopIteration as end:
+        return end.value
+
+
+def _outcome(work: Callable[[], Any]) -> Outcome:
+    try:
+        return work(), None
+    except BaseException as error:
+        return None, error
+
+
+def _serve(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job()
+        del job  # and what it holds
+
+
+class _SharedLoop:
+    """The event loop of async functions."""
+
+    def __init__(self) -> None:
+        self._loop = BackgroundLoop("lightrl-users")
+        self._executor = _ContextExecutor(thread_name_prefix="lightrl-users")
+        self._tasks: dict[Future[Outcome], asyncio.Task[Outcome]] = {}
+
+    def start(self, work: Callable[[], Any]) -> Future[Outcome]:
+        """The future outcome of an async function."""
+        done: Future[Outcome] = Future()
+
+        def end(task: asyncio.Task[Outcome]) -> None:
+            if self._tasks.pop(done, None) is not None:
+                done.set_result((None, asyncio.CancelledError()) if task.cancelled() else task.result())
+
+        async def begin() -> None:
+            asyncio.get_running_loop().set_default_executor(self._executor)
+            self._tasks[done] = task = asyncio.ensure_future(_awaited(work))
+            task.add_done_callback(end)
+
+        self._loop.submit(begin())
+        return done
+
+    def cancel(self, call: Future[Outcome]) -> None:
+        async def cancel() -> None:
+            if call in self._tasks:
+                self._tasks[call].cancel()
+
+        self._loop.submit(cancel())
+
+    def give_up(self) -> None:
+        """Leaves a blocked loop behind. Its calls fail, and later ones get another."""
+        if _shared[-1] is not self:
+            return
+        _shared[:] = [_SharedLoop()]
+        rank_zero_warn(str(LoopBlockedError()))
+        in_background(partial(self._loop.close, timeout=threading.TIMEOUT_MAX), "lightrl-users-close")
+        for call in list(self._tasks):
+            if self._tasks.pop(call, None) is not None:
+                call.set_result((None, LoopBlockedError()))
+
+
+async def _awaited(work: Callable[[], Any]) -> Outcome:
+    try:
+        return await work(), None
+    except BaseException as error:
+        return None, error
+
+
+class _ContextExecutor(ThreadPoolExecutor):
+    """Runs what is submitted in the context of its caller."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        return super().submit(contextvars.copy_context().run, partial(fn, *args, **kwargs))
+
+
+_shared = [_SharedLoop()]

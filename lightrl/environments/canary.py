@@ -1,4 +1,4 @@
-"""Checks that trained tokens are the sampled ones: the engine is asked for the log-probs of finished rows."""
+"""Checks that trained tokens are the sampled ones: the engine scores finished rows again."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class LedgerMismatch:
     """A sampled token whose log-prob is not what the engine gives it in its row.
 
     Attributes:
-        trajectory, row, turn, token: numbers of the trajectory, its row, the turn, and the token in the row.
-        sampled: log-prob when it was sampled. recomputed: in the row.
-        before: text of the row up to the token. text: of the turn.
+        trajectory, row, turn, token: Numbers of the trajectory, its row, the turn, and the token in the row.
+        sampled, recomputed: Log-prob when it was sampled, and in the row.
+        before, text: Text of the row up to the token, and of the turn.
     """
 
     trajectory: int
@@ -47,23 +47,23 @@ def check_trajectories(
     """Compares the log-probs of sampled tokens with the engine's of the finished rows.
 
     The engine must hold the weights that sampled them, and have sampled at temperature 1 without top-p and the like.
-    Rows with images are left out: engines give log-probs of tokens alone.
+    Rows with images are left out, because engines score tokens alone.
 
     Args:
-        engine: started.
-        trajectories: finished ones.
-        decode: from token ids to text.
-        tolerance: largest difference; 1e-4 suits float32.
+        engine: Started engine.
+        trajectories: Finished trajectories.
+        decode: From token IDs to text.
+        tolerance: Maximum difference; 1e-4 suits float32.
 
     Returns:
-        the first mismatch of each turn that has one.
+        First mismatch of each turn that has one.
     """
     rows = [(t, r, row) for t, trajectory in enumerate(trajectories) for r, row in enumerate(trajectory.rows)]
     rows = [entry for entry in rows if not entry[2].media and any(turn >= 0 for turn in entry[2].turn_ids)]
     found: list[LedgerMismatch] = []
     if not rows:
         return found
-    fits = engine.max_model_len - 1  # vLLM scores what leaves room for a token: the last of a full row goes unchecked
+    fits = engine.max_model_len - 1  # vLLM scores what leaves room for one more token
     again = [[row.routes for *_, row in rows]] if engine.replays_routes else []
     scored = engine.logprobs([row.token_ids[:fits] for *_, row in rows], *again)
     for (t, r, row), recomputed in zip(rows, scored, strict=True):

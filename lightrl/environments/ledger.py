@@ -1,4 +1,4 @@
-"""The token record of a trajectory: what was asked, what was sampled, and which of it is trained where."""
+"""The token record of a trajectory: what was asked, what was sampled, and what is trained."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from lightrl.records import Completion, GenerationRequest, ImageInputs, Media, R
 
 
 class Ledger:
-    """Records one conversation of a trajectory: `begin`, then `sampled` and `answer` alternating.
+    """Records one conversation of a trajectory: `begin`, then `sampled` and `answer` in turn.
 
-    Sampled tokens, log-probs and versions are kept as the engine gave them; no text of theirs is tokenised again to
-    train on. The next request extends the last one where the bridge proves that the chat template does; otherwise a new
-    row begins with the conversation rendered again. A sampled token is trained in the row it was sampled in, and only
-    there; elsewhere it is context. Images of messages are decoded once, and go to the engine and into the rows with the
-    placeholders that stand for them.
+    Sampled tokens, log-probs, and versions stay as the engine gave them; their text is never tokenized again to be
+    trained. The next request extends the last one if the bridge proves that the chat template does; otherwise a new row
+    begins with the conversation rendered again. A sampled token is trained in the row it was sampled in, and is context
+    elsewhere. Images are decoded once, and go to the engine and into the rows with their placeholders.
 
     Args:
-        bridge: of the policy's chat template.
+        bridge: Bridge of the policy's chat template.
         tools: JSON schemas of the tools.
     """
 
@@ -37,70 +36,65 @@ class Ledger:
         self._sampled: list[tuple[int, int, int, Message]] = []  # of each turn: row, tokens before and with it, reply
 
     def branch(self, messages: Sequence[Message], same: Callable[[Message, Message], bool]) -> Ledger | None:
-        """Another ledger that goes on from the latest turn of this one after which `messages` go another way.
+        """Another ledger that continues from the latest turn of this one after which `messages` differ.
 
-        Its first row begins with the tokens that were sampled until then, as context. None where there is no such turn.
+        Its first row begins with the tokens that were sampled until then, as context. None without such a turn.
 
         Args:
-            messages: a whole conversation.
-            same: whether a message of this ledger (first) is meant by one of the conversation.
+            messages: A whole conversation.
+            same: Whether a message of this ledger (first) is meant by one of the conversation.
         """
         said = self.conversation
         common = next((i for i, pair in enumerate(zip(said, messages, strict=False)) if not same(*pair)), len(said))
         replies = [i for i, message in enumerate(said) if message["role"] == "assistant"]
-        for turn, place in reversed(list(enumerate(replies[-len(self._sampled) :] if self._sampled else []))):
+        replies = replies[-len(self._sampled) :] if self._sampled else []
+        for turn, place in reversed(list(enumerate(replies))):
             if place < min(common, len(messages) - 1):
-                return self._branched(turn, place)
+                return self._branched(turn, said[:place])
         return None
 
-    def _branched(self, turn: int, place: int) -> Ledger:
+    def _branched(self, turn: int, messages: list[Message]) -> Ledger:
         number, start, end, reply = self._sampled[turn]
         row, other = self._rows[number], Ledger(self.bridge, self.tools)
-        contexts = [(begin, tokens) for begin, tokens in row.contexts if begin < end]
-        short = row.short[: end + sum(len(tokens.short) - len(tokens) for _, tokens in contexts)]
         routes = None if row.routes is None else row.routes.upto(end)
         kept = _Row(row.token_ids[:end], [-1] * end, [0.0] * end, [-1] * end, None, routes)
-        kept.contexts, kept.short = contexts, short
-        other.follow(self.conversation[:place], kept, start, reply)
+        kept.contexts = [(begin, tokens) for begin, tokens in row.contexts if begin < end]
+        kept.short = row.short[: end + sum(len(tokens.short) - len(tokens) for _, tokens in kept.contexts)]
+        other.messages = messages
+        other._rows.append(kept)
+        other._turn = SampledTurn(kept.token_ids[:start], kept.token_ids[start:], reply)
         return other
-
-    def follow(self, messages: Sequence[Message], row: _Row, start: int, reply: Message) -> None:
-        """Begins with a row of another ledger, whose last turn began at token `start` and was `reply`."""
-        assert not self._rows, "a ledger records one conversation"
-        self.messages = list(messages)
-        self._rows.append(row)
-        self._turn = SampledTurn(row.token_ids[:start], row.token_ids[start:], reply)
 
     @property
     def request_ids(self) -> list[int]:
-        """What the engine is to be asked next."""
+        """Token IDs to ask the engine with."""
         return list(self._rows[-1].token_ids)
 
     @property
     def rows(self) -> list[TrajectoryRow]:
-        """The training rows: those with a trained token, each up to its last."""
+        """The training rows: those with a trained token, each up to its last one."""
         rows = []
         for row in self._rows:
             trained = [i for i, turn in enumerate(row.turn_ids) if turn >= 0]
             if trained:
                 rows.append(self._upto(row, trained[-1] + 1))
-        # Nothing is trained (it failed early, or malformed turns are masked): a record of what was asked stays.
+        # If nothing is trained (it failed early, or malformed turns are masked), a record of the request stays.
         return rows or [self._upto(self._rows[0], len(self._rows[0].token_ids))]
 
     @property
     def forks(self) -> int:
-        """How often a new row had to begin."""
+        """Number of new rows that had to begin."""
         return len(self._rows) - 1
 
     def begin(self, messages: Sequence[Message]) -> list[int]:
-        """Renders the prompt; returns what to ask."""
+        """Renders the prompt. Returns the token IDs to ask with."""
         assert not self._rows, "a ledger records one conversation"
         self.messages = self.bridge.opened(messages)
         self._begin_row()
         return self.request_ids
 
     def shown(self, request: GenerationRequest) -> GenerationRequest:
-        """The request of `request_ids` with the images that stand among them, and the experts of earlier turns."""
+        """The request of `request_ids` with its images, and the experts of earlier turns."""
         row = self._rows[-1]
         if row.routes is not None:
             request = replace(request, routes=row.routes)
@@ -126,11 +120,11 @@ class Ledger:
         """Records what the engine sampled after `request_ids`.
 
         Args:
-            completion: of n tokens; `support` and `routes` are kept where they were recorded.
-            policy_version: of the weights that sampled them; n integers where they changed on the way.
-            reply: the same as an assistant's message, as it enters the conversation.
+            completion: Completion of n tokens.
+            policy_version: Version of the weights that sampled it, or n versions.
+            reply: The same as an assistant's message.
             trained: False makes the turn context.
-            turn: its number in the trajectory, where that has other conversations; None counts from 0.
+            turn: Its number in a trajectory with other conversations; None counts from 0.
         """
         token_ids, logprobs = completion.token_ids, completion.logprobs
         if len(token_ids) != len(logprobs):
@@ -152,10 +146,10 @@ class Ledger:
         self.turns += 1
 
     def answer(self, messages: Sequence[Message]) -> list[int]:
-        """Appends what the environment said, or begins a new row; returns what to ask.
+        """Appends the environment's messages, or begins a new row. Returns the token IDs to ask with.
 
         Raises:
-            ValueError: the template refuses the conversation.
+            ValueError: The template rejects the conversation.
         """
         assert self._turn is not None, "nothing was sampled since the last answer"
         new = self.bridge.opened(messages)
@@ -174,7 +168,7 @@ class Ledger:
         return [*self.messages, *([self._turn.reply] if self._turn is not None else [])]
 
     def _upto(self, row: _Row, end: int) -> TrajectoryRow:
-        """The first `end` tokens of a row, and what they show."""
+        """The first `end` tokens of a row, with their images."""
         support = None if row.support is None else row.support.upto(end)
         routes = None if row.routes is None else row.routes.upto(end)
         versions = row.policy_versions[:end]
@@ -184,7 +178,7 @@ class Ledger:
         )
 
     def _images(self, row: _Row, end: int) -> tuple[dict[str, Any] | None, Media | None]:
-        """Model inputs and media of the first `end` tokens of a row; None where they show nothing."""
+        """Model inputs and media of the first `end` tokens of a row; None without images."""
         parts = [(start, tokens) for start, tokens in row.contexts if start < end]
         images = [image for _, tokens in parts for image in tokens.images]
         if not images:
@@ -209,9 +203,9 @@ class _Row(TrajectoryRow):
 
     Attributes:
         contexts: (place, tokens) of what was not sampled.
-        short: the row with one placeholder per image.
-        processed: model inputs of its images, made when they are first asked for.
-        key: see `Media.key`.
+        short: Tokens with one placeholder per image.
+        processed: Model inputs of its images, made when they are first asked for.
+        key: Key of its `Media`.
     """
 
     contexts: list[tuple[int, Tokens]] = field(default_factory=list)

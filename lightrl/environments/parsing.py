@@ -1,4 +1,4 @@
-"""From sampled tokens to a reply: reasoning and tool calls are read by `renderers` or by vLLM's parsers."""
+"""From sampled tokens to a reply. vLLM's parsers, or those of `renderers`, read reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lightrl.environments.bridges import Bridge
 from lightrl.records import Completion
 
 MAX_DEPTH = 100
-"""Most lists and objects inside of one another in a call's arguments: chat templates and logs recurse over them."""
+"""Maximum nesting of a call's arguments: chat templates and logs recurse over them."""
 
 MOST_MARKS = 200
-"""Most beginnings of calls and their arguments in a reply: vLLM's `qwen3_coder` takes their number times its length."""
+"""Maximum number of calls and arguments that begin in a reply. vLLM's `qwen3_coder` is quadratic in them."""
 
 log = logging.getLogger(__name__)
 
@@ -34,11 +34,7 @@ TOOL_PARSERS = {
 
 
 class ReplyParser(ABC):
-    """Reads what the policy sampled.
-
-    Args:
-        tokenizer: of the policy.
-    """
+    """Reads what the policy sampled, with the policy's tokenizer."""
 
     _warned = False
 
@@ -50,14 +46,14 @@ class ReplyParser(ABC):
         """The reply.
 
         Args:
-            prompt_ids: what the engine was asked to continue.
-            token_ids: what it sampled, the end of the turn included where it was sampled.
+            prompt_ids: What the engine was asked to continue.
+            token_ids: What it sampled, with the end of the turn if it was sampled.
             tools: JSON schemas of the tools.
-            truncated: whether a limit cut it.
+            truncated: Whether a limit cut it.
         """
 
     def read(self, prompt_ids: Sequence[int], completion: Completion, tools: Tools, bridge: Bridge) -> Reply:
-        """The reply of a completion; where a part of it cannot be read, `errors`, and all of it as text."""
+        """The reply of a completion. If a part of it can't be read, it has `errors`, and all of it is content."""
         ids = completion.token_ids
         truncated = completion.finish_reason == "length"
         try:
@@ -68,7 +64,7 @@ class ReplyParser(ABC):
                 log.warning("%s could not read a reply (%s); such ones are parse errors.", type(self).__name__, cause)
             self._warned = True
             reply = Reply("", text=self.tokenizer.decode(ids), truncated=truncated)
-            reply.errors.append(f"the reply cannot be read: {cause}")
+            reply.errors.append(f"the reply can't be read: {cause}")
         if len(reply.tool_calls) > 1 and not bridge.takes_parallel_calls(tools):
             reply.errors.append("this model's chat template takes one tool call at a time.")
         if reply.errors:
@@ -78,52 +74,24 @@ class ReplyParser(ABC):
 
 
 class PlainParser(ReplyParser):
-    """Everything is content: for environments without tools. Arguments: those of `ReplyParser`."""
+    """Makes everything content, for environments without tools."""
 
     def parse(self, prompt_ids: Sequence[int], token_ids: Sequence[int], tools: Tools, *, truncated: bool) -> Reply:
         content = self.tokenizer.decode(token_ids, skip_special_tokens=True)
         return Reply(content=content, text=self.tokenizer.decode(token_ids), truncated=truncated)
 
 
-class RendererParser(ReplyParser):
-    """Reads with a renderer of the package `renderers`, which works on token ids.
-
-    Args:
-        renderer: one of `renderers.create_renderer`.
-        tokenizer: of the policy.
-    """
-
-    def __init__(self, renderer: Any, tokenizer: Any) -> None:
-        super().__init__(tokenizer)
-        self.renderer = renderer
-
-    def parse(self, prompt_ids: Sequence[int], token_ids: Sequence[int], tools: Tools, *, truncated: bool) -> Reply:
-        parsed = self.renderer.parse_response(list(token_ids), prompt_ids=list(prompt_ids), tools=list(tools) or None)
-        reply = Reply(
-            content=parsed.content,
-            reasoning=parsed.reasoning_content or None,
-            text=self.tokenizer.decode(token_ids),
-            truncated=truncated,
-        )
-        for call in parsed.tool_calls:
-            if str(call.status) not in ("ok", "unknown_tool"):
-                reply.errors.append(f"the tool call {call.raw!r} cannot be read ({call.status}).")
-            else:
-                _add_call(reply, call.name, call.arguments, call.id)
-        return reply
-
-
 class VLLMParser(ReplyParser):
-    """Reads with the parsers of vLLM's server, which work on text. No engine is needed.
+    """Reads with the parsers of vLLM's server, which work on text and need no engine.
 
     Args:
-        tokenizer: of the policy.
+        tokenizer: Tokenizer of the policy.
         tool_parser: vLLM's name of the parser of tool calls, such as "hermes"; None leaves them in the content.
         reasoning_parser: vLLM's name of the parser of thoughts, such as "deepseek_r1"; None leaves them in the content.
-        marker: what a tool call begins with, to tell a malformed call from none; "" where the parser is not known.
+        marker: Beginning of a tool call, to tell a malformed call from none; "" for other parsers.
 
     Raises:
-        ValueError: vLLM is not installed, or does not know a parser of that name.
+        ValueError: vLLM is not installed, or has no parser of that name.
     """
 
     def __init__(
@@ -135,31 +103,30 @@ class VLLMParser(ReplyParser):
         self._reasoning = vllm_parsers.reasoning_parser(reasoning_parser, tokenizer) if reasoning_parser else None
 
     def parse(self, prompt_ids: Sequence[int], token_ids: Sequence[int], tools: Tools, *, truncated: bool) -> Reply:
-        text = self.tokenizer.decode(token_ids)
         ids = list(token_ids)
         while ids and ids[-1] in self.tokenizer.all_special_ids:  # the end of the turn
             ids.pop()
         content: str = self.tokenizer.decode(ids)
-        reply = Reply(content=content, text=text, truncated=truncated)
+        reply = Reply(content=content, text=self.tokenizer.decode(token_ids), truncated=truncated)
         if self._reasoning is not None:
             reply.reasoning, reply.content = self._reasoning(content)
         if self._tools is None or not tools:
             return reply
         marks = sum(reply.content.count(mark) for mark in {self.marker or "<tool_call>", "<parameter="})
         if marks > MOST_MARKS:
-            reply.errors.append(f"the tool calls cannot be read: more than {MOST_MARKS} calls and arguments begin.")
+            reply.errors.append(f"the tool calls can't be read: more than {MOST_MARKS} calls and arguments begin.")
             return reply
         after, calls = self._tools(reply.content, tools)
         if not calls and self.marker and self.marker in reply.content:
-            reply.errors.append("the tool call cannot be read: it is not valid JSON with a name and arguments.")
+            reply.errors.append("the tool call can't be read: it is not valid JSON with a name and arguments.")
         else:
             reply.content = after
         for name, arguments in calls:
-            _add_call(reply, name, arguments, None)
+            add_call(reply, name, arguments, None)
         return reply
 
 
-def _add_call(reply: Reply, name: str | None, arguments: Any, given_id: str | None) -> None:
+def add_call(reply: Reply, name: str | None, arguments: Any, given_id: str | None) -> None:
     """Adds a call whose arguments are an object, else an error."""
     if isinstance(arguments, str):
         try:
@@ -169,25 +136,23 @@ def _add_call(reply: Reply, name: str | None, arguments: Any, given_id: str | No
             return
     if wrong := _not_writable([name, arguments]):
         reply.errors.append(f"the tool call {wrong}.")
-        return
-    if not name or not isinstance(arguments, dict):
+    elif not name or not isinstance(arguments, dict):
         reply.errors.append(f"the arguments of {name} must be a JSON object, not {arguments!r}.")
-        return
-    # Nine letters and digits: what Mistral's template asks of an id.
-    reply.tool_calls.append(ToolCall(name, arguments, given_id or f"call{len(reply.tool_calls):05d}"))
+    else:  # with an ID of nine letters and digits, as Mistral's template asks for
+        reply.tool_calls.append(ToolCall(name, arguments, given_id or f"call{len(reply.tool_calls):05d}"))
 
 
 def _not_writable(value: Any) -> str | None:
-    """Why a chat template cannot write this value of JSON, or no tokenizer read it then; None where they can."""
+    """Why a chat template can't write a JSON value, or no tokenizer read it then; None if they can."""
     level, depth = [value], 0
     while level := [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]:
         level, depth = [each for each in level if isinstance(each, list | dict)], depth + 1
         if depth > MAX_DEPTH + 1:
-            return f"has more than {MAX_DEPTH} lists or objects inside of one another"
+            return f"has more than {MAX_DEPTH} nested lists or objects"
     try:
         json.dumps(value, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError:
-        return "has one half of a surrogate pair (such as \\ud800), which is no text"
+        return "has an unpaired surrogate (such as \\ud800)"
     return None
 
 
@@ -197,29 +162,27 @@ def choose_parser(
     """The parser of a policy's replies.
 
     Args:
-        tokenizer: of the policy.
-        renderer: one of `renderers`, or None.
-        tool_parser: as of `VLLMParser`; None takes the renderer's, or else the one that fits the chat template.
-        reasoning_parser: as of `VLLMParser`.
-        tools: whether the environment has any.
+        tokenizer: Tokenizer of the policy.
+        renderer: Renderer of `make_renderer`, or None.
+        tool_parser: vLLM's name; None uses the renderer's parser, or the one that fits the chat template.
+        reasoning_parser: vLLM's name, or None.
+        tools: Whether the environment has any.
 
     Raises:
-        ValueError: there are tools, and no parser for the template is known.
+        ValueError: There are tools, and no parser for the template is known.
     """
     if renderer is not None and tool_parser is None and reasoning_parser is None:
+        from lightrl.environments.renderers import RendererParser
+
         return RendererParser(renderer, tokenizer)
-    marker = ""
     if tools and tool_parser is None:
-        template = str(tokenizer.chat_template)
-        found = [mark for mark in TOOL_PARSERS if mark in template]
-        if not found:
+        tool_parser = next((TOOL_PARSERS[mark] for mark in TOOL_PARSERS if mark in str(tokenizer.chat_template)), None)
+        if tool_parser is None:
             raise ValueError(
-                "tool_parser: how this chat template writes tool calls is not known. Name one of vLLM's parsers "
+                "tool_parser=None: how this chat template writes tool calls is not known. Name one of vLLM's parsers "
                 '(tool_parser="hermes"), or the package `renderers`\' name of the model\'s family (renderer="qwen3").'
             )
-        tool_parser = TOOL_PARSERS[found[0]]
-    if tool_parser is not None:
-        marker = next((mark for mark, parser in TOOL_PARSERS.items() if parser == tool_parser), "")
     if tool_parser is None and reasoning_parser is None:
         return PlainParser(tokenizer)
+    marker = next((mark for mark, parser in TOOL_PARSERS.items() if parser == tool_parser), "")
     return VLLMParser(tokenizer, tool_parser, reasoning_parser, marker)

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
-import inspect
 import math
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from time import monotonic
+from typing import Any, Literal
 
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightrl.compat.arguments import MAX_REWARD, above, imported, one_of
 from lightrl.data.media import MediaError
-from lightrl.engines.background import outcome_of
 from lightrl.environments import base, calling, tools
 from lightrl.environments.base import Environment, Message, Reply, Step
 from lightrl.environments.bridges import Bridge, ImageProcessor
-from lightrl.environments.calling import UserCode
+from lightrl.environments.calling import LateError, UserCode
 from lightrl.environments.ledger import Ledger
 from lightrl.environments.multi_turn import EXAMPLE_TOOLS, Attempt, MultiTurn
 from lightrl.environments.parsing import ReplyParser
@@ -30,32 +27,30 @@ from lightrl.rewards.calls import message_of, users_lines
 
 
 class EnvironmentEpisode(MultiTurn):
-    """Plays each attempt in an environment of its own.
+    """Plays each attempt in a separate environment.
 
-    A group's environments are reset with one row, its columns and the column `prompt`, and one seed. Limits end a
-    trajectory with their name as its stop reason; it is scored like any other, because the policy caused them. What the
-    policy did not cause (an exception in the environment, `Step.failure`, a reset that takes too long) ends it with
-    "failure": it is in no loss and no baseline. An error of the engine is raised.
+    A group's environments are reset with one row (its columns and `prompt`) and one seed. A limit ends a trajectory
+    with its name as stop reason, and the trajectory is scored, because the policy caused it. What the policy did not
+    cause (an exception in the environment, `Step.failure`, a reset that takes too long) ends it with "failure": it is
+    in no loss and no baseline. An error of the engine is raised.
 
     Args:
-        environment: makes one; in YAML a class with its arguments. Called once for each attempt.
-        environment_timeout: seconds that making an environment and each of its `reset`, `finish` and `close` may take;
-            whatever takes longer, except `close`, is a failure. None waits for ever. `max_seconds` counts from after
-            `reset`.
-        on_parse_error: what follows a reply with a tool call that cannot be read. "message": the policy is told, in a
-            message of `parse_error_message`, and goes on; "end": the trajectory ends; "environment": the environment's
-            `step` decides (`Reply.errors`).
-        parse_error_message: what the policy reads; `{error}` is filled in.
-        parse_error_role: the message's role: "user", or "tool" where the template takes a tool message without a call.
-        parse_error_reward: added to the reward of such a turn: a punishment where negative.
-        train_parse_errors: False trains on no token of such a turn; it stays context.
-        on_truncated: what follows a reply that was cut by `max_tokens_per_turn`. "end": the trajectory ends with stop
-            reason "length"; "continue": the environment answers it.
-        limits: retries, renderer and parsers too: the arguments of `MultiTurn`.
+        environment: Class of the environment, or a function that makes one for each attempt.
+        environment_timeout: Seconds that making an environment and each `reset`, `finish`, and `close` may take. More
+            is a failure, except for `close`. None for no limit. `max_seconds` counts from after `reset`.
+        on_parse_error: Response to a tool call that can't be read. "message": the policy reads `parse_error_message`.
+            "end": the trajectory ends. "environment": the environment's `step` decides (`Reply.errors`).
+        parse_error_message: Message with `{error}`.
+        parse_error_role: Its role: "user", or "tool" if the template takes a tool message without a call.
+        parse_error_reward: Added to the reward of such a turn.
+        train_parse_errors: False makes such a turn context.
+        on_truncated: Response to a reply that `max_tokens_per_turn` cut. "end": the trajectory ends with stop reason
+            "length". "continue": the environment answers it.
+        limits: Arguments of `MultiTurn`: limits, retries, renderer, and parsers.
 
     Raises:
-        ValueError: a value is out of its range; on playing, a template without tool messages, a `reset` that draws
-            another task for each attempt, a prompt that does not fit.
+        ValueError: A value is out of its range. While playing: the chat template drops messages, `reset` draws
+            another task for each attempt, or a prompt does not fit.
     """
 
     def __init__(
@@ -74,13 +69,11 @@ class EnvironmentEpisode(MultiTurn):
         super().__init__(**limits)
         if not callable(environment):
             raise ValueError(
-                f"environment={repr(environment)[:60]} ({type(environment).__name__}): give the class, or a function "
-                "that makes one, since each attempt has an environment of its own."
+                f"environment={repr(environment)[:60]}: is an object that all attempts would share. Pass the class, or "
+                "a function that makes one."
             )
         self.environment = environment
-        self.environment_timeout = above(
-            "environment_timeout", environment_timeout, note=" seconds", or_none="for no limit"
-        )
+        self.environment_timeout = above("environment_timeout", environment_timeout, or_none="for no limit")
         self.on_parse_error = one_of("on_parse_error", on_parse_error, "message", "end", "environment")
         self.parse_error_message = parse_error_message
         self.parse_error_role = one_of("parse_error_role", parse_error_role, "user", "tool")
@@ -93,32 +86,23 @@ class EnvironmentEpisode(MultiTurn):
         if _has_tools(self.environment):
             self.parser(EXAMPLE_TOOLS)
 
-    @contextlib.asynccontextmanager
-    async def player(self) -> AsyncIterator[Callable[[Attempt], Awaitable[Trajectory]]]:
-        first: list[list[Message]] = []
-        yield lambda attempt: _Played(settings=self, bridge=self.bridge_of(attempt.row), **vars(attempt)).play(first)
+    async def play(self, attempt: Attempt) -> Trajectory:
+        return await _Played(settings=self, bridge=self.bridge_of(attempt.row), **vars(attempt)).play()
 
 
 def _has_tools(environment: Any) -> bool:
-    """Whether a class has tools, as far as it says without an object of it; a partial's class, as YAML makes them."""
+    """Whether a class, or a partial's class as YAML makes it, has tools, as far as can be told without an object."""
     parts = [environment.func, *environment.args] if isinstance(environment, partial) else [environment]
-    kinds = [part for part in parts if isinstance(part, type)]
-    if not kinds or not issubclass(kinds[0], tools.ToolEnvironment):
-        return bool(kinds) and isinstance(declared := getattr(kinds[0], "tools", ()), list | tuple) and bool(declared)
+    kind = next((part for part in parts if isinstance(part, type)), object)
+    if not issubclass(kind, tools.ToolEnvironment):
+        return isinstance(declared := getattr(kind, "tools", ()), list | tuple) and bool(declared)
     factory = getattr(environment, "keywords", {}).get("factory", parts[-1])
     factory = imported("factory:", factory) if isinstance(factory, str) else factory
-    methods = inspect.getmembers(factory, inspect.isfunction) if isinstance(factory, type) else []
-    return any(not name.startswith("_") and name not in tools.NOT_TOOLS for name, _ in methods)
-
-
-_LATE: Any = object()
-"""What stands for the answer of an environment that took too long."""
-Outcome: TypeAlias = tuple[Any, BaseException | None]
-"""What a call returned, or what it raised."""
+    return isinstance(factory, type) and bool(tools.tool_names(factory))
 
 
 class _Failed(Exception):
-    """Carries the cause of a failure that the policy did not cause, and the lines of the user's code that raised it."""
+    """A failure that the policy did not cause, with the lines of the user's code that raised."""
 
     def __init__(self, cause: str, raised: BaseException | None = None) -> None:
         super().__init__(cause)
@@ -138,36 +122,27 @@ class _Played(Attempt):
     seconds: float = 0.0
     calls: int = 0
     parse_errors: int = 0
-    trusted: bool = False
 
     def __post_init__(self) -> None:
-        self.code = UserCode(self.settings.environment)
+        self.code = UserCode(getattr(self.settings.environment, "__qualname__", "environment"))
 
-    async def play(self, first: list[list[Message]]) -> Trajectory:
-        """Plays to the end.
-
-        Args:
-            first: the first messages of the group's attempts so far; this one's are added, and must be the same.
-        """
+    async def play(self) -> Trajectory:
+        """Plays to the end."""
         stop: StopReason = "failure"
         failure, raised_at = None, ""
         environment: Environment | None = None
         metrics: dict[str, float] = {}
         try:
-            made = await self._of_environment(
-                self.code.make(self.settings.environment), self.settings.environment_timeout, late="making it"
-            )
-            if not isinstance(made, Environment):
-                raise ValueError(
-                    f"environment={self.settings.environment!r} made {made!r}: it must make a new Environment."
-                )
-            environment = made
-            self.trusted = type(made).__module__.partition(".")[0] == __name__.partition(".")[0]
-            stop = await self._turns(environment, first)
+            environment = await self._call(partial(self.settings.environment), "making it")
+            if not isinstance(environment, Environment):
+                made, environment = environment, None
+                raise ValueError(f"environment={self.settings.environment!r}: made {made!r}. Return a new Environment.")
+            self.code.name = type(environment).__qualname__
+            stop = await self._turns(environment)
             if self.rewards:
-                finish, seconds = self._call(environment.finish, stop), self.settings.environment_timeout
-                last = await self._of_environment(finish, seconds, late="finish")
-                self.rewards[-1] += _reward(environment, "finish", last)
+                self.rewards[-1] += _reward(
+                    environment, "finish", await self._call(partial(environment.finish, stop), "finish")
+                )
         except _Failed as error:
             stop, failure, raised_at = "failure", str(error), error.lines
         finally:
@@ -176,19 +151,19 @@ class _Played(Attempt):
                     metrics = await self._closed(environment)
             finally:
                 self.code.close()
-        rows = self.ledger.rows if self.ledger is not None else [TrajectoryRow([0], [-1], [0.0], [-1])]
+        ledger = self.ledger
         metrics |= {
             "turns": float(len(self.rewards)),
             "tool_calls": float(self.calls),
             "parse_errors": float(self.parse_errors),
             "environment_seconds": self.seconds,
-            "forks": float(self.ledger.forks) if self.ledger is not None else 0.0,
+            "forks": float(ledger.forks) if ledger is not None else 0.0,
         }
         return Trajectory(
-            rows=rows,
+            rows=ledger.rows if ledger is not None else [TrajectoryRow([0], [-1], [0.0], [-1])],
             completion=self.last.content,
             stop_reason=stop,
-            messages=self.ledger.conversation if self.ledger is not None else [],
+            messages=ledger.conversation if ledger is not None else [],
             turn_rewards=self.rewards,
             states=self.states[: len(self.rewards)],
             failure=failure,
@@ -197,43 +172,41 @@ class _Played(Attempt):
         )
 
     async def _closed(self, environment: Environment) -> dict[str, float]:
-        """Closes the environment; what it logs."""
+        """Closes the environment, and returns what it logs."""
         metrics = _numbers(environment)
+        closing = asyncio.ensure_future(self._call(partial(environment.close), "close"))
+        await asyncio.wait([closing])  # it goes on if the attempt is cancelled meanwhile
         try:
-            closing = self._call(environment.close)
-            await self._of_environment(closing, self.settings.environment_timeout, late="close")
-        except _Failed as error:  # what the attempt brought is complete
+            closing.result()
+        except _Failed as error:  # the attempt itself is complete
             metrics["close_errors"] = 1.0
             rank_zero_warn(f"An environment could not be closed: {error}")
         return metrics
 
-    async def _turns(self, environment: Environment, first: list[list[Message]]) -> StopReason:
-        """Plays all turns; why they ended."""
-        settings = self.settings
-        messages = await self._of_environment(
-            self._call(environment.reset, self.row, seed=self.seed), settings.environment_timeout, late="reset"
-        )
+    async def _turns(self, environment: Environment) -> StopReason:
+        """Plays all turns. Returns why they ended."""
+        settings, name = self.settings, type(environment).__name__
+        messages = await self._call(partial(environment.reset, self.row, seed=self.seed), "reset")
         if not _are_messages(messages) or messages[-1]["role"] == "assistant":
             raise ValueError(
-                f"environment {type(environment).__name__}: `reset` must return messages, dictionaries with a role, "
-                f"that end before the assistant's first turn, not {repr(messages)[:60]}."
+                f"environment {name}: `reset` returned {repr(messages)[:60]}. Return messages, dictionaries with a "
+                "role, that end before the assistant's first turn."
             )
-        first.append(messages)
-        if messages != first[0]:
+        self.first.append(messages)
+        if messages != self.first[0]:
             raise ValueError(
-                "environment: `reset` gave two attempts of one group different tasks, so that their rewards cannot be "
-                "compared. Draw what is random from its argument `seed`."
+                f"environment {name}: `reset` gave two attempts of one group different tasks, so their rewards can't "
+                "be compared. Draw what is random from its argument `seed`."
             )
         self.seconds = 0.0  # counted from here
         parser = settings.parser(environment.tools)
-        ledger = Ledger(self.bridge, environment.tools)
-        prompt_ids = self._shown(ledger.begin, messages)
-        self.ledger = ledger
+        self.ledger = Ledger(self.bridge, environment.tools)
+        prompt_ids = self._shown(self.ledger.begin, messages)
         self.states.append(self._state(environment, messages))
         if len(prompt_ids) >= self.max_tokens:
             raise ValueError(
-                f"environment: the first messages are {len(prompt_ids)} tokens, which leaves none of {self.max_tokens} "
-                "(max_tokens, or what the engine holds) for a reply. Raise the limit, or leave such rows out."
+                f"max_tokens={self.max_tokens}: the environment's first messages have {len(prompt_ids)} tokens, which "
+                "leaves none for a reply. Raise it or the engine's limit, or leave such rows out."
             )
         while True:
             wanted = min(self.sampling.max_new_tokens, settings.max_tokens_per_turn or self.sampling.max_new_tokens)
@@ -258,15 +231,15 @@ class _Played(Attempt):
                 return "turns"
             if not _are_messages(step.messages) or any(message["role"] == "assistant" for message in step.messages):
                 raise ValueError(
-                    f"environment {type(environment).__name__}: a `step` that is not done must return messages, "
-                    f"dictionaries with a role, and none of them the assistant's, not {repr(step.messages)[:60]}."
+                    f"environment {name}: a `step` that is not done returned {repr(step.messages)[:60]}. Return "
+                    "messages, dictionaries with a role, none of them the assistant's."
                 )
             for role in {message["role"] for message in step.messages}:
                 if self.bridge.drops(role, environment.tools):
                     raise ValueError(
-                        f"environment {type(environment).__name__}: the chat template drops messages of the role "
-                        f"{role!r}, so the model never reads them. Use another role (`result_role`, "
-                        "`parse_error_role`), or set actor.chat_template to a template that writes them."
+                        f"environment {name}: the chat template drops messages of the role {role!r}, so the model "
+                        "never reads them. Use another role (`result_role`, `parse_error_role`), or set "
+                        "actor.chat_template to a template that writes them."
                     )
             prompt_ids = self._shown(self.ledger.answer, step.messages)
             self.states.append(self._state(environment, step.messages))
@@ -276,18 +249,18 @@ class _Played(Attempt):
             return record(messages)
         except MediaError as error:
             raise _Failed(str(error)) from error
-        except (TypeError, UnicodeError) as error:  # as tokenizers refuse what is no text
+        except (TypeError, UnicodeError) as error:  # tokenizers reject text that is not Unicode
             if (text := _no_unicode(messages)) is None:
                 raise
             raise _Failed(
-                f"a message of the environment holds one half of a surrogate pair, which is no text, in {text!a}: as "
-                "names of files have them. Write it otherwise, such as with text.encode(errors='replace').decode()."
+                f"a message of the environment has an unpaired surrogate in {text!a}, as file names may have. Replace "
+                "it, for example with text.encode(errors='replace').decode()."
             ) from error
 
     def _state(self, environment: Environment, messages: Sequence[Message]) -> str:
         try:
             key = environment.state_key(messages)
-        except BaseException as error:  # SystemExit among it
+        except BaseException as error:  # SystemExit included
             raise _Failed(f"state_key: {type(error).__name__}: {message_of(error)}", error) from error
         return hashlib.blake2b(key.encode(errors="surrogatepass"), digest_size=8).hexdigest()
 
@@ -296,9 +269,7 @@ class _Played(Attempt):
     ) -> Reply:
         """Asks for a turn and records it."""
         assert self.ledger is not None
-        turn, sampling = len(self.rewards), self.sampling
-        if max_new_tokens != sampling.max_new_tokens:
-            sampling = replace(sampling, max_new_tokens=max_new_tokens)
+        turn, sampling = len(self.rewards), replace(self.sampling, max_new_tokens=max_new_tokens)
         request = GenerationRequest(prompt_ids, sampling, self.turn_seed(turn), name=f"turn {turn} of {self.name}")
         group = await self.ask(self.ledger.shown(request))
         completion = group.completions[0]
@@ -311,7 +282,7 @@ class _Played(Attempt):
         return reply
 
     async def _step(self, environment: Environment, reply: Reply) -> Step | None:
-        """What follows a reply; None where the environment took too long."""
+        """The environment's answer to a reply; None if it took too long."""
         settings = self.settings
         if reply.errors and settings.on_parse_error == "end":
             return Step(done=True)
@@ -319,46 +290,49 @@ class _Played(Attempt):
             said = settings.parse_error_message.format(error=" ".join(reply.errors))
             return Step([{"role": settings.parse_error_role, "content": said}])
         left = None if settings.max_seconds is None else max(settings.max_seconds - self.seconds, 0.0)
-        step = await self._of_environment(self._call(environment.step, reply), left)
-        if step is _LATE:
+        try:
+            step = await self._call(partial(environment.step, reply), limit=left)
+        except LateError:
             return None
         if not isinstance(step, Step):
             raise ValueError(
-                f"environment {type(environment).__name__}: `step` must return a Step, not {repr(step)[:60]}."
+                f"environment {type(environment).__name__}: `step` returned {repr(step)[:60]}, not a Step."
             )
         return step
 
-    def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Awaitable[Outcome]:
-        """Outcome of a method of the environment. LightRL's own environments never block the event loop."""
-        if self.trusted or function.__module__ == base.__name__:
-            return outcome_of(partial(function, *args, **kwargs))
-        return self.code.call(function, *args, **kwargs)
+    async def _call(self, work: partial[Any], name: str = "", limit: float | None = None) -> Any:
+        """Result of the environment's code.
 
-    async def _of_environment(self, call: Awaitable[Outcome], seconds: float | None, late: str | None = None) -> Any:
-        """Awaits the environment; `_LATE` where `seconds` were not enough, or a failure where `late` names the call."""
-        began = time.monotonic()
-        task = asyncio.ensure_future(call)
+        Args:
+            work: Function and arguments.
+            name: Name for the failure that too long a call is, by the episode's limit.
+            limit: Seconds, without a name.
+
+        Raises:
+            LateError: It took longer than `limit`.
+            _Failed: It raised.
+        """
+        limit = self.settings.environment_timeout if name else limit
+        owner = getattr(work.func, "__self__", None)
+        ours = isinstance(owner, Environment) and type(owner).__module__.startswith(__package__ + ".")
+        began = monotonic()
         try:
-            done, _ = await asyncio.wait([task], timeout=seconds)
-            if not done:
-                if late is not None:
-                    raise _Failed(f"{late} took longer than environment_timeout, {seconds:g} seconds")
-                return _LATE
-            value, error = (None, asyncio.CancelledError()) if task.cancelled() else task.result()
-            if isinstance(error, asyncio.CancelledError):
-                raise _Failed("the environment was cancelled")
-            if error is not None:
-                raise _Failed(f"{type(error).__name__}: {message_of(error)}", error) from error
-            return value
+            value, error = await self.code.call(
+                work, limit, here=ours or getattr(work.func, "__module__", None) == base.__name__
+            )
         finally:
-            self.seconds += time.monotonic() - began
-            if not task.done():
-                task.cancel()
-                await asyncio.wait([task], timeout=1.0)  # one that ignores this is left behind
+            self.seconds += monotonic() - began
+        if isinstance(error, LateError):
+            if name:
+                raise _Failed(f"{name} took longer than environment_timeout, {limit:g} seconds")
+            raise error
+        if error is not None:
+            raise _Failed(f"{type(error).__name__}: {message_of(error)}", error) from error
+        return value
 
 
 def _no_unicode(value: Any) -> str | None:
-    """The first text in messages that cannot be written as UTF-8, cut; None where there is none."""
+    """The first text in messages that UTF-8 can't write, cut; None without any."""
     if isinstance(value, str):
         try:
             value.encode()
@@ -369,32 +343,32 @@ def _no_unicode(value: Any) -> str | None:
 
 
 def _are_messages(messages: Any) -> bool:
-    """Whether that is one message or more."""
+    """Whether the value is one message or more."""
     listed = isinstance(messages, Sequence) and len(messages) > 0
     return listed and all(isinstance(message, Mapping) and "role" in message for message in messages)
 
 
 def _reward(environment: Environment, method: str, value: Any) -> float:
-    """A reward as a number. What is none would be taken for an attempt that nothing scored, so it ends the run."""
+    """A reward as a number. NaN would count as an attempt that nothing scored, so it ends the run."""
     try:
         number = float(value)
     except (TypeError, ValueError):
         number = math.nan
     if not abs(number) <= MAX_REWARD:
         raise ValueError(
-            f"environment {type(environment).__name__}: `{method}` gave the reward {repr(value)[:60]}: give a number "
-            f"of at most {MAX_REWARD:g} in size; for what the policy did not cause Step.failure."
+            f"environment {type(environment).__name__}: `{method}` gave the reward {repr(value)[:60]}. Return a finite "
+            f"number of at most {MAX_REWARD:g} in size, and Step.failure if the policy did not cause it."
         )
     return number
 
 
 def _numbers(environment: Environment) -> dict[str, float]:
-    """What the environment logs of its trajectory."""
+    """The environment's metrics."""
     metrics = environment.metrics
     try:
         return {name: float(value) for name, value in metrics.items()}
     except (TypeError, ValueError, AttributeError, OverflowError) as error:
         name = type(environment).__name__
         raise ValueError(
-            f"environment {name}: metrics={repr(metrics)[:80]}: give names and numbers: {error}."
+            f"environment {name}: metrics={repr(metrics)[:80]}: {error}. Return numbers by name."
         ) from error

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
@@ -12,8 +13,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightrl.compat import openenv
 from lightrl.compat.arguments import above, require_packages
 from lightrl.environments.base import Environment, EnvironmentFailedError, Message, Reply, Step
+from lightrl.environments.calling import LateError, Outcome
 from lightrl.environments.tool_arguments import check_by_schema, place
-from lightrl.environments.tools import ToolEnvironment, first_messages
+from lightrl.environments.tools import Tool, ToolEnvironment, first_messages
 
 INVALID_PARAMS = -32602  # of JSON-RPC: the call does not fit the tool, which is the policy's doing
 
@@ -21,28 +23,28 @@ INVALID_PARAMS = -32602  # of JSON-RPC: the call does not fit the tool, which is
 class MCPEnvironment(ToolEnvironment):
     """Lets the policy call the tools of an MCP server, which the server describes itself.
 
-    Each attempt has a session of its own, and a server that is given as a command a process of its own, ended with the
-    attempt. What a tool reports as an error is told to the policy; a server that is not there, dies or breaks the
-    protocol is a failure of the infrastructure. Texts and images of results are shown, other content is named only.
+    Each attempt has a separate session, and a server that is given as a command a separate process, ended with the
+    attempt. The policy reads what a tool reports as an error. A server that is absent, dies, or breaks the protocol is
+    an infrastructure failure. Texts and images of results are shown; other content is only named.
 
     Args:
-        server: URL of the server (streamable HTTP), or the command that starts one which speaks over its standard
-            streams, as a list.
-        factory: as in `ToolEnvironment`: a class with `reset`, `get_reward` and further tools; None leaves rewards to
+        server: URL of the server (streamable HTTP), or the command, as a list, that starts one which uses its standard
+            streams.
+        factory: Class with `reset`, `get_reward`, and further tools, as in `ToolEnvironment`. None leaves rewards to
             the reward functions.
-        options: the others of `ToolEnvironment`.
+        options: Other arguments of `ToolEnvironment`.
 
     Raises:
-        ValueError: the package is missing, or a tool of the class has the name of one of the server's.
+        ValueError: The package is missing, or a tool of the class has the name of one of the server's.
 
-    Source: https://modelcontextprotocol.io, by the package `mcp`.
+    Source: https://modelcontextprotocol.io
     """
 
     def __init__(self, server: str | list[str], factory: Callable[[], Any] | str | None = None, **options: Any) -> None:
         super().__init__(_Nothing if factory is None else factory, **options)
         require_packages("MCPEnvironment", "mcp", "mcp")
         if not server:
-            raise ValueError(f"server={server!r}: give a URL, or a command as a list.")
+            raise ValueError(f"server={server!r}: is empty. Pass a URL, or a command as a list.")
         self.server = server
         self._end: asyncio.Event | None = None
         self._session: asyncio.Task[None] | None = None
@@ -55,14 +57,16 @@ class MCPEnvironment(ToolEnvironment):
         client, tools = await ready
         for tool in tools:
             if tool.name in self._tools:
-                raise ValueError(f"factory: the server has a tool {tool.name!r}, too; rename the method.")
+                raise ValueError(f"factory: the server also has a tool {tool.name!r}. Rename the method.")
             function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
             schema = {"type": "function", "function": function}
-            self._add_tool(schema, self._tool(client, tool.name), check_by_schema(tool.input_schema), True)
+            self.add_tool(
+                Tool(schema, partial(self._ask, client, tool.name), check_by_schema(tool.input_schema), waits=True)
+            )
         return await super().reset(row, seed=seed)
 
     async def _hold(self, ready: asyncio.Future[tuple[Any, list[Any]]], end: asyncio.Event) -> None:
-        """Keeps the session open: what opens one must close it in the same task."""
+        """Keeps the session open. The task that opens it must close it."""
         from mcp import Client, StdioServerParameters
 
         server: Any = self.server
@@ -79,29 +83,24 @@ class MCPEnvironment(ToolEnvironment):
                         break
                 ready.set_result((client, tools))
                 await end.wait()
-        except Exception as error:  # groups of errors too
+        except Exception as error:  # groups of errors as well
             if not ready.done():
-                ready.set_exception(EnvironmentFailedError(f"MCP server {self.server}: {_said(error)}"))
+                ready.set_exception(EnvironmentFailedError(f"MCP server {self.server}: {_innermost(error)}"))
 
-    def _tool(self, client: Any, name: str) -> Callable[[dict[str, Any]], Awaitable[Any]]:
-        async def call(arguments: dict[str, Any]) -> Any:
-            from mcp import MCPError
+    async def _ask(self, client: Any, name: str, arguments: dict[str, Any], limit: float | None) -> Outcome:
+        from mcp import MCPError
 
-            try:
-                result = await client.call_tool(name, arguments)
-            except MCPError as error:
-                if error.code == INVALID_PARAMS:
-                    return self._wrong(name, error.message)
-                raise EnvironmentFailedError(f"MCP server {self.server}: {error.message}") from error
-            except Exception as error:
-                raise EnvironmentFailedError(f"MCP server {self.server}: {_said(error)}") from error
-            content = [_block(part) for part in result.content]
-            if any(part["type"] != "text" for part in content) and not result.is_error:
-                return content
-            text = "\n".join(part.get("text", "[an image]") for part in content)
-            return self._wrong(name, text) if result.is_error else text
-
-        return call
+        result, error = await self._code.call(partial(client.call_tool, name, arguments), limit, here=True)
+        if isinstance(error, MCPError) and error.code == INVALID_PARAMS:
+            return self.wrong(name, error.message), None
+        if error is not None:
+            failed = isinstance(error, Exception) and not isinstance(error, LateError)
+            return None, EnvironmentFailedError(f"MCP server {self.server}: {_innermost(error)}") if failed else error
+        content = [_block(part) for part in result.content]
+        if any(part["type"] != "text" for part in content) and not result.is_error:
+            return content, None
+        text = "\n".join(part.get("text", "[an image]") for part in content)
+        return self.wrong(name, text) if result.is_error else text, None
 
     async def close(self) -> None:
         try:
@@ -131,7 +130,7 @@ def _block(part: Any) -> dict[str, Any]:
     return {"type": "text", "text": text if text is not None else f"[{part.type}]"}
 
 
-def _said(error: BaseException) -> str:
+def _innermost(error: BaseException) -> str:
     """The innermost error of groups."""
     while isinstance(inner := getattr(error, "exceptions", None), tuple) and inner:
         error = inner[0]
@@ -139,42 +138,41 @@ def _said(error: BaseException) -> str:
 
 
 class OpenEnvironment(Environment):
-    """Plays an environment of an OpenEnv server, over a WebSocket per attempt.
+    """Plays an environment of an OpenEnv server, over one WebSocket per attempt.
 
-    The policy's reply is the action, and the observation the next user message; a reward and an end are the server's.
-    The server's `reset` gets the row's columns and the group's seed, and takes those that it has arguments for. The
-    first observation follows the row's prompt. An action that does not fit the server's model is told to the policy.
-    Override `action` and `text` for servers that want more than a text.
+    The policy's reply is the action, and the observation the next user message. The server decides on rewards and the
+    end. Its `reset` gets the row's columns and the group's seed, and takes those that it has arguments for. The first
+    observation follows the row's prompt. The policy reads why an action does not fit the server's model. Override
+    `action` and `text` for servers that take more than a text.
 
     Args:
-        url: of the server.
-        action_field: name of the action's field that gets the reply's text.
-        observation_field: name of the observation's field that the policy reads; None shows all of it as JSON.
-        timeout: seconds that connecting and each answer may take; longer is a failure of the infrastructure, as are a
-            server that is not there, and one that answers with another error.
+        url: URL of the server.
+        action_field: Field of the action that gets the reply's text.
+        observation_field: Field of the observation that the policy reads; None shows all of it as JSON.
+        timeout: Seconds that connecting and each answer may take. More is an infrastructure failure, as is a server
+            that is absent or answers with another error.
 
     Raises:
-        ValueError: the package is missing.
+        ValueError: The package is missing.
 
-    Source: https://github.com/meta-pytorch/OpenEnv, by the package `openenv-core`.
+    Source: https://github.com/meta-pytorch/OpenEnv
     """
 
     def __init__(
         self, url: str, action_field: str = "message", observation_field: str | None = None, timeout: float = 60.0
     ) -> None:
         require_packages("OpenEnvironment", "openenv", "openenv")
-        above("timeout", timeout, note=" seconds")
         self.action_field = action_field
         self.observation_field = observation_field
-        self._client = openenv.make_client(url, timeout)
+        self._client = openenv.make_client(url, above("timeout", timeout))
         self._invalid = 0
 
     def action(self, reply: Reply) -> dict[str, Any]:
-        """The action that a reply stands for, as the server takes it."""
+        """The action for a reply, as the server takes it."""
         return {self.action_field: reply.content}
 
     def text(self, observation: Mapping[str, Any]) -> str:
-        """What the policy reads of an observation; "" for nothing."""
+        """Text of an observation; "" shows nothing."""
         if self.observation_field is None:
             return json.dumps(observation, ensure_ascii=False)
         if self.observation_field not in observation:

@@ -1,4 +1,4 @@
-"""Schemas of tools, and the check of the arguments that a policy wrote against them."""
+"""Schemas of tools, and the check of a call's arguments, for the policy to read."""
 
 from __future__ import annotations
 
@@ -7,19 +7,14 @@ import json
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeAlias, get_type_hints
+from typing import Any, Literal, TypeAlias, get_type_hints
 
 from lightrl.compat.arguments import require_packages
 
 Check: TypeAlias = Callable[[Mapping[str, Any]], tuple[dict[str, Any], list[str]]]
-"""From a call's arguments to those that the tool takes, and what is wrong with them in words for the policy."""
+"""From a call's arguments to those that the tool takes, and what is wrong with them."""
 
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-_ELSEWHERE = {
-    *("additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames"),
-    *("$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas"),
-}
-"""Keys of a schema that say something about arguments that are not among its properties."""
 
 
 def tool_schema(name: str, tool: Callable[..., Any]) -> dict[str, Any]:
@@ -35,7 +30,7 @@ def tool_schema(name: str, tool: Callable[..., Any]) -> dict[str, Any]:
     except Exception as error:
         raise ValueError(
             f"factory: the tool {name!r} needs a type hint for each argument and a Google docstring that describes "
-            f"them, or a name that begins with an underscore if it is no tool: {error}"
+            f"them, or a name that begins with an underscore if it is not a tool: {error}"
         ) from error
     parameters = schema["function"]["parameters"]
     hints = get_type_hints(tool, include_extras=True)
@@ -47,9 +42,9 @@ def tool_schema(name: str, tool: Callable[..., Any]) -> dict[str, Any]:
                 parameters["required"].remove(parameter.name)
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
                 parameters["additionalProperties"] = shown or True
-        elif (told := _told(hints[parameter.name])) is not None:
+        elif (rich := _rich_schema(hints[parameter.name])) is not None:
             kept = {key: value for key, value in shown.items() if key in ("description", "enum")}
-            parameters["properties"][parameter.name] = told | kept
+            parameters["properties"][parameter.name] = rich | kept
     return schema
 
 
@@ -58,58 +53,67 @@ def check_by_hints(tool: Callable[..., Any], schema: Mapping[str, Any]) -> Check
 
     Values are read as JSON in pydantic's strict mode: "1" is not an integer, a list fits a tuple, and a text or an
     object becomes the enum member or the dataclass of the hint. Dataclasses and typed dictionaries take no other
-    fields, as in Python. Hints that pydantic does not know are not checked.
+    fields. Hints that pydantic does not know are not checked.
 
     Args:
-        tool: The function, each argument with a hint.
-        schema: Its schema, whose `enum`s are checked too (the docstring may have choices).
+        tool: Function with a hint for each argument.
+        schema: Its schema, whose `enum`s may be the docstring's choices.
     """
+    import typing_extensions as extended
     from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-    forbid = ConfigDict(extra="forbid")
     hints = get_type_hints(tool, include_extras=True)
-    parameters = inspect.signature(tool).parameters
-    more = next((p for p in parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD), None)
-    named = {name: p for name, p in parameters.items() if p.kind not in _VARIABLE}
     shown = schema["function"]["parameters"]["properties"]
-    adapters: dict[str, Any] = {}
-    for name in [*named, *([more.name] if more is not None else [])]:
+    fields: dict[str, Any] = {}
+    more: Any = None
+    for name, parameter in inspect.signature(tool).parameters.items():
+        hint = _known(hints.get(name, Any))
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            more = TypeAdapter(list[dict[str, hint]])  # type: ignore[valid-type]
+        elif parameter.kind is not inspect.Parameter.VAR_POSITIONAL:
+            choices = shown.get(name, {}).get("enum")
+            if choices and hint in (str, int, float):
+                hint = Literal[tuple(choices)]
+            hint = typing.Optional[hint] if parameter.default is None else hint  # noqa: UP045
+            required = parameter.default is inspect.Parameter.empty
+            fields[name] = extended.Required[hint] if required else extended.NotRequired[hint]
+    # A list, because only a type without its own configuration hands one on to dataclasses inside of it.
+    named = TypeAdapter(
+        types.GenericAlias(list, (extended.TypedDict("Arguments", fields),)),  # type: ignore[operator]
+        config=ConfigDict(extra="forbid"),
+    )
+
+    def read(adapter: Any, arguments: list[Any]) -> tuple[dict[str, Any], list[str]]:
         try:
-            hint: Any = types.GenericAlias(list, (_readable(hints.get(name, Any)),))
-            adapters[name] = TypeAdapter(hint, config=forbid)  # a list, because classes take no configuration
-        except Exception:  # such as a PIL image, or any class of the user's
-            adapters[name] = TypeAdapter(list[Any])
+            return adapter.validate_json(json.dumps(arguments, default=str), strict=True)[0], []
+        except ValidationError as error:
+            return {}, [
+                _wrong(one["loc"][1:], one["msg"], one["type"], one["input"], fields)
+                for one in error.errors(include_url=False, include_context=False)
+            ]
 
     def check(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        read: dict[str, Any] = {}
-        wrong = _missing(name for name, p in named.items() if p.default is p.empty and name not in arguments)
-        for name, value in arguments.items():
-            parameter = named.get(name, more)
-            if parameter is None:
-                wrong.append(_unknown(name, named))
-            elif value is None and parameter.default is None:
-                read[name] = None
-            elif value is not None and value not in (choices := shown.get(name, {}).get("enum", [value])):
-                wrong.append(f"{name}: Input should be one of {json.dumps(choices)}, not {_written(value)}.")
-            else:
-                try:
-                    text = json.dumps([value], default=str)
-                    (read[name],) = adapters[parameter.name].validate_json(text, strict=True)
-                except ValidationError as error:
-                    wrong += [
-                        f"{place([name, *one['loc'][1:]])}: {one['msg']}, not {_written(one['input'])}."
-                        for one in error.errors(include_url=False, include_context=False)
-                    ]
-        return read, wrong
+        rest = {name: value for name, value in arguments.items() if more is not None and name not in fields}
+        given, wrong = read(named, [{name: value for name, value in arguments.items() if name not in rest}])
+        others, also = read(more, [rest]) if rest else ({}, [])
+        return {**given, **others}, wrong + also
 
     return check
 
 
-def check_by_schema(schema: Mapping[str, Any]) -> Check:
-    """The check of arguments by a JSON schema, as servers describe their tools with.
+def _wrong(path: Any, message: str, kind: str, value: Any, known: Iterable[str]) -> str:
+    if kind == "missing":
+        return f"{place(path)}: {message} (missing)."
+    if kind == "extra_forbidden" and len(path) == 1:
+        return f"{place(path)}: Unexpected argument. There are: {', '.join(known) or 'none'}."
+    return f"{place(path)}: {message}, not {_short(value)}."
 
-    An argument that the schema does not mention is wrong, unless the schema says that others are allowed.
-    A schema that cannot be used checks nothing: the server does.
+
+def check_by_schema(schema: Mapping[str, Any]) -> Check:
+    """The check of arguments by a JSON schema, as servers describe their tools.
+
+    An argument that the schema does not mention is wrong, unless the schema allows others. A schema that can't be used
+    checks nothing, because the server does.
 
     Args:
         schema: Schema of the object that the arguments make.
@@ -118,34 +122,41 @@ def check_by_schema(schema: Mapping[str, Any]) -> Check:
     from jsonschema.validators import Draft202012Validator, validator_for  # type: ignore[import-untyped]
     from referencing import Registry
 
-    validator = validator_for(schema, default=Draft202012Validator)(
-        schema, registry=Registry()
-    )  # which fetches nothing
-    properties = schema.get("properties") or {}
-    closed = _ELSEWHERE.isdisjoint(schema) and "properties" in schema
+    about_others = {
+        *("additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames"),
+        *("$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas"),
+    }
+    if "properties" in schema and about_others.isdisjoint(schema):
+        schema = {**schema, "additionalProperties": False}
+    cls = validator_for(schema, default=Draft202012Validator)
+    validator = cls(schema, registry=Registry())  # which fetches nothing
+    names = schema.get("properties") or {}
 
     def check(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         try:
             errors = list(validator.iter_errors(arguments))
         except Exception:  # such as an unknown type or reference in it
             return dict(arguments), []
-        wrong = [_unknown(name, properties) for name in arguments if closed and name not in properties]
+        wrong = []
         for error in errors:
-            path = [*error.absolute_path]
+            path, value = [*error.absolute_path], error.instance
             if error.validator == "required":
-                wrong += _missing(place([*path, name]) for name in error.validator_value if name not in error.instance)
+                missing = [name for name in error.validator_value if name not in value]
+                wrong += [_wrong([*path, name], "Field required", "missing", None, names) for name in missing]
+            elif error.validator == "additionalProperties" and not path and error.validator_value is False:
+                wrong += [_wrong([name], "", "extra_forbidden", None, names) for name in value if name not in names]
             elif error.validator == "type":
                 kinds = error.validator_value
                 wanted = kinds if isinstance(kinds, str) else " or ".join(kinds)
-                wrong.append(f"{place(path)}: Input should be a valid {wanted}, not {_written(error.instance)}.")
+                wrong.append(f"{place(path)}: Input should be a valid {wanted}, not {_short(value)}.")
             else:
-                wrong.append(f"{place(path)}: {error.message}." if path else f"{error.message}.")
+                wrong.append(f"{place(path)}: {error.message}.")
         return dict(arguments), list(dict.fromkeys(wrong))
 
     return check
 
 
-def _told(hint: Any) -> dict[str, Any] | None:
+def _rich_schema(hint: Any) -> dict[str, Any] | None:
     """JSON schema of a hint with enums, dates, or classes with fields, which transformers shows as bare objects."""
     from pydantic import TypeAdapter
 
@@ -159,8 +170,20 @@ def _told(hint: Any) -> dict[str, Any] | None:
     return schema
 
 
+def _known(hint: Any) -> Any:
+    """The hint as pydantic reads it; Any if it can't."""
+    from pydantic import TypeAdapter
+
+    try:
+        hint = _readable(hint)
+        TypeAdapter(hint)
+    except Exception:  # such as a PIL image
+        return Any
+    return hint
+
+
 def _readable(hint: Any) -> Any:
-    """The hint with each `typing.TypedDict` as one of `typing_extensions`: pydantic needs it before Python 3.12."""
+    """The hint with each `typing.TypedDict` as one of `typing_extensions`, which pydantic needs before Python 3.12."""
     import typing_extensions as extended
 
     if typing.is_typeddict(hint):
@@ -177,20 +200,11 @@ def _readable(hint: Any) -> Any:
     return hint
 
 
-def _missing(names: Iterable[str]) -> list[str]:
-    return [f"{name}: Field required (missing)." for name in names]
-
-
-def _unknown(name: str, known: Iterable[str]) -> str:
-    return f"{name}: Unexpected argument. There are: {', '.join(known) or 'none'}."
-
-
 def place(path: Iterable[Any]) -> str:
-    """Where something is, such as `points[0].x`."""
+    """A path such as `points[0].x`."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".") or "arguments"
 
 
-def _written(value: Any) -> str:
-    """A value as JSON, cut where it is long."""
+def _short(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 80 else f"{text[:77]}..."

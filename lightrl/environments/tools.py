@@ -12,27 +12,23 @@ from typing import Any, Literal
 from lightrl.compat.arguments import above, imported, one_of
 from lightrl.engines.background import all_of
 from lightrl.environments.base import Environment, EnvironmentFailedError, Message, Reply, Step, ToolCall
-from lightrl.environments.calling import UserCode
+from lightrl.environments.calling import LateError, LoopBlockedError, Outcome, UserCode, may_await
 from lightrl.environments.tool_arguments import Check, check_by_hints, tool_schema
-
-NOT_TOOLS = {"reset", "get_reward", "close"}
-
-
-class _Ended(RuntimeError):
-    """Stands for what would end more than the call, such as SystemExit; the text names it."""
 
 
 @dataclass
-class _Tool:
+class Tool:
     """A tool that the policy may call.
 
     Attributes:
-        function: Takes the arguments; gives what the policy reads.
+        schema: JSON schema, as chat templates take it.
+        function: From the arguments and a limit in seconds to the result, or what was raised.
         check: Check of the arguments.
-        waits: Whether it is async, so that calls of one reply may run together.
+        waits: Whether calls of one reply run at the same time.
     """
 
-    function: Callable[[dict[str, Any]], Awaitable[Any]]
+    schema: dict[str, Any]
+    function: Callable[[dict[str, Any], float | None], Awaitable[Outcome]]
     check: Check
     waits: bool
 
@@ -40,30 +36,30 @@ class _Tool:
 class ToolEnvironment(Environment):
     """Lets the policy call the public methods of a plain class.
 
-    The class has `reset(**row) -> str | None` (a string is appended to the last message of the prompt; with a
-    parameter `seed`, it is given the group's), and by choice `get_reward() -> float`, asked once at the end, and
-    `close()`. Every other public method is a tool, its schema made from type hints and the Google docstring; all may
-    be sync or async. A reply without a tool call ends the trajectory.
+    The class has `reset(**row) -> str | None`. A string is appended to the prompt's last message. A parameter `seed`
+    gets the group's. Optional: `get_reward() -> float`, called once at the end, and `close()`. Every other public
+    method is a tool, whose schema comes from type hints and the Google docstring. All may be sync or async. A reply
+    without a tool call ends the trajectory.
 
-    Sync methods run in a thread, so they do not hold up other environments. Calls of one reply: the async ones run
-    together, the sync ones one after another.
+    Sync methods run in a thread per attempt. Async calls of one reply run at the same time, sync ones one after
+    another. What the policy calls wrongly is told to it.
 
     Args:
-        factory: the class, or a function that makes an object of it; or the import path of either, as in YAML.
-        tool_timeout: seconds that a call may take; None for no limit. A sync call that takes longer cannot be ended:
-            it is left behind in its thread and counted (`tools/left_behind`).
-        timeout_message: what the policy reads then; `{name}` and `{seconds}` are filled in.
-        error_message: what the policy reads when a call raises, or cannot be made; `{name}` and `{error}` are filled
-            in. `EnvironmentFailedError` and `ConnectionError` are failures of the infrastructure instead; a tool
-            where the policy chooses the address should catch the latter itself.
-        result_role: "tool", or "user" for chat templates without tool messages; results of one reply are then one
+        factory: Class, function that makes an object of it, or the import path of either.
+        tool_timeout: Seconds that a call may take; None for no limit. A sync call can't be ended: it is left behind in
+            its thread and counted (`tools/left_behind`).
+        timeout_message: Message to the policy with `{name}` and `{seconds}`.
+        error_message: Message with `{name}` and `{error}` if a call raises or can't be made. `EnvironmentFailedError`
+            and `ConnectionError` are infrastructure failures instead. If the policy chooses the address, catch the
+            latter in the tool.
+        result_role: "tool", or "user" for chat templates without tool messages. Results of one reply are then one
             message.
 
     Raises:
-        ValueError: there is no such class, it has no `reset`, or a tool's schema cannot be made.
+        ValueError: There is no such class, it has no `reset`, or a tool's schema can't be made.
 
-    Source: TRL's `environment_factory` (https://huggingface.co/docs/trl/openenv), whose classes work unchanged. We
-    differ in that each attempt has an object of its own, and that errors are told in words.
+    Source: TRL's `environment_factory` (https://huggingface.co/docs/trl/openenv), whose classes work unchanged. Here
+    each attempt has a separate object.
     """
 
     def __init__(
@@ -75,37 +71,29 @@ class ToolEnvironment(Environment):
         error_message: str = "Error: {error}",
         result_role: Literal["tool", "user"] = "tool",
     ) -> None:
-        self.tool_timeout = above("tool_timeout", tool_timeout, note=" seconds", or_none="for no limit")
+        self.tool_timeout = above("tool_timeout", tool_timeout, or_none="for no limit")
         self.timeout_message = timeout_message
         self.error_message = error_message
         self.result_role = one_of("result_role", result_role, "tool", "user")
         self._object = (imported("factory:", factory) if isinstance(factory, str) else factory)()
         if not callable(getattr(self._object, "reset", None)):
-            raise ValueError(f"factory: {type(self._object).__name__} has no method `reset`.")
-        self._code = UserCode(type(self._object), "tool")
-        self._tools: dict[str, _Tool] = {}
-        self.tools = []
-        for name, _ in inspect.getmembers(type(self._object), predicate=inspect.isfunction):
-            if not name.startswith("_") and name not in NOT_TOOLS:
-                method = getattr(self._object, name)
-                schema = tool_schema(name, method)
-                self._add_tool(
-                    schema,
-                    partial(self._call, method),
-                    check_by_hints(method, schema),
-                    inspect.iscoroutinefunction(method),
-                )
+            raise ValueError(f"factory={type(self._object).__name__}: has no method `reset`. Add one.")
+        self._code = UserCode(type(self._object).__qualname__)
+        self._tools: dict[str, Tool] = {}
+        for name in tool_names(type(self._object)):
+            method = getattr(self._object, name)
+            schema = tool_schema(name, method)
+            self.add_tool(Tool(schema, partial(self._call, method), check_by_hints(method, schema), may_await(method)))
         self._counts = {"tools/calls": 0.0, "tools/errors": 0.0, "tools/timeouts": 0.0, "tools/left_behind": 0.0}
 
-    def _add_tool(
-        self, schema: dict[str, Any], function: Callable[[dict[str, Any]], Awaitable[Any]], check: Check, waits: bool
-    ) -> None:
-        self.tools = [*self.tools, schema]
-        self._tools[schema["function"]["name"]] = _Tool(function, check, waits)
+    def add_tool(self, tool: Tool) -> None:
+        """Offers one more tool to the policy, before or in `reset`."""
+        self.tools = [*self.tools, tool.schema]
+        self._tools[tool.schema["function"]["name"]] = tool
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """Calls, those among them that went wrong or took too long, and threads that were left behind."""
+        """Numbers of calls, of those that went wrong or took too long, and of threads that were left behind."""
         return self._counts
 
     async def reset(self, row: Mapping[str, Any], *, seed: int) -> list[Message]:
@@ -113,7 +101,7 @@ class ToolEnvironment(Environment):
         named = inspect.signature(self._object.reset).parameters.get("seed")
         if named is not None and named.kind is not inspect.Parameter.VAR_KEYWORD:
             arguments.setdefault("seed", seed)
-        return first_messages(row, await self._call(self._object.reset, arguments))
+        return first_messages(row, await self._result(self._object.reset, arguments))
 
     async def step(self, reply: Reply) -> Step:
         if not reply.tool_calls:
@@ -132,77 +120,71 @@ class ToolEnvironment(Environment):
         )
 
     async def _results(self, calls: Sequence[ToolCall]) -> list[Any]:
-        """What the policy reads as the results of a reply's calls."""
+        """Contents of the messages that answer a reply's calls."""
         results: list[Any] = [None] * len(calls)
 
-        async def one(number: int) -> None:
-            results[number] = await self._result(calls[number])
-
-        async def in_turn(numbers: Sequence[int]) -> None:
+        async def run(numbers: Sequence[int]) -> None:
             for number in numbers:
-                await one(number)
+                results[number] = await self._told(calls[number])
 
         waits = [call.name in self._tools and self._tools[call.name].waits for call in calls]
-        alone = [number for number, wait in enumerate(waits) if not wait]
-        running = [in_turn(alone), *(one(number) for number, wait in enumerate(waits) if wait)]
-        await all_of(running)  # one failed, or the attempt was given up: no call outlives its turn
+        in_turn = [number for number, wait in enumerate(waits) if not wait]
+        # If one fails or the attempt is given up, no call outlives its turn.
+        await all_of([run(in_turn), *(run([number]) for number, wait in enumerate(waits) if wait)])
         return results
 
-    async def _result(self, call: ToolCall) -> Any:
-        """What the policy reads as the result of a call."""
+    async def _told(self, call: ToolCall) -> Any:
+        """Content of the message that answers a call."""
         self._counts["tools/calls"] += 1
         tool = self._tools.get(call.name)
         if tool is None:
             known = ", ".join(self._tools) or "none"
-            return self._wrong(call.name, f"there is no tool {call.name!r}; there are: {known}.")
+            return self.wrong(call.name, f"there is no tool {call.name!r}; there are: {known}.")
         arguments, wrong = tool.check(call.arguments)
         if wrong:
-            return self._wrong(call.name, f"{call.name}: {' '.join(wrong)}")
-        task = asyncio.ensure_future(tool.function(arguments))
-        try:
-            await asyncio.wait([task], timeout=self.tool_timeout)
-        finally:
-            if not (done := task.done()):
-                task.cancel()
-                await asyncio.wait([task], timeout=1.0)  # one that ignores this is left behind
-        if not done:
+            return self.wrong(call.name, f"{call.name}: {' '.join(wrong)}")
+        result, error = await tool.function(arguments, self.tool_timeout)
+        if isinstance(error, LateError):
             self._counts["tools/timeouts"] += 1
             self._counts["tools/left_behind"] += not tool.waits
             return self.timeout_message.format(name=call.name, seconds=self.tool_timeout)
-        try:
-            result = task.result()
-        except (EnvironmentFailedError, ConnectionError):
-            raise
-        except _Ended as error:
-            return self._wrong(call.name, str(error))
-        except Exception as error:
-            return self._wrong(call.name, f"{type(error).__name__}: {error}")
+        if isinstance(error, EnvironmentFailedError | ConnectionError | LoopBlockedError | asyncio.CancelledError):
+            raise error
+        if error is not None:
+            return self.wrong(call.name, f"{type(error).__name__}: {error}")
         return result if isinstance(result, list) and _are_blocks(result) else str(result)
 
-    async def _call(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-        """Result of a method of the object."""
-        result, error = await self._code.call(function, **arguments)
-        if error is None:
-            return result
-        if isinstance(error, Exception) and not isinstance(error, StopIteration):  # which a coroutine cannot raise
-            raise error
-        raise _Ended(f"{type(error).__name__}: {error}") from error
+    async def _call(self, function: Callable[..., Any], arguments: Mapping[str, Any], limit: float | None) -> Outcome:
+        return await self._code.call(partial(function, **arguments), limit)
 
-    def _wrong(self, name: str, error: str) -> str:
+    async def _result(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+        result, error = await self._call(function, arguments, None)
+        if error is not None:
+            raise error
+        return result
+
+    def wrong(self, name: str, error: str) -> str:
+        """The message about a call that went wrong, which is counted."""
         self._counts["tools/errors"] += 1
         return self.error_message.format(name=name, error=error)
 
     async def finish(self, stop_reason: str) -> float:
         if not callable(getattr(self._object, "get_reward", None)):
             return 0.0
-        return float(await self._call(self._object.get_reward, {}))
+        return float(await self._result(self._object.get_reward, {}))
 
     async def close(self) -> None:
         try:
             if callable(getattr(self._object, "close", None)):
-                await self._call(self._object.close, {})
+                await self._result(self._object.close, {})
         finally:
             self._code.close()
+
+
+def tool_names(kind: type) -> list[str]:
+    """Names of a class's methods that are tools."""
+    methods = inspect.getmembers(kind, predicate=inspect.isfunction)
+    return [name for name, _ in methods if name[0] != "_" and name not in ("reset", "get_reward", "close")]
 
 
 def _are_blocks(content: Sequence[Any]) -> bool:
@@ -210,7 +192,7 @@ def _are_blocks(content: Sequence[Any]) -> bool:
 
 
 def first_messages(row: Mapping[str, Any], said: Any) -> list[Message]:
-    """The row's prompt as messages, with what is `said` beside it (text, content blocks or None) at its end."""
+    """The row's prompt as messages, with `said` (text, content blocks, or None) at its end."""
     prompt = row.get("prompt", "")
     messages = (
         [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(message) for message in prompt]

@@ -18,8 +18,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightrl.engines.background import BackgroundLoop, all_of, patient_result
 from lightrl.engines.base import Engine, EngineDiedError, EngineRestartedError
-from lightrl.environments.base import EnvironmentFailedError
-from lightrl.environments.episodes import Episode, Task
+from lightrl.environments.episodes import EnvironmentFailedError, Episode, Task
 from lightrl.records import Completion, CompletionGroup, GenerationRequest, Media, SamplingParams, Scores, Trajectory
 from lightrl.rewards.scorer import RewardScorer
 from lightrl.rollout.collation import ScoredGroup

@@ -13,7 +13,7 @@ from lightrl.algorithms import GRPOLightningModule, SFTLightningModule
 from lightrl.cli.export import export
 from lightrl.data.sft import SFTDataModule, SFTSource
 from lightrl.data.templates import load_tokenizer
-from lightrl.environments.bridges import make_renderer
+from lightrl.environments.renderers import make_renderer
 from lightrl.models.spec import ModelSpec
 from tests.rollout.tasks import chat_model, fit, make_data, sgd, talk
 from tests.toys import quickstart_model, quiet_trainer, sums_data

@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 
-from lightrl.environments import Environment, Reply, Step, ToolCall, ToolEnvironment, calling
+from lightrl.environments import Environment, Reply, Step, ToolCall, ToolEnvironment
 from lightrl.records import CompletionGroup, GenerationRequest, Trajectory
 from tests.environments.scripted import ScriptedAttempts, ScriptedEngine, Turn, alone
 from tests.environments.test_attempts import SAMPLING, TOKENIZER, said
 
-SECONDS = 0.4
-NUMBER = 8
+NUMBER = 4
 
 
 @pytest.fixture
@@ -52,73 +51,66 @@ class Quick(Environment):
         return Step(reward=1.0, done=True)
 
 
+ANSWERS = {"reset": [{"role": "user", "content": "?"}], "step": Step(done=True), "finish": 0.0, "__init__": None}
+
+
 def blocking(method: str, kind: str, wait: Callable[[], object]) -> type[Environment]:
-    """A class whose method blocks, as `async def` or as plain `def`."""
-    before = getattr(Quick, method)
+    """A class whose method blocks, as plain `def`, or as `async def` with or without an `await`."""
+
+    async def awaits(self: Any, *args: Any, **kwargs: Any) -> Any:
+        await asyncio.sleep(0)
+        wait()
+        return ANSWERS[method]
 
     async def coroutine(self: Any, *args: Any, **kwargs: Any) -> Any:
         wait()
-        return await before(self, *args, **kwargs)
+        return ANSWERS[method]
 
     def plain(self: Any, *args: Any, **kwargs: Any) -> Any:
         wait()
-        return (
-            Step(done=True) if method == "step" else 0.0 if method == "finish" else [{"role": "user", "content": "?"}]
-        )
+        return ANSWERS[method]
 
-    def make(self: Any) -> None:
-        wait()
-
-    function: Any = make if method == "__init__" else coroutine if kind == "async" else plain
+    function: Any = {"async": coroutine, "awaits": awaits, "plain": plain}[kind]
     function.__name__ = method
     return type("Blocking", (Quick,), {method: function})
 
 
-@pytest.mark.filterwarnings("ignore:.*blocks")
-def test_a_method_without_an_await_never_waits_for_another() -> None:
-    class Sleeps(Quick):
-        async def step(self, reply: Reply) -> Step:
-            time.sleep(SECONDS)
-            return Step(done=True)
-
-    began = time.monotonic()
-    assert [t.stop_reason for t in play(Sleeps, said("hello"), number=NUMBER)] == ["stop"] * NUMBER
-    assert time.monotonic() - began < 4 * SECONDS
+PLACES = [
+    ("__init__", "plain"),
+    *((method, kind) for method in ("reset", "step", "finish") for kind in ("async", "plain")),
+]
 
 
-@pytest.mark.parametrize("kind", ["async", "plain"])
-@pytest.mark.parametrize("method", ["__init__", "reset", "step", "finish"])
-@pytest.mark.filterwarnings("ignore:.*blocks")
+@pytest.mark.parametrize(("method", "kind"), PLACES)
 def test_methods_that_block_run_at_the_same_time(method: str, kind: str) -> None:
-    began = time.monotonic()
-    group = play(blocking(method, kind, lambda: time.sleep(SECONDS)), said("hello"), number=NUMBER)
+    everyone = threading.Barrier(NUMBER, timeout=60)  # which one after another never pass
+    group = play(blocking(method, kind, everyone.wait), said("hello"), number=NUMBER)
     assert [t.stop_reason for t in group] == ["stop"] * NUMBER, group[0].failure
-    assert time.monotonic() - began < NUMBER * SECONDS * 0.6
 
 
-@pytest.mark.parametrize("kind", ["async", "plain"])
-def test_a_step_that_blocks_ends_at_max_seconds_and_is_named(kind: str, held: threading.Event) -> None:
-    began = time.monotonic()
-    with pytest.warns(UserWarning, match=r"Blocking: .*`step`"):
-        (trajectory,) = play(blocking("step", kind, lambda: held.wait(60)), said("hello"), max_seconds=0.3)
-    assert (trajectory.stop_reason, trajectory.failure) == ("time", None)
-    assert time.monotonic() - began < 10
-
-
-@pytest.mark.parametrize("kind", ["async", "plain"])
-@pytest.mark.parametrize("method", ["__init__", "reset", "finish"])
+@pytest.mark.parametrize(("method", "kind"), [*PLACES, ("step", "awaits"), ("reset", "awaits")])
 @pytest.mark.filterwarnings("ignore:.*(blocks|still running)")
-def test_other_methods_that_block_fail_at_their_limit(method: str, kind: str, held: threading.Event) -> None:
-    began = time.monotonic()
-    (trajectory,) = play(blocking(method, kind, lambda: held.wait(60)), said("hello"), environment_timeout=0.3)
-    assert trajectory.stop_reason == "failure" and "took longer than environment_timeout" in str(trajectory.failure)
-    assert time.monotonic() - began < 10
+def test_what_blocks_ends_at_its_limit(method: str, kind: str, held: threading.Event) -> None:
+    limits: dict[str, Any] = {"max_seconds": 0.3} if method == "step" else {"environment_timeout": 0.3}
+    (trajectory,) = play(blocking(method, kind, lambda: held.wait(60)), said("hello"), **limits)
+    assert not held.is_set()
+    if kind == "awaits":
+        assert "blocks the event loop" in str(trajectory.failure)
+    elif method == "step":
+        assert (trajectory.stop_reason, trajectory.failure) == ("time", None)
+    else:
+        assert "took longer than environment_timeout" in str(trajectory.failure)
 
 
-@pytest.mark.filterwarnings("ignore:.*blocks")
+def test_a_function_that_outlives_its_limit_is_named(held: threading.Event) -> None:
+    with pytest.warns(UserWarning, match=r"Blocking: `step`"):
+        play(blocking("step", "plain", lambda: held.wait(60)), said("hello"), max_seconds=0.3)
+
+
 def test_the_engine_is_asked_while_an_environment_blocks(held: threading.Event) -> None:
     class Waits(Quick):
         async def step(self, reply: Reply) -> Step:
+            await asyncio.sleep(0)
             return Step(reward=float(held.wait(30)), done=True)
 
     turn = said("hello")
@@ -147,35 +139,37 @@ def test_async_methods_share_one_loop_with_their_clients_and_locks() -> None:
             return Step(done=True)
 
     for _ in range(2):  # also in another rollout
-        assert [t.failure for t in play(Shares, said("hello"), number=4)] == [None] * 4
+        assert [t.failure for t in play(Shares, said("hello"), number=NUMBER)] == [None] * NUMBER
 
 
 @pytest.mark.filterwarnings("ignore:.*blocks")
-def test_a_step_that_never_returns_leaves_a_loop_to_the_others(
-    held: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_blocks_the_loop_fails_the_others_and_leaves_a_loop_to_later_ones(held: threading.Event) -> None:
+    made: list[Environment] = []
+
     class Hangs(Quick):
+        def __init__(self) -> None:
+            made.append(self)
+
         async def step(self, reply: Reply) -> Step:
             await asyncio.sleep(0.01)
-            held.wait(60)
+            if self is made[0]:
+                held.wait(60)
+            await asyncio.sleep(0 if held.is_set() else 30)
             return Step(done=True)
 
-    class Waits(Quick):
-        async def step(self, reply: Reply) -> Step:
-            await asyncio.sleep(0.01)
-            return Step(done=True)
-
-    assert play(Waits, said("hello"))[0].stop_reason == "stop"
-    monkeypatch.setattr(calling, "STUCK", 0.3)
-    assert play(Hangs, said("hello"), max_seconds=0.3)[0].stop_reason == "time"
-    began = time.monotonic()
-    assert play(Waits, said("hello"), max_seconds=30)[0].stop_reason == "stop" and time.monotonic() - began < 10
+    both = play(Hangs, said("hello"), number=2, max_seconds=0.5)
+    assert all("blocks the event loop" in str(trajectory.failure) for trajectory in both)  # neither is scored
+    assert play(blocking("step", "awaits", lambda: None), said("hello"), max_seconds=30)[0].stop_reason == "stop"
 
 
-def test_an_environment_is_made_in_the_thread_that_calls_it() -> None:
+def test_what_does_not_await_runs_in_one_thread_per_environment() -> None:
     class Database(Quick):
         def __init__(self) -> None:
-            self.connection = sqlite3.connect(":memory:")  # which other threads cannot use
+            self.connection = sqlite3.connect(":memory:")  # which other threads can't use
+
+        def reset(self, row: Mapping[str, Any], *, seed: int) -> Any:
+            self.connection.execute("select 1")
+            return ANSWERS["reset"]
 
         async def step(self, reply: Reply) -> Step:
             (value,) = self.connection.execute("select 3").fetchone()
@@ -185,26 +179,39 @@ def test_an_environment_is_made_in_the_thread_that_calls_it() -> None:
     assert trajectory.turn_rewards == [3.0], trajectory.failure
 
 
-@pytest.mark.filterwarnings("ignore:.*blocks")
+def test_async_code_without_await_may_start_tasks() -> None:
+    class Polls(Quick):
+        async def reset(self, row: Mapping[str, Any], *, seed: int) -> list[dict[str, Any]]:
+            self.task = asyncio.create_task(asyncio.sleep(0.01, 5.0))
+            return ANSWERS["reset"]  # type: ignore[return-value]
+
+        async def step(self, reply: Reply) -> Step:
+            return Step(reward=await self.task, done=True)
+
+    assert play(Polls, said("hello"))[0].turn_rewards == [5.0]
+
+
 def test_an_async_tool_that_blocks_holds_up_no_other_environment_and_ends_at_its_limit(held: threading.Event) -> None:
+    everyone = threading.Barrier(NUMBER, timeout=60)
+
     class Tools:
         def reset(self, **row: Any) -> None: ...
 
-        async def sleep(self) -> str:
-            """Sleeps."""
-            time.sleep(SECONDS)
-            return "slept"
+        async def meet(self) -> str:
+            """Meets the others."""
+            everyone.wait()
+            return "met"
 
         async def hang(self) -> str:
             """Hangs."""
             held.wait(60)
             return "late"
 
-    slept, hung = (said("", ToolCall(name, {}, "call00000")) for name in ("sleep", "hang"))
+    met, hung = (said("", ToolCall(name, {}, "call00000")) for name in ("meet", "hang"))
+    group = play(lambda: ToolEnvironment(Tools), met, said("done"), number=NUMBER)
+    assert [t.messages[-2]["content"] for t in group] == ["met"] * NUMBER
     began = time.monotonic()
-    group = play(lambda: ToolEnvironment(Tools), slept, said("done"), number=NUMBER)
-    assert [t.messages[-2]["content"] for t in group] == ["slept"] * NUMBER
-    assert time.monotonic() - began < NUMBER * SECONDS * 0.6
-    (trajectory,) = play(lambda: ToolEnvironment(Tools, tool_timeout=0.3), hung, said("done"))
+    with pytest.warns(UserWarning, match="still running"):
+        (trajectory,) = play(lambda: ToolEnvironment(Tools, tool_timeout=0.3), hung, said("done"))
     assert trajectory.messages[-2]["content"] == "Error: hang took longer than 0.3 seconds."
     assert time.monotonic() - began < 20

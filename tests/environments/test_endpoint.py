@@ -24,7 +24,6 @@ import httpx
 import openai
 import pytest
 
-from lightrl.compat.uvicorn import serve
 from lightrl.environments import AgentProgram, EnvironmentEpisode, ToolEnvironment
 from lightrl.records import Completion, CompletionGroup, GenerationRequest, SamplingParams, Trajectory
 from tests.environments import plain_program, programs

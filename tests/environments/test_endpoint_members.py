@@ -16,7 +16,7 @@ from anthropic import beta_tool
 from openai.types.beta import response_create_params as responses_beta
 from openai.types.responses import response_create_params, response_input_item_param
 
-from lightrl.environments.endpoint import anthropic_messages, openai_chat, openai_responses
+from lightrl.environments.endpoint import anthropic_messages, openai_apis
 from lightrl.environments.endpoint.api import TEXT_BLOCK, Api, Members
 from lightrl.environments.endpoint.session import RefusedError
 from lightrl.records import SamplingParams
@@ -25,8 +25,8 @@ from tests.environments.test_endpoint import ASK, CALL, Engine, Open, play
 HEADERS = {"betas", "user_profile_id", "workspace_id"}
 """Members of the SDKs' types that are sent as headers."""
 APIS: dict[str, tuple[Api, dict[str, Any]]] = {
-    "chat": (openai_chat.ChatCompletions(), {"messages": ASK}),
-    "responses": (openai_responses.Responses(), {"input": "Hello"}),
+    "chat": (openai_apis.ChatCompletions(), {"messages": ASK}),
+    "responses": (openai_apis.Responses(), {"input": "Hello"}),
     "messages": (anthropic_messages.Messages(), {"messages": ASK, "max_tokens": 9}),
 }
 
@@ -39,12 +39,12 @@ def names(*types: Any) -> set[str]:
 DECIDED: list[tuple[str, Members, set[str]]] = [
     (
         "chat",
-        openai_chat.ChatCompletions.members,
+        openai_apis.ChatCompletions.members,
         names(*typing.get_args(chat.CompletionCreateParams)),
     ),
     (
         "responses",
-        openai_responses.Responses.members,
+        openai_apis.Responses.members,
         names(
             *typing.get_args(response_create_params.ResponseCreateParams),
             *typing.get_args(responses_beta.ResponseCreateParams),
@@ -58,12 +58,12 @@ DECIDED: list[tuple[str, Members, set[str]]] = [
             *typing.get_args(claude_beta.MessageCreateParams),
         ),
     ),
-    ("chat stream_options", openai_chat._STREAM, names(chat.ChatCompletionStreamOptionsParam)),
-    ("chat tool", openai_chat._TOOL, names(chat.ChatCompletionFunctionToolParam)),
-    ("chat call", openai_chat._CALL, names(chat.ChatCompletionMessageFunctionToolCallParam)),
+    ("chat stream_options", openai_apis._STREAM, names(chat.ChatCompletionStreamOptionsParam)),
+    ("chat tool", openai_apis._CHAT_TOOL, names(chat.ChatCompletionFunctionToolParam)),
+    ("chat call", openai_apis._CALL, names(chat.ChatCompletionMessageFunctionToolCallParam)),
     (
         "chat message",
-        openai_chat._MESSAGE,
+        openai_apis._CHAT_MESSAGE,
         names(
             chat.ChatCompletionSystemMessageParam,
             chat.ChatCompletionDeveloperMessageParam,
@@ -72,23 +72,23 @@ DECIDED: list[tuple[str, Members, set[str]]] = [
             chat.ChatCompletionToolMessageParam,
         ),
     ),
-    ("responses text", openai_responses._FORM, names(responses.ResponseTextConfigParam)),
-    ("responses tool", openai_responses._TOOL, names(responses.FunctionToolParam)),
+    ("responses text", openai_apis._FORM, names(responses.ResponseTextConfigParam)),
+    ("responses tool", openai_apis._RESPONSES_TOOL, names(responses.FunctionToolParam)),
     (
         "responses cache",
-        openai_responses._CACHE,
+        openai_apis._CACHE,
         names(response_create_params.PromptCacheOptions),
     ),
     (
         "responses message",
-        openai_responses._ITEMS["message"],
+        openai_apis._ITEMS["message"],
         names(responses.EasyInputMessageParam, responses.ResponseOutputMessageParam, response_input_item_param.Message),
     ),
-    ("responses reasoning", openai_responses._ITEMS["reasoning"], names(responses.ResponseReasoningItemParam)),
-    ("responses call", openai_responses._ITEMS["function_call"], names(responses.ResponseFunctionToolCallParam)),
+    ("responses reasoning", openai_apis._ITEMS["reasoning"], names(responses.ResponseReasoningItemParam)),
+    ("responses call", openai_apis._ITEMS["function_call"], names(responses.ResponseFunctionToolCallParam)),
     (
         "responses result",
-        openai_responses._ITEMS["function_call_output"],
+        openai_apis._ITEMS["function_call_output"],
         names(response_input_item_param.FunctionCallOutput),
     ),
     ("messages tool", anthropic_messages._TOOL, names(claude.ToolParam, claude_beta.BetaToolParam)),

@@ -11,7 +11,7 @@ import pytest
 
 from lightrl.environments import EnvironmentEpisode
 from lightrl.environments.bridges import TemplateBridge
-from lightrl.environments.parsing import PlainParser, RendererParser, choose_parser
+from lightrl.environments.parsing import PlainParser, choose_parser
 from lightrl.records import Completion
 from tests.environments.families import FAMILIES, make_tokenizer
 from tests.environments.scripted import ADD, Script, spell
@@ -150,11 +150,11 @@ def test_names_that_vllm_does_not_know_are_refused_at_set_up(argument: str) -> N
 
 def test_a_renderer_reads_calls_thoughts_and_broken_calls() -> None:
     pytest.importorskip("renderers")
-    from lightrl.environments.bridges import make_renderer
+    from lightrl.environments.renderers import make_renderer
 
     tokenizer = make_tokenizer(FAMILIES["qwen3"])
     parser = chosen(tokenizer, renderer=make_renderer(tokenizer, "qwen3"))
-    assert isinstance(parser, RendererParser)
+    assert type(parser).__name__ == "RendererParser"
     prompt = tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False)
     reply = parser.parse(
         prompt, spell(tokenizer, f"<think>\nhm\n</think>\n\nso\n{GOOD}<|im_end|>"), [ADD], truncated=False

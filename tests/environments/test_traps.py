@@ -14,7 +14,8 @@ from lightrl.algorithms import TrajectoryLayout
 from lightrl.callbacks.trajectory_check import LedgerMismatchError, TrajectoryLogprobCheck
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.environments import Ledger, Reply, check_trajectories
-from lightrl.environments.bridges import TemplateBridge, encode_marked, guard, make_renderer, special_texts
+from lightrl.environments.bridges import TemplateBridge, encode_marked, guard, special_texts
+from lightrl.environments.renderers import make_renderer
 from lightrl.objectives import ConstantLength, SequenceMean, SequenceSum, TokenMean
 from lightrl.records import Completion, CompletionGroup, EngineContext, GenerationRequest, SamplingParams, Trajectory
 from tests.environments.families import FAMILIES, make_tokenizer

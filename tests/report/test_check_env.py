@@ -85,8 +85,8 @@ def test_a_tool_environment_is_called_by_its_template(family: str) -> None:
     found = check(lambda: ToolEnvironment(Adder), family)
     assert found.problems() == []
     of = {p.script: p for p in found.played if p.row == 1 and not p.repeat}
-    assert set(of) == {"plain answer", "cut off", "calls add", "broken call"}
-    assert of["plain answer"].reward == 0.0 and of["plain answer"].trajectory.stop_reason == "stop"
+    assert set(of) == {"plain reply", "cut off", "calls add", "broken call"}
+    assert of["plain reply"].reward == 0.0 and of["plain answer"].trajectory.stop_reason == "stop"
     assert of["cut off"].trajectory.stop_reason == "length"
     called = of["calls add"].trajectory
     assert called.stop_reason == "turns" and called.metrics["tool_calls"] == 3 and of["calls add"].reward == 1.0
@@ -182,7 +182,7 @@ def written(tmp_path: Path, environment: str, **arguments: Any) -> str:
 def test_the_command_reads_the_class_from_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["check-env", "--config", written(tmp_path, "Says"), "--rows", "1"])
     out = capsys.readouterr().out
-    assert "plain answer" in out and "No problem found." in out
+    assert "plain reply" in out and "No problem found." in out
     with pytest.raises(SystemExit) as stop:
         main(["check-env", written(tmp_path, "Broken")])
     assert stop.value.code == 1 and "problem: failed: KeyError: 'weather'" in capsys.readouterr().out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import threading
 import time
@@ -216,14 +215,10 @@ def test_the_run_stops_with_the_failure_that_is_one_too_many_and_does_not_wait_f
     """Nine of ten attempts of a group fail at once; the tenth takes for ever."""
 
     class Slow(MultiTurn):
-        @contextlib.asynccontextmanager
-        async def player(self) -> Any:
-            async def play(attempt: Attempt) -> Trajectory:
-                if attempt.name.startswith("attempt 9 "):
-                    await asyncio.sleep(3600)
-                return tasks()[0].failed("killed")
-
-            yield play
+        async def play(self, attempt: Attempt) -> Trajectory:
+            if attempt.name.startswith("attempt 9 "):
+                await asyncio.sleep(3600)
+            return tasks()[0].failed("killed")
 
         def check_prompts(self, prompts: Any) -> None: ...
 

@@ -15,8 +15,9 @@ from lightrl.callbacks.rollout_writer import load_rollouts
 from lightrl.data.prompts import PromptSource
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.environments import EnvironmentEpisode, Reply, ToolEnvironment
-from lightrl.environments.bridges import RendererBridge, TemplateBridge
+from lightrl.environments.bridges import TemplateBridge
 from lightrl.environments.ledger import Ledger
+from lightrl.environments.renderers import RendererBridge
 from lightrl.models.lora import named_hf_weights
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives import GroupRelative

@@ -63,48 +63,6 @@ def _equal(value: Any, fixed: Any) -> bool:
 
 UNKNOWN = "unknown_parameter"
 
-OPENAI_SAMPLING = frozenset(
-    [
-        *("temperature", "top_p", "frequency_penalty", "presence_penalty", "seed"),
-        *("top_k", "min_p", "repetition_penalty"),  # of vLLM and SGLang
-    ]
-)
-
-OPENAI_HARMLESS = frozenset(
-    [
-        *("user", "metadata", "store", "safety_identifier", "service_tier", "prompt_cache_key"),
-        *("prompt_cache_retention", "request_id", "session_id", "priority", "cache_salt"),
-    ]
-)
-
-OPENAI_FIXED: Mapping[str, tuple[Any, ...]] = {
-    "parallel_tool_calls": (True,),
-    "moderation": (),
-    # What vLLM and SGLang add.
-    "stop": ([], ""),
-    "stop_token_ids": ([],),
-    "include_stop_str_in_output": (False,),
-    "ignore_eos": (False,),
-    "min_tokens": (0,),
-    "logit_bias": ({},),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-    "structured_outputs": (),
-    "use_beam_search": (False,),
-    "best_of": (1,),
-    "length_penalty": (1.0,),
-    "echo": (False,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "add_special_tokens": (False,),
-    "documents": ([],),
-    "include_reasoning": (True,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-}
-
 TEXT_BLOCK = Members(
     read=("type", "text", "refusal"),
     harmless=("cache_control", "citations", "prompt_cache_breakpoint", "annotations", "logprobs"),

@@ -1,59 +1,47 @@
-"""Which attempt opened a connection: attempts that share a process can mix up their keys, and would train each other.
+"""Which attempt opened a connection. Attempts that share a process can mix up keys, and would train each other's turns.
 
-Python's audit hook for `socket.connect` runs in the thread and context that connects, whatever the client library. The
-endpoint closes a connection after each response, so that each request has a connection of its caller. Threads, and work
-for a pool of threads, belong to the attempt that starts them.
+A context variable names the attempt of code. Tasks, `asyncio.to_thread`, and executors of event loops carry it on, and
+from Python 3.12 a thread also belongs to the attempt that started it. The audit event of a connection comes from the
+code that connects, whatever the client library. The endpoint closes a connection after each response, so each request
+has a connection of its caller.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import socket
 import sys
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
+UNKNOWN = ""
+"""Key for code of this process in a thread that belongs to no attempt."""
 
-@dataclass(frozen=True)
-class _Attempt:
-    key: str
-    blocks: Callable[[], object]
-
-
-_attempt: ContextVar[_Attempt | None] = ContextVar("attempt", default=None)
-_opened: WeakKeyDictionary[socket.socket, str] = WeakKeyDictionary()
-_lock = threading.Lock()  # also held while the hook is added
+_attempt: ContextVar[str] = ContextVar("attempt", default=UNKNOWN)
+_threads: WeakKeyDictionary[threading.Thread, str] = WeakKeyDictionary()
+_connections: WeakKeyDictionary[socket.socket, str] = WeakKeyDictionary()
+_lock = threading.RLock()
 _watches = False
 
 
-def enter(key: str, blocks: Callable[[], object] = lambda: None) -> None:
-    """Makes this context, and the tasks and contexts that come from it, an attempt's.
-
-    Args:
-        key: The attempt's key.
-        blocks: Called when the attempt connects in a way that blocks the event loop of the thread it runs in.
-    """
+def enter(key: str) -> None:
+    """Makes this context, and what carries it on, an attempt's."""
     global _watches
-    with _lock:
-        if not _watches:
-            sys.addaudithook(_hook)  # stays for as long as the process: Python has no way to remove one
-            _carry_into_threads()
-            _watches = True
-    _attempt.set(_Attempt(key, blocks))
+    if not _watches:
+        _watches = True
+        sys.addaudithook(_hook)  # for as long as the process lives: Python can't remove one
+    _attempt.set(key)
 
 
 def key_of(port: int) -> str | None:
-    """The key of the attempt that opened the connection with this local port; None if that is unknown, as for other
-    processes, and clients that don't use Python's sockets or threads."""
+    """The key of the attempt that opened the connection with this local port; `UNKNOWN` for none.
+
+    None if another process did, or a client without Python's sockets.
+    """
     with _lock:
-        opened = list(_opened.items())
+        opened = list(_connections.items())
     for connection, key in opened:
         with contextlib.suppress(OSError):  # closed
             if connection.getsockname()[1] == port:
@@ -62,38 +50,18 @@ def key_of(port: int) -> str | None:
 
 
 def _hook(event: str, arguments: tuple[Any, ...]) -> None:
-    if event == "socket.connect" and (attempt := _attempt.get()) is not None:
+    if event == "socket.connect":
         connection, address = arguments
         if isinstance(connection, socket.socket) and isinstance(address, tuple) and address[0] == "127.0.0.1":
             with _lock:
-                _opened[connection] = attempt.key
-            if connection.gettimeout() != 0:
-                with contextlib.suppress(RuntimeError):  # no loop runs in this thread
-                    asyncio.get_running_loop()
-                    attempt.blocks()
+                _connections[connection] = _current()
+    elif event in ("_thread.start_new_thread", "_thread.start_joinable_thread"):  # Python 3.12 and 3.13
+        thread = getattr(arguments[0], "__self__", None)
+        if isinstance(thread, threading.Thread):
+            with _lock:
+                _threads[thread] = _current()
 
 
-def _carry_into_threads() -> None:
-    """Makes a thread, and what a pool's thread is given to do, the attempt's that starts it."""
-    start, submit = threading.Thread.start, ThreadPoolExecutor.submit
-
-    def started(self: threading.Thread) -> None:
-        if (attempt := _attempt.get()) is not None:
-            self.run = partial(_in_thread, attempt, self.run)  # type: ignore[method-assign]
-        start(self)
-
-    def submitted(self: ThreadPoolExecutor, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        if (attempt := _attempt.get()) is not None:
-            function = partial(_in_thread, attempt, function)
-        return submit(self, function, *args, **kwargs)
-
-    threading.Thread.start = started  # type: ignore[method-assign]
-    ThreadPoolExecutor.submit = submitted  # type: ignore[method-assign, assignment]
-
-
-def _in_thread(attempt: _Attempt, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    token = _attempt.set(_Attempt(attempt.key, lambda: None))  # this thread blocks no loop of programs
-    try:
-        return function(*args, **kwargs)
-    finally:
-        _attempt.reset(token)
+def _current() -> str:
+    """The key of the attempt that runs this code."""
+    return _attempt.get() or _threads.get(threading.current_thread(), UNKNOWN)

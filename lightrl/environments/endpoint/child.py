@@ -1,5 +1,7 @@
-"""Runs a program's function in a process of its own: `python child.py PROGRAM RESULT`, the call as a line of JSON on
-standard input, which stays open for as long as the run lives. It is run by its path, so it imports nothing of ours.
+"""Runs a program's function in this process: `python child.py PROGRAM RESULT`.
+
+The call is a line of JSON on standard input, which stays open as long as the run lives. The file is run by its path, so
+it imports nothing of ours.
 """
 
 import asyncio
@@ -11,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,7 +21,7 @@ sys.path.pop(0)  # the folder of this file
 
 
 def _end_with(stream: IO[bytes]) -> None:
-    """Ends this process and its children when the run that started them is no more."""
+    """Kills this process and its children when the run that started them is gone."""
     stream.read()
     os.killpg(0, signal.SIGKILL)
 
@@ -38,26 +41,23 @@ def _load(run: str) -> Any:
 
 
 def main(run: str, result_path: str) -> None:
-    """Calls the program `file.py:function` once with what stands on standard input, and writes its reward to a file."""
+    """Calls the function of `file.py:function` once, and writes its reward to a file."""
     lifeline = os.fdopen(os.dup(0), "rb")  # not inherited by the program's children
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
     call = json.loads(lifeline.readline())
     threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
+
+    async def awaited(reward: Any) -> Any:
+        return await reward
+
     try:
         reward = _load(run)(call["row"], call["base_url"], call["api_key"])
         if inspect.isawaitable(reward):
-
-            async def awaited() -> Any:
-                return await reward
-
-            reward = asyncio.run(awaited())
-        result = {"reward": reward}
-        written = json.dumps(result)
-    except BaseException as error:  # SystemExit too: a program that leaves has not answered
-        import traceback
-
+            reward = asyncio.run(awaited(reward))
+        written = json.dumps({"reward": reward})
+    except BaseException as error:  # SystemExit included: a program that leaves has not answered
         traceback.print_exc()
         written = json.dumps({"error": f"{type(error).__name__}: {error}"})
     sys.stdout.flush()

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightrl.compat.arguments import MAX_REWARD, imported, require_packages
-from lightrl.engines.background import in_thread
+from lightrl.engines.background import in_background, in_thread
+from lightrl.environments import calling
 from lightrl.environments.endpoint import running
-from lightrl.environments.endpoint.running import InProcess, InSubprocess, LoopBlockedError, ProgramError, Runner
+from lightrl.environments.endpoint.running import ProgramBlockedError, ProgramError, Runner
 from lightrl.environments.endpoint.session import Session
 from lightrl.environments.multi_turn import Attempt, MultiTurn
 from lightrl.records import StopReason, Trajectory
@@ -35,42 +37,40 @@ _HINT = (
 class AgentProgram(MultiTurn):
     """Has each attempt made by a program that uses the policy as a model server.
 
-    The program is a function `main(row, base_url, api_key)`, sync or async, that returns a reward or None (the reward
-    functions then score the trajectory). `row` has the data set's columns and the column `prompt`. It asks `base_url`
-    for replies by OpenAI's chat completions or responses or by Anthropic's messages, plain or streaming, with any
-    client. What it gets are turns of the policy. Sync programs run in threads, async ones on one event loop, so that
-    one client can serve all attempts if each request has its attempt's key.
+    The program is a function `main(row, base_url, api_key)`, sync or async, that returns a reward, or None to leave it
+    to the reward functions. `row` has the dataset's columns and `prompt`. At `base_url` the policy answers OpenAI's
+    chat completions and responses and Anthropic's messages, plain or streaming, with any client. Sync programs run in
+    threads, async ones on one event loop, so that one client can serve all attempts if each request has its attempt's
+    key.
 
-    Each attempt has a key of its own, void after its end. A request that continues one of the attempt's conversations
-    word for word extends its row where that is proven; any other begins a new row, with what was sampled before as
-    context (sub-agents, compactions). The run's sampling settings apply: sampling parameters in a request have no
-    effect, are counted (`ignored_parameters`), and named once in a warning. Members that would change the completion
-    (several choices, stop strings, a forced tool, JSON of a schema) and unknown ones are rejected as the provider
+    A request that continues one of the attempt's conversations word for word extends its row if that is proven to be
+    exact. Any other begins a new row, with what was sampled before as context (sub-agents, compactions). The run's
+    sampling settings apply: sampling parameters in a request have no effect, are counted (`ignored_parameters`), and
+    named once in a warning. Members that would change the completion, and unknown ones, are rejected as the provider
     rejects them. A server on 127.0.0.1 answers, from the first attempt until `close`.
 
-    A request with the key of another attempt, which a client of the whole process makes, ends the run, and so does a
-    reward from a program that sent no request.
+    Each attempt has its own key, which is void after its end. A request with the key of another attempt ends the run,
+    and so does a reward from a program that sent no request.
 
-    A limit ends an attempt with its name as its stop reason; it is scored, because the policy caused it, with what the
-    program returns, or with `limit_reward` where that is nothing. An exception in the program, a process that dies, an
-    engine that fails, and a program that never asks for a turn end it with "failure": it is in no loss and no baseline.
+    A limit ends an attempt with its name as stop reason. The attempt is scored, because the policy caused it, with
+    what the program returns, else with `limit_reward`. An exception in the program, a process that dies, an engine that
+    fails, and a program that never asks for a turn end it with "failure": it is in no loss and no baseline.
 
     Args:
         run: "file.py:main" or "package.module:main", or the function itself.
-        process: runs each attempt in a process of its own, which is killed with its children at the end, instead of in
-            a thread of this one. It finds the endpoint in `OPENAI_BASE_URL` and the like, too.
-        python: the interpreter of such processes; None takes this one.
-        env: environment variables of such processes, beside this one's.
-        max_turns: most turns of an attempt; a request beyond is refused with status 403.
-        max_seconds: most seconds that the program may take for an attempt; None is no limit. Waiting for the engine
-            does not count.
-        limit_reward: reward of an attempt that a limit ended before the program returned one; None leaves it to the
+        process: Runs each attempt in a separate process, which is killed with its children at the end. It also finds
+            the endpoint in `OPENAI_BASE_URL` and the like.
+        python: Interpreter of such processes; None for this one.
+        env: Additional environment variables of such processes.
+        max_turns: Maximum number of turns. A request beyond is rejected with status 403.
+        max_seconds: Seconds that the program may take, without those of the engine; None for no limit.
+        limit_reward: Reward of an attempt that a limit ended before the program returned one; None leaves it to the
             reward functions.
-        limits: retries, renderer and parsers too: the other arguments of `MultiTurn`. A conversation longer than
-            `max_tokens` is refused as too long for the model's context; the program may shorten it and go on.
+        limits: Other arguments of `MultiTurn`. A conversation longer than `max_tokens` is rejected as too long for the
+            context; the program may shorten it and continue.
 
     Raises:
-        ValueError: a value is out of its range, the program cannot be loaded, or the server's packages are missing.
+        ValueError: A value is out of its range, the program can't be loaded, or the server's packages are missing.
     """
 
     def __init__(
@@ -87,16 +87,23 @@ class AgentProgram(MultiTurn):
     ) -> None:
         super().__init__(max_turns=max_turns, max_seconds=max_seconds, **limits)
         if limit_reward is not None and not math.isfinite(limit_reward):
-            raise ValueError(f"limit_reward must be a finite number or None, got {limit_reward}.")
+            raise ValueError(f"limit_reward={limit_reward}: must be a finite number or None.")
         require_packages("AgentProgram", "agents", "fastapi", "uvicorn")
-        if process and not isinstance(run, str):
-            raise ValueError('process=True needs a program by name, run="file.py:main", not a function.')
-        if not process and (python is not None or env):
-            raise ValueError("python and env belong to processes: set process=True, or leave them out.")
+        self.runner: Runner
         if process:
-            self.runner: Runner = InSubprocess(str(run), python, env)
+            place = run.rpartition(":")[0] if isinstance(run, str) else ""
+            if not place or (place.endswith(".py") and not Path(place).exists()):
+                raise ValueError(
+                    f'run={run!r}: process=True needs an existing program. Pass "file.py:main" or '
+                    '"package.module:main".'
+                )
+            self.runner = partial(running.run_process, run, python, env)
+        elif python is not None or env:
+            raise ValueError(
+                f"python={python!r}, env={env!r}: belong to processes. Set process=True, or leave them out."
+            )
         else:
-            self.runner = InProcess(imported("run:", run) if isinstance(run, str) else run)
+            self.runner = partial(running.run_here, imported("run:", run) if isinstance(run, str) else run)
         self.limit_reward = limit_reward
         self._endpoint: Endpoint | None = None
         self._notified: set[str] = set()
@@ -106,43 +113,38 @@ class AgentProgram(MultiTurn):
             self._notified.add(message)
             rank_zero_warn(message)
 
-    @contextlib.asynccontextmanager
-    async def player(self) -> AsyncIterator[Callable[[Attempt], Awaitable[Trajectory]]]:
-
-        async def play(attempt: Attempt) -> Trajectory:
-            most = attempt.sampling.max_new_tokens
-            session = Session(
-                bridge=self.bridge_of(attempt.row),
-                parser=self.parser,
-                ask=attempt.ask,
-                turn_seed=attempt.turn_seed,
-                sampling=replace(attempt.sampling, max_new_tokens=min(most, self.max_tokens_per_turn or most)),
-                max_turns=self.max_turns,
-                max_tokens=attempt.max_tokens,
-                name=attempt.name,
-                template_kwargs=self.variables(attempt.row),
-                notify=self._notify,
-            )
-            return await self._play(session, self._served(), attempt.row)
-
-        yield play
+    async def play(self, attempt: Attempt) -> Trajectory:
+        most = attempt.sampling.max_new_tokens
+        session = Session(
+            bridge=self.bridge_of(attempt.row),
+            parser=self.parser,
+            ask=attempt.ask,
+            turn_seed=attempt.turn_seed,
+            sampling=replace(attempt.sampling, max_new_tokens=min(most, self.max_tokens_per_turn or most)),
+            max_turns=self.max_turns,
+            max_tokens=attempt.max_tokens,
+            name=attempt.name,
+            template_kwargs=self.variables(attempt.row),
+            notify=self._notify,
+        )
+        return await self._play(session, self._served(), attempt.row)
 
     def _served(self) -> Endpoint:
-        """The endpoint, which the first attempt starts, and one that finds that it has died."""
+        """The endpoint. The first attempt starts it, and so does one that finds that it has died."""
         with _STARTING:
-            if self._endpoint is None or not self._endpoint.answers:
+            if self._endpoint is None or self._endpoint.ended:
                 from lightrl.environments.endpoint.server import Endpoint
 
+                if self._endpoint is not None:
+                    in_background(self._endpoint.stop, "endpoint's end")
                 self._endpoint = Endpoint()
-                self._endpoint.start()
             return self._endpoint
 
     async def close(self) -> None:
-        """Ends what attempts share: the endpoint and the event loop of async programs."""
+        """Ends the endpoint."""
         endpoint, self._endpoint = self._endpoint, None
         if endpoint is not None:
             await in_thread(endpoint.stop, "endpoint's end")
-        await self.runner.close()
 
     async def _play(self, session: Session, endpoint: Endpoint, row: Mapping[str, Any]) -> Trajectory:
         """Runs the program and makes a trajectory of its outcome."""
@@ -151,7 +153,7 @@ class AgentProgram(MultiTurn):
         reward: float | None = None
         key = endpoint.open(session)
         broken = asyncio.ensure_future(session.broken.wait())
-        program = asyncio.ensure_future(self.runner.run(row, endpoint.base_url, key))
+        program = asyncio.ensure_future(self.runner(row, endpoint.base_url, key))
         try:
             while not program.done() and not broken.done():
                 left = None
@@ -172,15 +174,15 @@ class AgentProgram(MultiTurn):
             await asyncio.gather(program, broken, return_exceptions=True)
         if session.error is not None:
             raise session.error
-        if not program.cancelled() and isinstance(program.exception(), LoopBlockedError):
-            session.fail(f"run: {program.exception()}.")
+        if not program.cancelled() and isinstance(error := program.exception(), ProgramBlockedError):
+            session.fail(f"run: {error}")
         if not session.turns:
             if reward is not None and session.failure is None and not session.requested:
                 raise ValueError(
                     f"run: the program returned a reward but sent no request with its key. {_HINT} Return None if a "
                     "row needs no turn."
                 )
-            refusal = f" Its last request was refused: {session.refusal}" if session.refusal else ""
+            refusal = f" Its last request was rejected: {session.refusal}" if session.refusal else ""
             session.fail(f"the program ended without a turn.{refusal}")
         if session.failure is None and reward is None and (stop == "time" or session.limited):
             reward = self.limit_reward
@@ -196,23 +198,24 @@ class AgentProgram(MultiTurn):
         )
 
     def _reward(self, program: asyncio.Future[Any], session: Session) -> float | None:
-        """What the program returned; None where a limit made it raise.
+        """What the program returned; None if a limit made it raise.
 
         Raises:
-            ValueError: it is no reward.
+            ValueError: It is not a reward.
         """
         try:
             reward = program.result()
         except ProgramError as error:
             if not session.limited:
                 hint = "" if session.requested else f"\nIt sent no request with its key. {_HINT}"
-                session.fail(f"the program failed: {error}{hint}", users_lines(error, __file__, running.__file__))
+                lines = users_lines(error, __file__, running.__file__, calling.__file__)
+                session.fail(f"the program failed: {error}{hint}", lines)
             return None
         if reward is None:
             return None
         if not isinstance(reward, int | float) or not abs(reward) <= MAX_REWARD:
             raise ValueError(
-                f"run: the program must return a finite number or None, not {repr(reward)[:60]}; numbers of at most "
-                f"{MAX_REWARD:g} in size."
+                f"run: the program returned {repr(reward)[:60]}. Return a finite number of at most {MAX_REWARD:g} in "
+                "size, or None."
             )
         return float(reward)

@@ -1,4 +1,4 @@
-"""One attempt of a program: its requests become turns, and its conversations rows."""
+"""One attempt of a program. Its requests become turns, its conversations rows."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _COUNTS = ("tool_calls", "parse_errors", "refused_requests", "ignored_parameters
 
 
 class RefusedError(Exception):
-    """A request that is not answered.
+    """A request that is rejected.
 
     Args:
-        status: of HTTP.
-        message: what is wrong, and the way out.
-        parameter: the body's member that is wrong.
-        code: a word for programs, such as "context_length_exceeded".
+        status: HTTP status.
+        message: What is wrong, and the fix.
+        parameter: Member of the body that is wrong.
+        code: Word for programs, such as "context_length_exceeded".
     """
 
     def __init__(self, status: int, message: str, parameter: str | None = None, code: str | None = None) -> None:
@@ -43,15 +43,15 @@ class Asked:
     """A request of a program, whichever interface it came by.
 
     Attributes:
-        messages: the conversation; ids of tool calls are those that the program was given.
+        messages: Conversation; IDs of tool calls are those that the program was given.
         tools: JSON schemas, as chat templates take them.
-        max_new_tokens: most tokens of the reply; None leaves the run's limit.
-        model: name that the program asked for; it is given back and has no effect.
-        stream: whether the answer comes as server-sent events.
-        usage: whether a stream of chat completions ends with the counts of tokens.
-        ignored: names of sampling parameters, which have no effect.
-        template_kwargs: variables of the chat template that the program asked for.
-        instructions: how many of the first messages are not part of the conversation that a response continues.
+        max_new_tokens: Maximum number of tokens of the reply; None for the run's limit.
+        model: Name that the program asked for. It is given back and has no effect.
+        stream: Whether the answer comes as server-sent events.
+        usage: Whether a stream of chat completions ends with the counts of tokens.
+        ignored: Names of sampling parameters, which have no effect.
+        template_kwargs: Variables of the chat template that the program asked for.
+        instructions: Number of first messages that are not part of the conversation that a response continues.
     """
 
     messages: list[Message]
@@ -67,13 +67,7 @@ class Asked:
 
 @dataclass
 class Answered:
-    """A turn as the program gets it.
-
-    Attributes:
-        number: of the turn.
-        reply: parsed; ids of tool calls are unique in the attempt.
-        prompt_tokens, completion_tokens: their counts.
-    """
+    """A turn as the program gets it. IDs of the reply's tool calls are unique in the attempt."""
 
     number: int
     reply: Reply
@@ -89,20 +83,20 @@ class _Stream:
     busy: bool = False
 
     def rest(self, messages: Sequence[Message], tools: Tools) -> list[Message] | None:
-        """The messages after this conversation; None where they do not continue it."""
+        """The messages after this conversation; None if they do not continue it."""
         said = self.ledger.conversation
         if self.busy or self.ledger.tools != list(tools) or len(messages) < len(said):
             return None
         if not all(_same(mine, theirs) for mine, theirs in zip(said, messages, strict=False)):
             return None
         rest = list(messages[len(said) :])
-        if len(said) == len(self.ledger.messages):  # nothing came of its last request: only the same one again
+        if len(said) == len(self.ledger.messages):  # its last request has no reply: only the same one again
             return None if rest else []
         return rest if rest and all(message["role"] != "assistant" for message in rest) else None
 
 
 def _same(mine: Message, theirs: Message) -> bool:
-    """Whether a program means this message of ours. Many do not send thoughts back."""
+    """Whether a program means this message of ours. Many programs do not send thoughts back."""
     if "reasoning_content" in mine and "reasoning_content" not in theirs:
         mine = {key: value for key, value in mine.items() if key != "reasoning_content"}
     return mine == theirs
@@ -112,25 +106,33 @@ def _same(mine: Message, theirs: Message) -> bool:
 class Session:
     """Answers the requests of one attempt, on the event loop that it was made on.
 
-    A request that continues one of the attempt's conversations word for word extends its tokens where the bridge proves
+    A request that continues one of the attempt's conversations word for word extends its tokens if the bridge proves
     that the chat template does. Any other begins a new row: sub-agents, compactions, edited histories, a second request
-    for the same turn. Where it leaves a conversation after one of its turns, the row begins with the tokens that were
-    sampled until then, as context. A sampled token is trained in the row that it was sampled in.
+    for the same turn. If it leaves a conversation after one of its turns, the row begins with the tokens sampled until
+    then, as context. A sampled token is trained in the row that it was sampled in.
 
     Turns are numbered as their requests come, and a turn's seed follows from its number: a program that asks for one
     thing at a time gets the same tokens for the same seeds. The number of a request that was given up is used again.
 
     Args:
-        bridge: of the chat template.
-        parser: from tools to the parser of replies.
-        ask: has the engine complete a request.
-        turn_seed: from a turn's number to its seed.
-        sampling: the distribution and the most tokens of a turn.
-        max_turns: most turns.
-        max_tokens: most tokens of a row.
-        name: how messages call the attempt.
-        template_kwargs: variables of the chat template.
-        notify: is told what a user should know once.
+        bridge: Bridge of the chat template.
+        parser: From tools to the parser of replies.
+        ask: Has the engine complete a request.
+        turn_seed: From a turn's number to its seed.
+        sampling: Distribution and maximum number of tokens of a turn.
+        max_turns: Maximum number of turns.
+        max_tokens: Maximum number of tokens of a row.
+        name: Name of the attempt in messages.
+        template_kwargs: Variables of the chat template.
+        notify: Gets what a user should read once.
+
+    Attributes:
+        broken: Set if something failed or the run must end.
+        failure: What failed that the policy did not cause. `raised_at`: lines of the user's code that raised.
+        error: Error that ends the run.
+        refusal: Message of the last rejection.
+        requested: Whether the program sent a request.
+        completion: Content of the last reply.
     """
 
     bridge: Bridge
@@ -143,60 +145,56 @@ class Session:
     name: str
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     notify: Callable[[str], None] = lambda message: None
-    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop, init=False)
-    broken: asyncio.Event = field(default_factory=asyncio.Event, init=False)
-    failure: str | None = field(default=None, init=False)
-    raised_at: str = field(default="", init=False)
-    error: Exception | None = field(default=None, init=False)
-    refusal: str | None = field(default=None, init=False)
-    requested: bool = field(default=False, init=False)
-    ended: bool = field(default=False, init=False)
-    completion: str = field(default="", init=False)
-    counts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_COUNTS, 0.0), init=False)
-    _limit: StopReason | None = field(default=None, init=False)
-    _last: StopReason = field(default="stop", init=False)
-    _streams: list[_Stream] = field(default_factory=list, init=False)
-    _latest: _Stream | None = field(default=None, init=False)
-    _free: list[int] = field(default_factory=list, init=False)
-    _numbers: int = field(default=0, init=False)
-    _turns: set[int] = field(default_factory=set, init=False)
-    _tasks: set[asyncio.Task[Any]] = field(default_factory=set, init=False)
-    # the program's id of a call -> the policy's, and its name
-    _call_ids: dict[str, tuple[str, str]] = field(default_factory=dict, init=False)
-    _waited: float = field(default=0.0, init=False)
-    _waiting_since: float = field(default=0.0, init=False)
-    _responses: dict[str, list[Message]] = field(default_factory=dict, init=False)
 
-    # ---- what the attempt has come to ---------------------------------------------------------------------------
+    def __post_init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.broken = asyncio.Event()
+        self.failure: str | None = None
+        self.raised_at = ""
+        self.error: Exception | None = None
+        self.refusal: str | None = None
+        self.requested = False
+        self.completion = ""
+        self._ended = False
+        self._counts = dict.fromkeys(_COUNTS, 0.0)
+        self._limit: StopReason | None = None
+        self._last: StopReason = "stop"
+        self._streams: list[_Stream] = []
+        self._latest: _Stream | None = None
+        self._free: list[int] = []  # numbers of turns that were given up
+        self._numbers = 0
+        self._turns: set[int] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._call_ids: dict[str, tuple[str, str]] = {}  # program's ID of a call -> policy's, and the tool's name
+        self._waited = 0.0
+        self._waiting_since = 0.0
+        self._responses: dict[str, list[Message]] = {}
+
+    # ---- outcome ----------------------------------------------------------------------------------------------------
 
     @property
     def turns(self) -> int:
-        """How many were sampled."""
+        """Number of sampled turns."""
         return len(self._turns)
 
     @property
     def stop_reason(self) -> StopReason:
-        """Why it ended, if it has ended now and nothing failed."""
+        """Why it ended, if it ends now without a failure."""
         return self._limit or self._last
 
     @property
     def limited(self) -> bool:
-        """Whether the last request was refused because of a limit."""
+        """Whether a limit rejected the last request."""
         return self._limit is not None
 
     @property
     def conversation(self) -> list[Message]:
-        """The one that the last turn belongs to."""
+        """Conversation of the last turn."""
         return [] if self._latest is None else self._latest.ledger.conversation
 
     @property
-    def forks(self) -> int:
-        """How many rows began beside the first."""
-        return sum(stream.ledger.forks + 1 for stream in self._streams) - 1 if self._streams else 0
-
-    @property
     def engine_seconds(self) -> float:
-        """Time in which at least one turn was being sampled."""
+        """Seconds in which at least one turn was being sampled."""
         return self._waited + (time.monotonic() - self._waiting_since if self._tasks else 0.0)
 
     @property
@@ -208,89 +206,91 @@ class Session:
             return [TrajectoryRow([0], [-1], [0.0], [-1])]
         return [replace(row, turn_ids=[number[turn] for turn in row.turn_ids]) for row in rows]
 
+    def metrics(self, seconds: float) -> dict[str, float]:
+        """Numbers to log of an attempt that took so many seconds as a whole."""
+        return {
+            "turns": float(self.turns),
+            "forks": float(max(sum(stream.ledger.forks + 1 for stream in self._streams) - 1, 0)),
+            "environment_seconds": max(seconds - self.engine_seconds, 0.0),
+            **self._counts,
+        }
+
     def end(self) -> None:
-        """Refuses everything from now on and gives up what is being sampled."""
-        self.ended = True
+        """Rejects everything from now on, and gives up what is being sampled."""
+        self._ended = True
         for task in self._tasks:
             task.cancel()
 
     def fail(self, cause: str, raised_at: str = "") -> None:
-        """Notes that something failed that the policy did not cause; the first cause stays, with its lines of code."""
+        """Records a failure that the policy did not cause. The first one stays."""
         if self.failure is None:
             self.failure, self.raised_at = cause, raised_at
         self.broken.set()
 
     def stop(self, error: Exception) -> None:
-        """Notes an error that ends the run."""
+        """Records an error that ends the run."""
         self.error = error
         self.broken.set()
 
     def refused(self, refused: RefusedError) -> None:
-        """Notes a request that was not answered."""
+        """Records a rejected request."""
         self.requested = True
-        self.counts["refused_requests"] += 1
+        self._counts["refused_requests"] += 1
         self.refusal = refused.message
         if refused.status in (400, 404, 405) and refused.code != "context_length_exceeded":
             self.notify(f"A request of the program was rejected with status {refused.status}: {refused.message}")
 
-    def _ignore(self, names: Sequence[str]) -> None:
-        self.counts["ignored_parameters"] += len(names)
-        for name in names:
-            self.notify(
-                f"The program's requests set {name}, which has no effect: turns are sampled by the run's settings."
-            )
-
     def remember(self, name: str, messages: list[Message]) -> None:
-        """Keeps the conversation of a response, to be continued by its id."""
+        """Keeps the conversation of a response, to be continued by its ID."""
         self._responses[name] = messages
 
     def recall(self, name: str) -> list[Message]:
         """The conversation of a response.
 
         Raises:
-            RefusedError: there is no such response in this attempt.
+            RefusedError: This attempt has no such response.
         """
         if name not in self._responses:
             raise RefusedError(400, f"There is no response {name!r} in this attempt.", "previous_response_id")
         return list(self._responses[name])
 
-    # ---- turns --------------------------------------------------------------------------------------------------
+    # ---- turns ------------------------------------------------------------------------------------------------------
 
     async def turn(self, asked: Asked) -> Answered:
         """Answers a request. Cancelling it gives the turn up: nothing of it is trained.
 
         Raises:
-            RefusedError: it cannot be answered.
+            RefusedError: It can't be answered.
         """
         task = asyncio.current_task()
         assert task is not None
         self.requested = True
+        if self.failure is not None:
+            raise RefusedError(503, f"The attempt failed: {self.failure}")
+        if self._ended:
+            raise RefusedError(401, "This attempt has ended; its key is no longer valid.")
+        if self.turns + len(self._tasks) >= self.max_turns:
+            self._limit = "turns"
+            raise RefusedError(403, f"The attempt has had its max_turns={self.max_turns} turns.", code="max_turns")
+        if not self._tasks:
+            self._waiting_since = time.monotonic()
+        self._tasks.add(task)
+        self._counts["ignored_parameters"] += len(asked.ignored)
+        for name in asked.ignored:
+            self.notify(
+                f"The program's requests set {name}, which has no effect: turns are sampled by the run's settings."
+            )
         try:
-            self._admit()
-            if not self._tasks:
-                self._waiting_since = time.monotonic()
-            self._tasks.add(task)
-            self._ignore(asked.ignored)
             return await self._sample(asked)
-        except (RefusedError, asyncio.CancelledError):
+        except RefusedError:
             raise
         except Exception as error:
             self.fail(f"{type(error).__name__}: {error}")
             raise RefusedError(503, f"The attempt failed: {self.failure}") from error
         finally:
-            if task in self._tasks:
-                self._tasks.discard(task)
-                if not self._tasks:
-                    self._waited += time.monotonic() - self._waiting_since
-
-    def _admit(self) -> None:
-        if self.failure is not None:
-            raise RefusedError(503, f"The attempt failed: {self.failure}")
-        if self.ended:
-            raise RefusedError(401, "This attempt has ended; its key is no longer valid.")
-        if self.turns + len(self._tasks) >= self.max_turns:
-            self._limit = "turns"
-            raise RefusedError(403, f"The attempt has had its max_turns={self.max_turns} turns.", code="max_turns")
+            self._tasks.discard(task)
+            if not self._tasks:
+                self._waited += time.monotonic() - self._waiting_since
 
     async def _sample(self, asked: Asked) -> Answered:
         wanted = min(self.sampling.max_new_tokens, asked.max_new_tokens or self.sampling.max_new_tokens)
@@ -333,14 +333,14 @@ class Session:
                 stream.busy = False
         completion = group.completions[0]
         reply = self.parser(asked.tools).read(prompt_ids, completion, asked.tools, self.bridge)
-        self.counts["parse_errors"] += bool(reply.errors)
+        self._counts["parse_errors"] += bool(reply.errors)
         stream.ledger.sampled(completion, group.versions(0), reply.message(), turn=number)
         self._turns.add(number)
         self._latest = stream
         self.completion = reply.content
         self._limit = None
         self._last = "stop" if not reply.truncated else "tokens" if left < wanted else "length"
-        self.counts["tool_calls"] += len(reply.tool_calls)
+        self._counts["tool_calls"] += len(reply.tool_calls)
         for_program = replace(reply, tool_calls=[])
         for i, call in enumerate(reply.tool_calls):
             call_id = f"call_{number}_{i}"
@@ -349,7 +349,7 @@ class Session:
         return Answered(number, for_program, len(prompt_ids), len(completion.token_ids))
 
     def _begun(self, messages: list[Message], tools: list[dict[str, Any]]) -> tuple[_Stream, list[int]]:
-        """The conversation that a request continues, or a new one, and what to ask the engine."""
+        """The conversation that a request continues, or a new one, and the tokens to ask the engine with."""
         found = [(stream, rest) for stream in self._streams if (rest := stream.rest(messages, tools)) is not None]
         try:
             if found:
@@ -360,13 +360,13 @@ class Session:
                 self._streams.append(stream)
         except ValueError as error:
             if found:
-                stream.busy = True  # for ever: the template takes no continuation of it
+                stream.busy = True  # forever: the template takes no continuation of it
             raise RefusedError(400, str(error), "messages") from error
         stream.busy = True
         return stream, ids
 
     def _forked(self, messages: list[Message], tools: list[dict[str, Any]]) -> tuple[_Stream, list[int]]:
-        """A conversation that leaves another one after a turn of its, or begins anew."""
+        """A conversation that leaves another one after one of its turns, or a new one."""
         same_tools = [stream.ledger for stream in self._streams if stream.ledger.tools == list(tools)]
         branches = [branch for ledger in same_tools if (branch := ledger.branch(messages, _same)) is not None]
         if branches:
@@ -380,7 +380,7 @@ class Session:
         return _Stream(ledger), ledger.begin(messages)
 
     def _as_policy(self, messages: Sequence[Message]) -> list[Message]:
-        """The conversation with the policy's own ids of tool calls, and the names of tools that answered."""
+        """The conversation with the policy's IDs of tool calls, and the names of tools that answered."""
         names = {key: name for key, (_, name) in self._call_ids.items()}
         said = []
         for message in messages:
@@ -401,16 +401,3 @@ class Session:
 
     def _policy_id(self, call_id: str) -> str:
         return self._call_ids.get(call_id, (call_id, ""))[0]
-
-    def metrics(self, seconds: float) -> dict[str, float]:
-        """Numbers of the attempt, to be logged.
-
-        Args:
-            seconds: that it took as a whole.
-        """
-        return {
-            "turns": float(self.turns),
-            "forks": float(self.forks),
-            "environment_seconds": max(seconds - self.engine_seconds, 0.0),
-            **self.counts,
-        }

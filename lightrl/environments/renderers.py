@@ -1,0 +1,128 @@
+"""Conversations of model families that the package `renderers` knows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightrl.compat.arguments import install_command
+from lightrl.environments.base import Message, Reply, Tools
+from lightrl.environments.bridges import MARK, Bridge, SampledTurn, Tokens, guard, special_texts
+from lightrl.environments.parsing import ReplyParser, add_call
+
+
+class RendererBridge(Bridge):
+    """Extends tokens by the package `renderers`.
+
+    Args:
+        renderer: Renderer of `make_renderer`.
+        tokenizer: Tokenizer of the policy.
+
+    Source: https://github.com/PrimeIntellect-ai/renderers
+    """
+
+    def __init__(self, renderer: Any, tokenizer: Any) -> None:
+        super().__init__()
+        self.renderer = renderer
+        self._special = special_texts(tokenizer)
+
+    def render(self, messages: Sequence[Message], tools: Tools) -> Tokens:
+        said = guard(messages, self._special)
+        try:
+            ids = self.renderer.render_ids(said, tools=list(tools) or None, add_generation_prompt=True)
+        except Exception as error:
+            raise ValueError(f"The renderer rejects the conversation: {error}") from error
+        return Tokens(ids)
+
+    def extend(
+        self, turn: SampledTurn, history: Sequence[Message], new: Sequence[Message], tools: Tools
+    ) -> Tokens | None:
+        before = [*turn.prompt_ids, *turn.completion_ids]
+        extended = self.renderer.bridge_to_next_turn(
+            turn.prompt_ids, turn.completion_ids, guard(new, self._special), tools=list(tools) or None
+        )
+        if extended is None or list(extended.token_ids[: len(before)]) != before:
+            return None
+        return Tokens(extended.token_ids[len(before) :])
+
+
+class RendererParser(ReplyParser):
+    """Reads replies with a renderer, which works on token IDs."""
+
+    def __init__(self, renderer: Any, tokenizer: Any) -> None:
+        super().__init__(tokenizer)
+        self.renderer = renderer
+
+    def parse(self, prompt_ids: Sequence[int], token_ids: Sequence[int], tools: Tools, *, truncated: bool) -> Reply:
+        parsed = self.renderer.parse_response(list(token_ids), prompt_ids=list(prompt_ids), tools=list(tools) or None)
+        reply = Reply(
+            content=parsed.content,
+            reasoning=parsed.reasoning_content or None,
+            text=self.tokenizer.decode(token_ids),
+            truncated=truncated,
+        )
+        for call in parsed.tool_calls:
+            if str(call.status) not in ("ok", "unknown_tool"):
+                reply.errors.append(f"the tool call {call.raw!r} can't be read ({call.status}).")
+            else:
+                add_call(reply, call.name, call.arguments, call.id)
+        return reply
+
+
+class _MarkedTokenizer:
+    """A tokenizer for `renderers` that encodes literal special-token text as ordinary tokens."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.special = special_texts(tokenizer)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
+
+    def __call__(self, text: str, **kwargs: Any) -> dict[str, list[Any]]:
+        """IDs and, if asked for, the place in the text of each."""
+        ids: list[int] = []
+        places: list[tuple[int, int]] = []
+        at = 0
+        for part in text.split(MARK):
+            encoded = self.tokenizer(part, **kwargs)
+            ids += encoded["input_ids"]
+            places += [(at + start, at + end) for start, end in encoded.get("offset_mapping", ())]
+            at += len(part) + len(MARK)
+        return {"input_ids": ids, "offset_mapping": places}
+
+    def encode(self, text: str, *args: Any, **kwargs: Any) -> list[int]:
+        return [i for part in text.split(MARK) if part for i in self.tokenizer.encode(part, *args, **kwargs)]
+
+
+def make_renderer(tokenizer: Any, name: str | None, options: Mapping[str, Any] | None = None) -> Any | None:
+    """The renderer of a model's family; None if the chat template is used instead.
+
+    Args:
+        tokenizer: Tokenizer of the policy.
+        name: The package's name of the family, such as "qwen3". None uses the one that it knows by the model's exact
+            hub name, "template" none.
+        options: Variables of the chat template, such as `enable_thinking`.
+
+    Raises:
+        ValueError: The package is asked for and not installed, or has no such renderer.
+    """
+    if name == "template":
+        return None
+    try:
+        import renderers
+        from renderers.base import MODEL_RENDERER_MAP
+    except ImportError as error:
+        if name is None:
+            return None
+        raise ValueError(f"renderer: {name!r} needs the package `renderers`: {install_command('agents')}.") from error
+    known = sorted(set(MODEL_RENDERER_MAP.values()))
+    name = name or MODEL_RENDERER_MAP.get(getattr(tokenizer, "name_or_path", ""))
+    if name is None:
+        return None
+    if name not in known:
+        raise ValueError(f'renderer: there is none {name!r}; use "template", or one of {", ".join(known)}.')
+    wrapped = _MarkedTokenizer(tokenizer)
+    return renderers.create_renderer(
+        wrapped, renderers.config_from_name(name), chat_template_kwargs=dict(options or {})
+    )
