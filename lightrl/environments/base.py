@@ -150,7 +150,7 @@ def _content(value: Any) -> str:
         value = value.detach().cpu().numpy()
     if isinstance(value, np.ndarray) and value.dtype != object:
         return f"array {value.dtype} {value.shape} {_digest(np.ascontiguousarray(value).tobytes())}"
-    if type(value).__repr__ is object.__repr__ and type(value).__str__ is object.__str__:
+    if all(getattr(type(value), name) is getattr(object, name) for name in ("__repr__", "__str__")):
         raise TypeError(
             f"a message has a {type(value).__name__}, which shows nothing of its content, so states can't be told "
             "apart. Override `Environment.state_key`, or give the class a __repr__."

@@ -86,7 +86,8 @@ class UserCode:
 
     async def _in_thread(self, work: Callable[[], Any], name: str, limit: float | None) -> Outcome:
         if self._jobs is None:
-            self._jobs = jobs = queue.SimpleQueue()
+            jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+            self._jobs = jobs
             in_background(partial(_serve, jobs), self.name)
             weakref.finalize(self, jobs.put, None)
         loop, context = asyncio.get_running_loop(), contextvars.copy_context()
@@ -95,7 +96,7 @@ class UserCode:
         def job() -> None:
             outcome = context.run(_outcome, work)
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(lambda: done.done() or done.set_result(outcome))
+                loop.call_soon_threadsafe(_settle, done, outcome)
 
         self._jobs.put(job)
         try:
@@ -158,6 +159,11 @@ def _outcome(work: Callable[[], Any]) -> Outcome:
         return work(), None
     except BaseException as error:
         return None, error
+
+
+def _settle(done: asyncio.Future[Outcome], outcome: Outcome) -> None:
+    if not done.done():
+        done.set_result(outcome)
 
 
 def _serve(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:

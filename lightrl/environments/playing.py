@@ -200,8 +200,9 @@ class _Played(Attempt):
             )
         self.seconds = 0.0  # counted from here
         parser = settings.parser(environment.tools)
-        self.ledger = Ledger(self.bridge, environment.tools)
-        prompt_ids = self._shown(self.ledger.begin, messages)
+        ledger = Ledger(self.bridge, environment.tools)
+        prompt_ids = self._shown(ledger.begin, messages)
+        self.ledger = ledger
         self.states.append(self._state(environment, messages))
         if len(prompt_ids) >= self.max_tokens:
             raise ValueError(

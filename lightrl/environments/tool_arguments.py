@@ -78,10 +78,8 @@ def check_by_hints(tool: Callable[..., Any], schema: Mapping[str, Any]) -> Check
             required = parameter.default is inspect.Parameter.empty
             fields[name] = extended.Required[hint] if required else extended.NotRequired[hint]
     # A list, because only a type without its own configuration hands one on to dataclasses inside of it.
-    named = TypeAdapter(
-        types.GenericAlias(list, (extended.TypedDict("Arguments", fields),)),  # type: ignore[operator]
-        config=ConfigDict(extra="forbid"),
-    )
+    whole: Any = types.GenericAlias(list, (extended.TypedDict("Arguments", fields),))  # type: ignore[operator]
+    named: Any = TypeAdapter(whole, config=ConfigDict(extra="forbid"))
 
     def read(adapter: Any, arguments: list[Any]) -> tuple[dict[str, Any], list[str]]:
         try:

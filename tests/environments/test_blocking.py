@@ -75,10 +75,8 @@ def blocking(method: str, kind: str, wait: Callable[[], object]) -> type[Environ
     return type("Blocking", (Quick,), {method: function})
 
 
-PLACES = [
-    ("__init__", "plain"),
-    *((method, kind) for method in ("reset", "step", "finish") for kind in ("async", "plain")),
-]
+METHODS = ("reset", "step", "finish")
+PLACES = [("__init__", "plain"), *((method, kind) for method in METHODS for kind in ("async", "plain"))]
 
 
 @pytest.mark.parametrize(("method", "kind"), PLACES)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -151,13 +150,6 @@ def test_splicing_does_not_count_end_tokens_that_stand_inside_of_a_turn() -> Non
     assert [t for t, turn in zip(row.token_ids, row.turn_ids, strict=True) if turn == 0] == sampled
 
 
-def test_a_capture_that_is_incomplete_is_an_error_and_never_guessed() -> None:
-    ledger = Ledger(TemplateBridge(QWEN))
-    ledger.begin(USER)
-    with pytest.raises(ValueError, match="3 sampled tokens came with 2 log-probs"):
-        ledger.sampled(Completion([1, 2, 3], [-1.0, -1.0], "", "stop"), 0, {"role": "assistant", "content": "x"})
-
-
 def test_cutting_a_trajectory_into_rows_loses_and_repeats_no_sampled_token() -> None:
     tokenizer = make_tokenizer(FAMILIES["qwen3"])
     turns = script("qwen3", tokenizer, True, True, True, True)
@@ -195,80 +187,6 @@ def test_dividing_by_a_trajectorys_tokens_is_done_by_the_one_aggregation_that_sa
         weights = layout.split(aggregation.weights(layout.mask))
         assert len(set(weights[weights != 0].tolist())) == 1, type(aggregation).__name__
     assert layout.split(SequenceMean().weights(layout.mask))[:, 1].tolist() == [0.25, 0.25, 1.0]
-
-
-TRAPS = {
-    "tokenising again": "environments/test_traps.py::test_tokenising_again_does_not_happen_to_what_was_sampled",
-    "False and false through the template": (
-        "environments/test_traps.py::test_a_false_through_the_template_does_not_reach_what_was_sampled"
-    ),
-    "special tokens as literal text": (
-        "environments/test_traps.py::test_special_tokens_as_literal_text_do_not_become_special_tokens"
-    ),
-    "templates that drop thoughts": (
-        "environments/test_traps.py::"
-        "test_templates_that_drop_earlier_thoughts_begin_a_new_row_and_no_turn_goes_untrained"
-    ),
-    "clients that do not send reasoning back": (
-        "environments/test_endpoint.py::test_thoughts_are_kept_whether_or_not_a_program_sends_them_back"
-    ),
-    "two parallel results": (
-        "environments/test_traps.py::"
-        "test_rendering_message_by_message_two_parallel_results_share_one_turn_of_the_template"
-    ),
-    "the generation prompt of turn 2": (
-        "environments/test_ledger.py::test_what_is_asked_reads_as_the_chat_template_of_the_conversation"
-    ),
-    "the newline after the end of a turn": (
-        "environments/test_traps.py::test_the_newline_after_the_end_of_a_turn_that_no_model_samples_is_context"
-    ),
-    "splicing by counting end tokens": (
-        "environments/test_traps.py::test_splicing_does_not_count_end_tokens_that_stand_inside_of_a_turn"
-    ),
-    "the mask lost on the way": "rollout/test_environments.py::test_the_mask_is_not_lost_on_the_way_to_the_loss",
-    "a mismatch rate accepted": (
-        "environments/test_traps.py::test_a_mismatch_is_never_accepted_logprobs_of_assembled_rows_are_those_sampled"
-    ),
-    "another task for each member of a group": (
-        "rollout/test_environments.py::test_reset_draws_one_task_for_a_group_one_seed_and_one_row"
-    ),
-    "a capture that failed looks complete": (
-        "environments/test_traps.py::test_a_capture_that_is_incomplete_is_an_error_and_never_guessed"
-    ),
-    "infrastructure failures as reward 0": (
-        "environments/test_attempts.py::test_infrastructure_failures_are_failures_and_never_reward_zero"
-    ),
-    "a failed row in the baseline": (
-        "rollout/test_environments.py::test_a_failed_row_is_not_in_the_baseline_and_not_in_the_loss"
-    ),
-    "discarding timeouts": (
-        "environments/test_attempts.py::test_timeouts_and_limits_that_the_policy_caused_are_scored_with_their_name"
-    ),
-    "statistics that count rows": (
-        "rollout/test_environments.py::test_group_statistics_count_trajectories_and_not_rows"
-    ),
-    "a baseline per turn number": (
-        "objectives/test_turns.py::test_a_mean_per_turn_number_hides_a_penalty_on_one_more_turn"
-    ),
-    "dividing by a trajectory's tokens": (
-        "environments/test_traps.py::test_dividing_by_a_trajectorys_tokens_is_done_by_the_one_aggregation_that_says_so"
-    ),
-    "rendering the whole history in each turn": (
-        "environments/test_attempts.py::test_rendering_a_turn_does_not_cost_more_with_more_turns_before_it"
-    ),
-    "one straggler": (
-        "rollout/test_environments.py::test_one_straggler_without_a_limit_stops_the_run_with_what_it_waits_for"
-    ),
-    "leaked places of remote environments": (
-        "environments/test_remote.py::test_remote_environments_are_given_back_whatever_ends_an_attempt"
-    ),
-}
-
-
-@pytest.mark.parametrize("trap", TRAPS)
-def test_each_trap_has_its_test(trap: str) -> None:
-    file, name = TRAPS[trap].split("::")
-    assert f"\ndef {name}(" in (Path(__file__).resolve().parent.parent / file).read_text()
 
 
 @pytest.fixture(scope="module")

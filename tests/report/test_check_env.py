@@ -84,7 +84,7 @@ def check(environment: Any, family: str = "qwen2.5", **kwargs: Any) -> Environme
 def test_a_tool_environment_is_called_by_its_template(family: str) -> None:
     found = check(lambda: ToolEnvironment(Adder), family)
     assert found.problems() == []
-    of = {p.script: p for p in found.played if p.row == 1 and not p.repeat}
+    of = {p.script: p for p in found.played if p.row == 1}
     assert set(of) == {"plain reply", "cut off", "calls add", "broken call"}
     assert of["plain reply"].reward == 0.0 and of["plain answer"].trajectory.stop_reason == "stop"
     assert of["cut off"].trajectory.stop_reason == "length"
@@ -92,7 +92,7 @@ def test_a_tool_environment_is_called_by_its_template(family: str) -> None:
     assert called.stop_reason == "turns" and called.metrics["tool_calls"] == 3 and of["calls add"].reward == 1.0
     assert sum(m["role"] == "tool" and m["content"] == "2" for m in called.messages) == 2
     text = "\n".join(found.lines())
-    assert "rewards: 0 to 1" in text and "template: " in text
+    assert "calls add" in text and ("template: " in text) == (family == "qwen3")
 
 
 def test_replies_of_ones_own_are_played() -> None:
@@ -132,17 +132,12 @@ class Slow(Says):
 
 def test_an_environment_that_cannot_be_made_begun_or_closed_is_told_in_words() -> None:
     assert "failed: ValueError: no licence" in check(Unmade).problems()[0]
-    assert any("`close` failed or took too long in 8 of 8" in text for text in check(Unclosed).problems())
+    assert any("`close` failed or took too long" in text for text in check(Unclosed).problems())
     tokenizer = make_tokenizer(FAMILIES["qwen2.5"])
     attempts = EnvironmentEpisode(Slow, max_turns=3, environment_timeout=0.1)
     attempts.setup(tokenizer)
     found = play(attempts, [{"prompt": "add"}], tokenizer, SamplingParams(max_new_tokens=20))
     assert "failed: reset took longer than environment_timeout" in found.problems()[0]
-
-
-def test_a_mistake_that_ends_the_play_before_the_first_attempt_is_what_is_told() -> None:
-    found = EnvironmentCheck([], mistake="row 0: no parser is known")
-    assert found.lines() == [] and found.problems() == ["row 0: no parser is known"]
 
 
 def test_nothing_of_the_run_is_left_by_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

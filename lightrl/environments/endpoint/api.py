@@ -1,4 +1,4 @@
-"""What the APIs of model servers have in common."""
+"""Common parts of the APIs of model servers."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from lightrl.environments.endpoint.session import Answered, Asked, RefusedError
 
 @dataclass(frozen=True)
 class Members:
-    """What becomes of the members of a JSON object in a request. Others are rejected; null counts as left out.
+    """Members of a JSON object in a request. Others are rejected; null counts as left out.
 
     Attributes:
-        read: Have their effect.
-        sampling: Known sampling parameters. They have no effect, because the loss takes tokens to be drawn by the run's
+        read: Members with their effect.
+        sampling: Sampling parameters. They have no effect, because the loss takes tokens to be drawn by the run's
             settings. They are counted, and named once in the log.
-        harmless: Have no effect on the completion.
-        fixed: Accepted only with these values, most of which ask for what happens anyway.
+        harmless: Members without an effect on the completion.
+        fixed: Members that are accepted only with these values.
     """
 
     read: Collection[str] = ()
@@ -31,14 +31,10 @@ class Members:
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def check(self, given: Mapping[str, Any], where: str = "") -> tuple[str, ...]:
-        """The sampling parameters that are given.
-
-        Args:
-            given: The object.
-            where: Its place in the body, such as "messages[0].".
+        """The sampling parameters in an object at `where`, such as "messages[0].".
 
         Raises:
-            RefusedError: a member is unknown, or has a value that is not supported.
+            RefusedError: A member is unknown, or has a value that is not supported.
         """
         found = []
         for name, value in given.items():
@@ -70,40 +66,29 @@ TEXT_BLOCK = Members(
 
 
 class Api(ABC):
-    """One interface: from a body to what is asked, and from a turn to what is answered.
-
-    The members of a body are decided by `members`. A limit of tokens is kept to if it is lower than the run's.
-
-    Attributes:
-        path: of its requests, without `/v1`.
-        members: of a body.
-    """
+    """One interface, at `path` without `/v1`: from a body with `members` to what is asked, and back from a turn."""
 
     path: str
     members: Members
 
     @abstractmethod
     def read(self, body: Mapping[str, Any], recall: Callable[[str], list[Message]]) -> Asked:
-        """What a body asks.
-
-        Args:
-            body: parsed JSON.
-            recall: the conversation of an earlier response, by its id.
+        """What a parsed body asks. `recall` gives the conversation of an earlier response by its ID.
 
         Raises:
-            RefusedError: the body is malformed, or asks for something that is not supported.
+            RefusedError: The body is malformed, or asks for something that is not supported.
         """
 
     @abstractmethod
     def write(self, asked: Asked, answered: Answered) -> dict[str, Any]:
-        """The answer's body."""
+        """Body of the answer."""
 
     @abstractmethod
     def events(self, asked: Asked, answered: Answered, written: Mapping[str, Any]) -> Iterator[bytes]:
-        """The same as server-sent events; `written` is the answer's body."""
+        """The answer as server-sent events; `written` is its body."""
 
     def error(self, refused: RefusedError) -> dict[str, Any]:
-        """The body of an answer that is none; OpenAI's shape."""
+        """Body of a rejection, in OpenAI's shape."""
         kinds = {401: "authentication_error", 403: "permission_error"}
         kind = kinds.get(refused.status, "server_error" if refused.status >= 500 else "invalid_request_error")
         error = {"message": refused.message, "type": kind, "param": refused.parameter, "code": refused.code}
@@ -111,7 +96,7 @@ class Api(ABC):
 
 
 def new_id(prefix: str) -> str:
-    """An id that nothing else has."""
+    """A unique ID."""
     return prefix + uuid.uuid4().hex[:24]
 
 
@@ -122,17 +107,13 @@ def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
 
 
 def pieces(text: str, size: int = 64) -> Iterator[str]:
-    """The text in parts, as a stream brings it."""
+    """The text in the parts of a stream."""
     for start in range(0, len(text), size):
         yield text[start : start + size]
 
 
 def of_type(value: Any, kind: type | tuple[type, ...], name: str, what: str) -> Any:
-    """The value.
-
-    Raises:
-        RefusedError: it is of another type.
-    """
+    """The value. Raises a `RefusedError` if it is of another type."""
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
         raise RefusedError(400, f"{name} must be {what}, not {json.dumps(value)[:200]}.", name)
     return value
@@ -146,18 +127,14 @@ def given(body: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def listed(body: Mapping[str, Any], name: str) -> list[Any]:
-    """A member that is a list; empty where it is missing or null."""
+    """A member that is a list; empty if it is missing or null."""
     value = body.get(name)
     found: list[Any] = [] if value is None else of_type(value, list, name, "a list")
     return found
 
 
 def whole(value: Any, name: str) -> int | None:
-    """A count above 0, or None.
-
-    Raises:
-        RefusedError: it is neither.
-    """
+    """A count above 0, or None. Raises a `RefusedError` for anything else."""
     if value is not None and of_type(value, int, name, "an integer") < 1:
         raise RefusedError(400, f"{name} must be at least 1, not {value}.", name)
     count: int | None = value
@@ -165,11 +142,7 @@ def whole(value: Any, name: str) -> int | None:
 
 
 def text_of(content: Any, name: str, kinds: Sequence[str] = ("text",)) -> str:
-    """The text of a message's content: a string, or blocks of text, which are joined by newlines.
-
-    Raises:
-        RefusedError: it is something else, or shows something.
-    """
+    """Text of a message's content: a string, or blocks of text, joined by newlines. Anything else is rejected."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -185,11 +158,7 @@ def text_of(content: Any, name: str, kinds: Sequence[str] = ("text",)) -> str:
 
 
 def function_tool(name: Any, description: Any, parameters: Any, where: str) -> dict[str, Any]:
-    """A tool as chat templates take it.
-
-    Raises:
-        RefusedError: it has no name, or a parameter schema that is none.
-    """
+    """A tool as chat templates take it. Raises a `RefusedError` without a name or with an invalid schema."""
     function: dict[str, Any] = {"name": of_type(name, str, f"{where}.name", "a string")}
     if description is not None:
         function["description"] = of_type(description, str, f"{where}.description", "a string")
@@ -204,7 +173,7 @@ def strict(tools: Sequence[dict[str, Any]]) -> tuple[str, ...]:
 
 
 def arguments_of(value: Any, name: str) -> Any:
-    """Arguments of a tool call: parsed where they are a JSON object, else the text."""
+    """Arguments of a tool call: parsed if they are a JSON object, else the text."""
     text = of_type(value, str, name, "a string of JSON")
     try:
         parsed = json.loads(text or "{}")

@@ -298,7 +298,7 @@ _TEXT = ("input_text", "output_text", "text", "refusal")
 
 
 class Responses(Api):
-    """`POST /responses`. A response may be continued by its id within the attempt that it was made in.
+    """`POST /responses`. A response may be continued by its ID within its attempt.
 
     Source: https://platform.openai.com/docs/api-reference/responses
     """

@@ -97,7 +97,7 @@ class AgentProgram(MultiTurn):
                     f'run={run!r}: process=True needs an existing program. Pass "file.py:main" or '
                     '"package.module:main".'
                 )
-            self.runner = partial(running.run_process, run, python, env)
+            self.runner = partial(running.run_process, str(run), python, env)
         elif python is not None or env:
             raise ValueError(
                 f"python={python!r}, env={env!r}: belong to processes. Set process=True, or leave them out."
