@@ -171,7 +171,7 @@ def test_a_tool_of_the_class_with_the_name_of_one_of_the_servers_is_refused() ->
             return ""
 
     trajectory = play(lambda: MCPEnvironment(COMMAND, Adds), [said("done")])
-    assert "the server has a tool 'add', too; rename the method" in str(trajectory.failure)
+    assert "factory: " in str(trajectory.failure)
 
 
 # ---- OpenEnv ---------------------------------------------------------------------------------------------------------

@@ -86,7 +86,7 @@ def test_a_tool_environment_is_called_by_its_template(family: str) -> None:
     assert found.problems() == []
     of = {p.script: p for p in found.played if p.row == 1}
     assert set(of) == {"plain reply", "cut off", "calls add", "broken call"}
-    assert of["plain reply"].reward == 0.0 and of["plain answer"].trajectory.stop_reason == "stop"
+    assert of["plain reply"].reward == 0.0 and of["plain reply"].trajectory.stop_reason == "stop"
     assert of["cut off"].trajectory.stop_reason == "length"
     called = of["calls add"].trajectory
     assert called.stop_reason == "turns" and called.metrics["tool_calls"] == 3 and of["calls add"].reward == 1.0
