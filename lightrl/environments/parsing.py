@@ -81,6 +81,29 @@ class PlainParser(ReplyParser):
         return Reply(content=content, text=self.tokenizer.decode(token_ids), truncated=truncated)
 
 
+class RendererParser(ReplyParser):
+    """Reads replies with a renderer, which works on token IDs."""
+
+    def __init__(self, renderer: Any, tokenizer: Any) -> None:
+        super().__init__(tokenizer)
+        self.renderer = renderer
+
+    def parse(self, prompt_ids: Sequence[int], token_ids: Sequence[int], tools: Tools, *, truncated: bool) -> Reply:
+        parsed = self.renderer.parse_response(list(token_ids), prompt_ids=list(prompt_ids), tools=list(tools) or None)
+        reply = Reply(
+            content=parsed.content,
+            reasoning=parsed.reasoning_content or None,
+            text=self.tokenizer.decode(token_ids),
+            truncated=truncated,
+        )
+        for call in parsed.tool_calls:
+            if str(call.status) not in ("ok", "unknown_tool"):
+                reply.errors.append(f"the tool call {call.raw!r} can't be read ({call.status}).")
+            else:
+                _add_call(reply, call.name, call.arguments, call.id)
+        return reply
+
+
 class VLLMParser(ReplyParser):
     """Reads with the parsers of vLLM's server, which work on text and need no engine.
 
@@ -122,11 +145,11 @@ class VLLMParser(ReplyParser):
         else:
             reply.content = after
         for name, arguments in calls:
-            add_call(reply, name, arguments, None)
+            _add_call(reply, name, arguments, None)
         return reply
 
 
-def add_call(reply: Reply, name: str | None, arguments: Any, given_id: str | None) -> None:
+def _add_call(reply: Reply, name: str | None, arguments: Any, given_id: str | None) -> None:
     """Adds a call whose arguments are an object, else an error."""
     if isinstance(arguments, str):
         try:
@@ -172,8 +195,6 @@ def choose_parser(
         ValueError: There are tools, and no parser for the template is known.
     """
     if renderer is not None and tool_parser is None and reasoning_parser is None:
-        from lightrl.environments.renderers import RendererParser
-
         return RendererParser(renderer, tokenizer)
     if tools and tool_parser is None:
         tool_parser = next((TOOL_PARSERS[mark] for mark in TOOL_PARSERS if mark in str(tokenizer.chat_template)), None)

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightrl.compat.arguments import install_command
-from lightrl.environments.base import Message, Reply, Tools
+from lightrl.environments.base import Message, Tools
 from lightrl.environments.bridges import MARK, Bridge, SampledTurn, Tokens, guard, special_texts
-from lightrl.environments.parsing import ReplyParser, add_call
 
 
 class RendererBridge(Bridge):
@@ -44,29 +43,6 @@ class RendererBridge(Bridge):
         if extended is None or list(extended.token_ids[: len(before)]) != before:
             return None
         return Tokens(extended.token_ids[len(before) :])
-
-
-class RendererParser(ReplyParser):
-    """Reads replies with a renderer, which works on token IDs."""
-
-    def __init__(self, renderer: Any, tokenizer: Any) -> None:
-        super().__init__(tokenizer)
-        self.renderer = renderer
-
-    def parse(self, prompt_ids: Sequence[int], token_ids: Sequence[int], tools: Tools, *, truncated: bool) -> Reply:
-        parsed = self.renderer.parse_response(list(token_ids), prompt_ids=list(prompt_ids), tools=list(tools) or None)
-        reply = Reply(
-            content=parsed.content,
-            reasoning=parsed.reasoning_content or None,
-            text=self.tokenizer.decode(token_ids),
-            truncated=truncated,
-        )
-        for call in parsed.tool_calls:
-            if str(call.status) not in ("ok", "unknown_tool"):
-                reply.errors.append(f"the tool call {call.raw!r} can't be read ({call.status}).")
-            else:
-                add_call(reply, call.name, call.arguments, call.id)
-        return reply
 
 
 class _MarkedTokenizer:
