@@ -60,10 +60,14 @@ class Ledger:
         kept = _Row(row.token_ids[:end], [-1] * end, [0.0] * end, [-1] * end, None, routes)
         kept.contexts = [(begin, tokens) for begin, tokens in row.contexts if begin < end]
         kept.short = row.short[: end + sum(len(tokens.short) - len(tokens) for _, tokens in kept.contexts)]
-        other.messages = messages
-        other._rows.append(kept)
-        other._turn = SampledTurn(kept.token_ids[:start], kept.token_ids[start:], reply)
+        other.follow(messages, kept, start, reply)
         return other
+
+    def follow(self, messages: list[Message], row: _Row, start: int, reply: Message) -> None:
+        """Begins with a row of another ledger, whose last turn began at token `start` and was `reply`."""
+        self.messages = messages
+        self._rows.append(row)
+        self._turn = SampledTurn(row.token_ids[:start], row.token_ids[start:], reply)
 
     @property
     def request_ids(self) -> list[int]:
