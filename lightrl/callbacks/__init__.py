@@ -1,22 +1,23 @@
 """Callbacks: the only place where modules and engines meet. Each can be left out or replaced from YAML."""
 
-from lightrl.callbacks.completion_logger import CompletionLogger
-from lightrl.callbacks.ema import EMA
-from lightrl.callbacks.entropy_control import AdaptiveEntropy
-from lightrl.callbacks.evaluate_first import EvaluateFirst
-from lightrl.callbacks.hf_export import HFExport
-from lightrl.callbacks.kl_control import AdaptiveKL, LinearKL
-from lightrl.callbacks.logprob_monitor import LogprobMonitor
-from lightrl.callbacks.offload_models import OffloadModels
-from lightrl.callbacks.offload_optimizer import OffloadOptimizer
-from lightrl.callbacks.prediction_writer import PredictionWriter
-from lightrl.callbacks.reference_sync import ReferenceSync
-from lightrl.callbacks.reward_normalization import RewardNormalization
-from lightrl.callbacks.rollout_writer import RolloutWriter
-from lightrl.callbacks.throughput import ThroughputMonitor
-from lightrl.callbacks.trajectory_check import TrajectoryLogprobCheck
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from lightrl.checkpoints.rollout_checkpoint import RolloutCheckpoint
+from lightrl.compat.lazy import lazy_names
 from lightrl.rollout.weight_sync import WeightSync
+
+if TYPE_CHECKING:
+    from lightrl.callbacks.coefficients import AdaptiveEntropy, AdaptiveKL, LinearKL, RewardNormalization
+    from lightrl.callbacks.completion_logger import CompletionLogger
+    from lightrl.callbacks.hf_export import HFExport
+    from lightrl.callbacks.logprob_checks import LogprobMonitor, TrajectoryLogprobCheck
+    from lightrl.callbacks.moving_weights import EMA, ReferenceSync
+    from lightrl.callbacks.offload import OffloadModels, OffloadOptimizer
+    from lightrl.callbacks.prediction_writer import PredictionWriter
+    from lightrl.callbacks.rollout_writer import RolloutWriter
+    from lightrl.callbacks.throughput import EvaluateFirst, ThroughputMonitor
 
 __all__ = [
     "EMA",
@@ -38,3 +39,9 @@ __all__ = [
     "TrajectoryLogprobCheck",
     "WeightSync",
 ]
+
+_MODULES = (
+    *("throughput", "coefficients", "moving_weights", "offload", "logprob_checks"),
+    *("hf_export", "prediction_writer", "rollout_writer", "completion_logger"),
+)
+__getattr__ = lazy_names(__name__, _MODULES, __all__)

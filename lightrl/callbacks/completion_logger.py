@@ -1,4 +1,4 @@
-"""Shows what the policy writes: a few prompts, completions and rewards, in the terminal, in loggers and in a file."""
+"""Logs a few prompts, completions, and rewards to the terminal, to loggers, and to a file."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from torch import Tensor
 
 from lightrl.algorithms.experience import TrajectoryLayout, first_rows, trajectory_lengths
 from lightrl.algorithms.hooks import RLCallback
-from lightrl.callbacks.run_folder import run_folder
-from lightrl.callbacks.thumbnails import contact_sheet, describe, save_thumbnail
+from lightrl.callbacks.run_files import contact_sheet, describe, png, run_folder, write_once
 from lightrl.checkpoints.files import append_lines
 from lightrl.compat.arguments import at_least
 from lightrl.records import Experience, Rollouts
@@ -38,26 +37,21 @@ COLUMNS = ("prompt", "completion", "reward", "advantage", "num_tokens")
 class CompletionLogger(RLCallback):
     """Logs a few completions every N rollouts, and those of the same first prompts at each evaluation.
 
-    They go to a table in the terminal (above the progress bar, rank 0 only), to every logger that takes tables
-    (W&B, MLflow, Comet) or text (TensorBoard), and in full to `samples.jsonl` in the run's folder, one object per
-    line: `step` (as in the loggers; -1 before training, see `EvaluateFirst`), `phase` (`train` or `eval`),
-    `prompt` (the text of the first tokens that the engine got), `completion`, `reward`,
-    `reward_parts` (function -> value), `extra` (what functions gave to
-    `log_extra`, where they did), `num_tokens`, `truncated` and in training `advantage` (mean over the sampled
-    tokens). With an environment `completion` is what was sampled last, and there are `turns`, `stop_reason` and the
-    whole conversation as `messages`. Where the prompt shows images, videos or sound, `media` says so in words and
-    `thumbnail` names a small PNG file of them (in `thumbnails/` beside the file), which these loggers' pages show,
-    too. `lightrl report` reads all that. A run from the start replaces the file after its first rollout or evaluation,
-    a resumed one goes on in it.
+    They go to a table in the terminal (rank 0), to every logger that takes tables (W&B, MLflow, Comet) or text
+    (TensorBoard), and in full to `samples.jsonl` in the run's folder, which `lightrl report` reads. Each line has
+    `step` (-1 before training, see `EvaluateFirst`), `phase` (`train` or `eval`), `prompt` (as the engine got it),
+    `completion`, `reward`, `reward_parts` (function -> value), `extra` (of `log_extra`), `num_tokens`, `truncated`, and
+    in training `advantage` (mean over sampled tokens); with an environment also `turns`, `stop_reason`, and the
+    conversation as `messages`; with media a description as `media` and the name of a PNG file as `thumbnail`. A new run
+    replaces the file after its first rollout or evaluation; a resumed one appends.
 
-    `reward` is the sum that later callbacks see: put `CompletionLogger` before `RewardNormalization` to log raw
-    rewards.
+    Put `CompletionLogger` before `RewardNormalization` to log raw rewards.
 
     Args:
-        every_n_rollouts: rollouts between two training tables, at least 1. Evaluations are logged each time.
-        num_samples: completions in a table, of different prompts where there are as many, at least 1.
-        max_characters: longer texts lose their middle in the terminal and keep both ends; at least 20.
-        terminal: whether to print tables; loggers and file get them anyway.
+        every_n_rollouts: Rollouts between two training tables, at least 1. Evaluations are logged each time.
+        num_samples: Completions in a table, of different prompts if possible, at least 1.
+        max_characters: Maximum characters of a text in the terminal, which loses its middle; at least 20.
+        terminal: Print tables. Loggers and the file get them anyway.
     """
 
     reads_old_logprobs = False
@@ -80,8 +74,6 @@ class CompletionLogger(RLCallback):
         """Finds the folder; every rank asks, because it is rank 0's."""
         super().setup(trainer, pl_module, stage)
         self._path, self._replaces = run_folder(trainer) / "samples.jsonl", False
-
-    # ---- training ----------------------------------------------------------------------------------------------
 
     def on_rollout_scored(self, trainer: Trainer, pl_module: LightningModule, rollouts: Rollouts) -> None:
         """Keeps the rewards before callbacks further down the list change them."""
@@ -114,8 +106,6 @@ class CompletionLogger(RLCallback):
             self._log(trainer, "train", records, f"rollout {done}")
         self._rewards = self._advantages = None
 
-    # ---- evaluation --------------------------------------------------------------------------------------------
-
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Drops the last evaluation's samples."""
         self._evaluated = []
@@ -147,8 +137,6 @@ class CompletionLogger(RLCallback):
     on_test_batch_end = on_validation_batch_end
     on_test_epoch_end = on_validation_epoch_end
 
-    # ---- where samples go --------------------------------------------------------------------------------------
-
     def _begin(self) -> None:
         """Removes an earlier run's file, once: a run that fails before it has something of its own leaves it."""
         if self._replaces:
@@ -169,12 +157,12 @@ class CompletionLogger(RLCallback):
             print_table(trainer, samples_table(records, title, self.max_characters))
 
     def _in_words(self, trainer: Trainer, record: dict[str, Any], sheet: Any) -> dict[str, Any]:
-        """The record with its media as a description and the name of a picture, which is written."""
+        """The record with its media as a description and the name of an image file, which it writes."""
         if "media" not in record:
             return record
         words = {"media": describe(record["media"])}
         if sheet is not None and not _trying_out(trainer):
-            words["thumbnail"] = f"{THUMBNAILS}/{save_thumbnail(sheet, self._path.parent / THUMBNAILS)}"
+            words["thumbnail"] = f"{THUMBNAILS}/{write_once(png(sheet), self._path.parent / THUMBNAILS, 'png')}"
         return {**record, **words}
 
 
@@ -187,12 +175,7 @@ def _trying_out(trainer: Trainer) -> bool:
 
 
 def log_samples(logger: Any, name: str, records: list[dict[str, Any]], sheets: list[Any], step: int) -> None:
-    """Hands samples to a logger that takes tables (W&B, MLflow, Comet) or text (TensorBoard), and pictures.
-
-    Args:
-        logger: any of the trainer's. name: of the table. step: of the rollout.
-        records: of `sample_records`, media in words. sheets: a picture or None for each.
-    """
+    """Logs records of `sample_records` and their images (None without) to a logger that takes tables or text."""
     shown = [*COLUMNS, *(["media"] if any("media" in record for record in records) else [])]
     parts = list(dict.fromkeys(name for record in records for name in _several(record)))
     extra = list(dict.fromkeys(name for record in records for name in record.get("extra", ())))
@@ -238,11 +221,13 @@ def sample_records(
 ) -> list[dict[str, Any]]:
     """The first completion of each of the first prompts, then the second of each, up to `num_samples` records.
 
-    A record is a trajectory, however many rows it is. With images, videos or sound it has its `Media` as `media`.
+    A record is a trajectory, which may have several rows. With images, videos, or sound it has its `Media` as `media`.
 
     Args:
-        rollouts: B rows. num_samples: most records.
-        rewards: (B,) to show; `rollouts.rewards` where None. advantages: (B,), mean over tokens.
+        rollouts: B rows.
+        num_samples: Maximum number of records.
+        rewards: (B,). Defaults to `rollouts.rewards`.
+        advantages: (B,), mean over tokens.
         tokenizer: See `asked`.
     """
 
@@ -283,7 +268,7 @@ def sample_records(
 
 
 def _logged_by(column: str, rollouts: Rollouts) -> bool:
-    """Whether a reward function gave the column to `log_extra`; others are the data set's."""
+    """Whether the column is from a reward function's `log_extra`, not from the dataset."""
     return column.rpartition("/")[0] in rollouts.reward_parts
 
 
@@ -298,10 +283,7 @@ def shorten(text: str, length: int) -> str:
 
 
 def samples_table(records: list[dict[str, Any]], title: str, max_characters: int) -> Table:
-    """The records as a table that takes the terminal's width; texts are shown as they are, not as rich's markup.
-
-    Below a completion stands what functions gave to `log_extra`, below a reward of several functions what each gave.
-    """
+    """The records as a table of the terminal's width, with `log_extra` below completions and parts below rewards."""
     with_advantage = any("advantage" in record for record in records)
     table = Table(title=Text(f"Samples: {title}"), title_justify="left", title_style="bold", expand=True)
     table.add_column("prompt", ratio=2, overflow="fold")
@@ -324,7 +306,7 @@ def samples_table(records: list[dict[str, Any]], title: str, max_characters: int
 
 
 def _several(record: dict[str, Any]) -> dict[str, float | None]:
-    """The rewards of each function, where there are several."""
+    """The rewards of each function if there are several."""
     parts: dict[str, float | None] = record["reward_parts"]
     return parts if len(parts) > 1 else {}
 
@@ -334,12 +316,12 @@ def _number(value: float | None) -> str:
 
 
 def print_table(trainer: Trainer, table: Table) -> None:
-    """Prints above the progress bar, whichever it is."""
+    """Prints above the progress bar."""
     bar = trainer.progress_bar_callback
     if isinstance(bar, RichProgressBar) and bar.is_enabled:
         from rich import get_console
 
-        get_console().print(table)  # the console the bar lives on; it redraws the bar below
+        get_console().print(table)  # the console of the bar
         return
     out, tty = StringIO(), sys.stdout.isatty()
     width = shutil.get_terminal_size((WIDTH_WITHOUT_TERMINAL, 24)).columns

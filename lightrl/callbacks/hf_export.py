@@ -11,8 +11,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightrl.algorithms.saving import SavesPretrained
-from lightrl.callbacks.ema import EMA
-from lightrl.callbacks.run_folder import run_folder
+from lightrl.callbacks.moving_weights import EMA
+from lightrl.callbacks.run_files import run_folder
 from lightrl.compat.arguments import at_least
 
 

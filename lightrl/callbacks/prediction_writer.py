@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 
 from lightrl.algorithms.experience import first_rows
-from lightrl.callbacks.run_folder import run_folder
+from lightrl.callbacks.run_files import run_folder
 from lightrl.checkpoints.files import append_lines, atomic_write
 
 SUFFIXES = (".jsonl", ".parquet")
@@ -21,16 +21,16 @@ SUFFIXES = (".jsonl", ".parquet")
 class PredictionWriter(BasePredictionWriter):
     """Writes the records of `predict_step`, one per trajectory, in the order of the prompts.
 
-    Each rank appends to its own shard while it goes, so an interrupted run loses nothing; at the end rank 0 merges the
-    shards into `path`, removes them and prints the path. Several machines need a folder that all of them see. Values
-    that JSON cannot hold, such as images, become the name of their type in angle brackets.
+    Each rank appends to its own shard, so an interrupted run loses nothing; at the end rank 0 merges the shards into
+    `path`. Several nodes need a shared folder. Values that JSON cannot hold, such as images, become the name of their
+    type in angle brackets.
 
     Args:
-        path: file to write, `.jsonl` (one object per line) or `.parquet`; an existing one is replaced.
-            `predictions.jsonl` in the run's folder (under `predict/` with `run_dir`) where None.
+        path: File, `.jsonl` (one object per line) or `.parquet`; an existing one is replaced. Defaults to
+            `predictions.jsonl` in the run's folder (under `predict/` with `run_dir`).
 
     Raises:
-        ValueError: the suffix is another.
+        ValueError: `path` has another suffix.
     """
 
     def __init__(self, path: str | None = None) -> None:

@@ -16,8 +16,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightrl.algorithms.hooks import RLCallback
-from lightrl.callbacks.run_folder import run_folder
-from lightrl.callbacks.thumbnails import fingerprint
+from lightrl.callbacks.run_files import png, run_folder, write_once
 from lightrl.checkpoints.files import DamagedError, atomic_write, read_records, verify
 from lightrl.compat.arguments import at_least
 from lightrl.records import Experience, Media, Rollouts
@@ -34,30 +33,27 @@ OF_TOKENS = ("advantages", "engine_logprobs", "old_logprobs", "ref_logprobs", "v
 
 
 class RolloutWriter(RLCallback):
-    """Saves the trajectories of every N-th rollout before the update that they lead to.
+    """Saves the trajectories of every N-th rollout before its update.
 
-    Each rank writes `DIR/rollout=000010/rank0.pt` (every tensor of `Experience` that is there, the raw reward parts and
-    extra model inputs such as pixels) and `rank0.jsonl`, one trajectory a line, which `lightrl view` shows:
+    Each rank writes `DIR/rollout=000010/rank0.pt` (the tensors of `Experience`, raw reward parts, and model inputs such
+    as pixels) and `rank0.jsonl`, one trajectory per line, which `lightrl view` shows:
 
     - `prompt`, `completion`, `messages`, `columns`, `stop_reason`, `reward`, `reward_parts`, `group`, `trajectory`;
-      `trained` is false where it has no reward;
-    - `turns`: of each the rewards it got itself, its mean advantage, its number of tokens and its state's key;
-    - `rows`: `token_ids`, `tokens` (their texts), `turns` (number of the turn a token is trained as, -1 for context),
-      and per token, 0 on context, `advantages`, `engine_logprobs`, `policy_versions`, `old_logprobs` and `entropy` (of
-      the policy before the update), `new_logprobs` (of the policy after it), and where the run computes them
-      `ref_logprobs` and `values`.
+      `trained` is false without a reward;
+    - `turns`: for each its rewards, mean advantage, number of tokens, and state key;
+    - `rows`: `token_ids`, `tokens` (texts), `turns` (-1 for context), and per token, 0 on context, `advantages`,
+      `engine_logprobs`, `policy_versions`, `old_logprobs` and `entropy` (before the update), `new_logprobs` (after it),
+      and `ref_logprobs` and `values` if the run computes them.
 
-    What prompts show is in `DIR/rollout=000010/media`, as it was decoded: images as PNG files, frames of videos and
-    samples of sounds as NumPy arrays; `media` of a trajectory names its files. Read it all with
-    `load_rollouts(DIR / "rollout=000010")`. It is written before the update, so the trajectories behind a failed update
-    are on disk too; `new_logprobs` join the `.jsonl` after it. Where it cannot be written (a full disk) the run ends;
-    leave the callback out to go on without.
+    Media are in `DIR/rollout=000010/media` as decoded: images as PNG files, videos and sounds as NumPy arrays; `media`
+    of a trajectory names its files. Read it all with `load_rollouts(DIR / "rollout=000010")`. The trajectories of a
+    failed update are on disk; `new_logprobs` are added after it. A full disk ends the run.
 
     Args:
-        every_n_rollouts: rollouts between two that are saved, at least 1.
-        dirpath: folder; `rollouts/` in the run's folder where None.
-        evaluate: run the policy over each rollout that is saved, once after the update and, where the run has no need
-            of it, once before; False saves what the run computes anyway.
+        every_n_rollouts: Rollouts between two that are saved, at least 1.
+        dirpath: Folder. Defaults to `rollouts/` in the run's folder.
+        evaluate: Run the policy over each saved rollout after the update, and before it if the run doesn't; False saves
+            only what the run computes anyway.
     """
 
     reads_old_logprobs = False
@@ -147,8 +143,9 @@ def trajectory_records(rollouts: Rollouts, experience: Experience, tokenizer: An
     """One dictionary per trajectory, as `RolloutWriter` writes them; `row` is the number of its last row.
 
     Args:
-        rollouts: B scored rows. experience: the same rows.
-        tokenizer: of the policy; None leaves the tokens' texts out.
+        rollouts: B scored rows.
+        experience: The same rows.
+        tokenizer: The policy's; None leaves the texts of tokens out.
     """
     rollouts, experience = rollouts.to("cpu"), experience.to("cpu")
     pieces: dict[int, str] = {}
@@ -200,7 +197,7 @@ def trajectory_records(rollouts: Rollouts, experience: Experience, tokenizer: An
 def _turns(
     rollouts: Rollouts, advantages: Tensor, turn_ids: Tensor, rows: list[int], states: list[str]
 ) -> list[dict[str, Any]]:
-    """What is known of each turn of the trajectory in these rows."""
+    """Rewards, advantage, and tokens of each turn of the trajectory in these rows."""
     ids = turn_ids[rows]
     turns = []
     for turn in ids[ids >= 0].unique().tolist():
@@ -227,40 +224,34 @@ def _type_name(value: Any) -> str:
 
 
 def save_media(media: Media, folder: Path) -> dict[str, list[str]]:
-    """Writes what a prompt shows, without loss, into `folder/media`; kind -> names relative to `folder`.
-
-    Files are named after their contents, so what several prompts or ranks show is there once.
-    """
+    """Writes media without loss to `folder/media`, each once; returns kind -> names relative to `folder`."""
     names: dict[str, list[str]] = {}
-    for kind, suffix in (("images", "png"), ("videos", "npy"), ("audios", "npy")):
+    for kind in ("images", "videos", "audios"):
         for value in getattr(media, kind):
-            buffer = io.BytesIO()
-            if kind == "images":
-                value.save(buffer, format="PNG")
-            else:
-                np.save(buffer, value)
-            path = folder / "media" / f"{fingerprint(buffer.getvalue())}.{suffix}"
-            if not path.exists():
-                with atomic_write(path) as file:
-                    file.write(buffer.getvalue())
-            names.setdefault(kind, []).append(str(path.relative_to(folder)))
+            data, suffix = (png(value), "png") if kind == "images" else (_npy(value), "npy")
+            names.setdefault(kind, []).append(f"media/{write_once(data, folder / 'media', suffix)}")
     return names
+
+
+def _npy(array: Any) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    return buffer.getvalue()
 
 
 def load_rollouts(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Reads one saved rollout, the rows of all ranks one after another.
 
     Args:
-        folder: one `rollout=...` folder written by `RolloutWriter`.
+        folder: One `rollout=...` folder of `RolloutWriter`.
 
     Returns:
-        name -> (B,) or (B, T) tensor, right-padded with 0 to the longest rank's T (plus the scalars `temperature` and
-        `policy_version`, and `inputs` where there are any); one dictionary per trajectory, as `RolloutWriter` says, and
-        where prompts can show something `media` (kind -> files). Group and trajectory ids of different ranks are made
-        different by an offset, in both.
+        Name -> (B,) or (B, T) tensor, right-padded with 0 to the longest rank's T (plus the scalars `temperature` and
+        `policy_version`, and `inputs`); and one dictionary per trajectory, as in `RolloutWriter`, with `media`
+        (kind -> files). Offsets tell group and trajectory ids of different ranks apart.
 
     Raises:
-        ValueError: nothing was saved in the folder, or a file of it is damaged.
+        ValueError: The folder has no rollout, or a file is damaged.
     """
     shards = sorted(Path(folder).glob("rank*.pt"), key=lambda path: int(path.stem.removeprefix("rank")))
     if not shards:
@@ -292,7 +283,7 @@ def load_rollouts(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, An
 
 
 def _tensors(path: Path) -> dict[str, Any]:
-    """What a rank saved; `torch.load` itself does not look at an archive's checksums."""
+    """A rank's tensors; `torch.load` itself does not verify an archive's checksums."""
     try:
         verify(path)
         stored: dict[str, Any] = torch.load(path, weights_only=True)

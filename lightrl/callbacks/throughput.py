@@ -1,4 +1,4 @@
-"""Speed and memory of each rollout, and the numbers that the progress bar shows."""
+"""Speed and memory of each rollout, and an evaluation before the first."""
 
 from __future__ import annotations
 
@@ -19,20 +19,19 @@ class ThroughputMonitor(Callback):
 
     Per rollout, with t the wall time from the end of the previous rollout's update to the end of this one's:
 
-    - `time/step` = t, seconds. It holds generation, scoring, experience, update and the callbacks between them;
-      evaluation is taken out. The first also holds the start of the engine.
+    - `time/step` = t in seconds: generation, scoring, experience, update, and callbacks, without evaluation. The first
+      includes the start of the engine.
     - `throughput/tokens_per_second` = prompt and completion tokens of the rollout over all ranks / t. Each token counts
-      once, however often it was generated, scored or trained on; padding does not count.
+      once, padding never.
     - `throughput/samples_per_second` = completions of the rollout over all ranks / t.
-    - `throughput/peak_memory_gb` = largest over ranks, 10^9 bytes since the start: memory PyTorch allocated on the GPU,
-      or the resident memory of this process where the run is on CPU. Memory of an engine in its own process is not in.
+    - `throughput/peak_memory_gb` = maximum over ranks in 10^9 bytes since the start: memory that PyTorch allocated on
+      the GPU, or on a CPU the resident memory of this process. It excludes an engine in a separate process.
 
-    It also works with `SFTLightningModule`, where a batch takes the place of a rollout. Batches without an
-    `attention_mask`, of modules of your own, are passed over. The command line adds it to every run that does not name
-    one; `--without=[ThroughputMonitor]` leaves it out.
+    With `SFTLightningModule` a batch takes the place of a rollout. Batches without an `attention_mask` are skipped. The
+    command line adds it to every run; `--without=[ThroughputMonitor]` leaves it out.
 
     Args:
-        progress_bar: whether `reward`, `kl` and `tok/s` are shown in the progress bar.
+        progress_bar: Whether `reward`, `kl` and `tok/s` are in the progress bar.
     """
 
     def __init__(self, progress_bar: bool = True) -> None:
@@ -49,7 +48,7 @@ class ThroughputMonitor(Callback):
         self._paused = time.perf_counter()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Lets the clock go on."""
+        """Restarts the clock."""
         self._start += time.perf_counter() - self._paused
 
     def on_train_batch_end(
@@ -75,7 +74,7 @@ class ThroughputMonitor(Callback):
             results = outputs if isinstance(outputs, Mapping) else {}
             shown = {short: results[name] for name, short in IN_PROGRESS_BAR.items() if name in results}
             shown["tok/s"] = round(tokens / seconds)
-            # Under short names and not for loggers: they have these numbers already.
+            # Loggers have these numbers under their full names already.
             pl_module.log_dict(shown, on_step=True, on_epoch=False, prog_bar=True, logger=False, batch_size=len(mask))
 
 
@@ -88,3 +87,22 @@ def peak_memory(device: torch.device) -> float:
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0  # Linux counts in KiB
+
+
+class EvaluateFirst(Callback):
+    """Evaluates once before training, on all evaluation prompts, and logs `eval/*` at step -1.
+
+    It has Lightning's sanity check run over the whole evaluation set and logs the result, which Lightning drops. A
+    resumed run has no sanity check. `CompletionLogger` shows its samples, and `lightrl report` draws it at rollout 0.
+    """
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Requests a sanity check over everything, or none in a resumed run."""
+        trainer.num_sanity_val_steps = float("inf") if trainer.ckpt_path is None else 0
+
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Logs the metrics of the evaluation."""
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("eval/")}
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=-1)
+            logger.save()

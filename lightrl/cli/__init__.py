@@ -53,7 +53,7 @@ COMMANDS = {
     "report": "lightrl.cli.report:report",
     "view": "lightrl.cli.report.view:view",
     "check-env": "lightrl.cli.check_env:check_env",
-    "serve-reward": "lightrl.rewards.server.serve:serve_reward",
+    "serve-reward": "lightrl.rewards.server:serve_reward",
     "plan": "lightrl.cli.plan:plan",
     "export": "lightrl.cli.export:export",
     "from-trl": "lightrl.cli.from_trl:from_trl",

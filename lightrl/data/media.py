@@ -20,7 +20,7 @@ from lightrl.compat.arguments import one_of
 from lightrl.data.files import one_line
 from lightrl.data.rows import RowError, RowSource, entered
 from lightrl.records import Media
-from lightrl.rewards.media import open_image
+from lightrl.rewards.encoding import open_image
 
 COLUMNS = {
     "image": "image",

@@ -20,7 +20,7 @@ from lightrl.environments.episodes import Ask, Episode, Task
 from lightrl.environments.parsing import ReplyParser, choose_parser
 from lightrl.environments.renderers import RendererBridge, make_renderer
 from lightrl.records import SamplingParams, Trajectory
-from lightrl.rewards.calls import copied
+from lightrl.rewards.base import copied
 
 if TYPE_CHECKING:
     from lightrl.data.prompts import PromptMixture, PromptSource

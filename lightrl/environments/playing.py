@@ -23,7 +23,7 @@ from lightrl.environments.ledger import Ledger
 from lightrl.environments.multi_turn import EXAMPLE_TOOLS, Attempt, MultiTurn
 from lightrl.environments.parsing import ReplyParser
 from lightrl.records import GenerationRequest, StopReason, Trajectory, TrajectoryRow
-from lightrl.rewards.calls import message_of, users_lines
+from lightrl.rewards.base import message_of, users_lines
 
 
 class EnvironmentEpisode(MultiTurn):

@@ -1,30 +1,31 @@
-"""Reward functions, rules and remote scorers: (prompts, completions, columns) -> one float or None each.
+"""Reward functions, rules, and remote scorers: (prompts, completions, columns) -> one float or None each.
 
-Importing this package does not load torch, which a reward function and `lightrl serve-reward` need not have.
+Importing this package loads neither torch nor the parts that a run does not name.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from lightrl.rewards.base import Reward, RewardError, RewardFn, RewardSpec, RewardValues, load_reward, reward_name
-from lightrl.rewards.combined import CombinedReward
-from lightrl.rewards.extract import extract_boxed, extract_gsm8k, extract_number
-from lightrl.rewards.judge import GenerativeJudge
-from lightrl.rewards.maths import MathVerify
-from lightrl.rewards.reasoning_gym import ReasoningGymReward
-from lightrl.rewards.remote import RemoteReward
-from lightrl.rewards.rules import (
-    CosineLength,
-    ExactAnswer,
-    LengthReward,
-    RegexFormat,
-    RepetitionPenalty,
-    SoftOverlong,
-)
+from lightrl.compat.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from lightrl.rewards.answers import extract_boxed, extract_gsm8k, extract_number
+    from lightrl.rewards.base import Reward, RewardError, RewardFn, RewardSpec, RewardValues, load_reward, reward_name
+    from lightrl.rewards.judges import GenerativeJudge, RemoteReward
+    from lightrl.rewards.maths import MathVerify
+    from lightrl.rewards.rules import (
+        CombinedReward,
+        CosineLength,
+        ExactAnswer,
+        LengthReward,
+        ReasoningGymReward,
+        RegexFormat,
+        RepetitionPenalty,
+        SoftOverlong,
+    )
     from lightrl.rewards.scorer import RewardScorer, ScoreHandle
+    from lightrl.rewards.server import ModelReward
 
 __all__ = [
     "CombinedReward",
@@ -33,6 +34,7 @@ __all__ = [
     "GenerativeJudge",
     "LengthReward",
     "MathVerify",
+    "ModelReward",
     "ReasoningGymReward",
     "RegexFormat",
     "RemoteReward",
@@ -52,10 +54,4 @@ __all__ = [
     "reward_name",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name in ("RewardScorer", "ScoreHandle"):  # the records that they take hold tensors
-        from lightrl.rewards import scorer
-
-        return getattr(scorer, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazy_names(__name__, ("base", "answers", "rules", "maths", "judges", "scorer", "server"), __all__)

@@ -1,45 +1,42 @@
-"""Mathematical equality by `math-verify`, in processes of its own.
+"""Mathematical equality by `math-verify`, in child processes.
 
-Comparing expressions may take for ever or all memory (`9**9**9`), holds Python's lock while it does, and math-verify's
-own time limits only work in a main thread. So the work is done by child processes that can be killed.
+Comparing expressions may take forever or all memory (`9**9**9`), holds Python's lock meanwhile, and math-verify's own
+time limits work in a main thread only. A child process can be killed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import queue
 import select
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from lightrl.compat.arguments import above, at_least, require_packages
-from lightrl.rewards.base import Reward, RewardError
+from lightrl.rewards.base import Reward
+from lightrl.rewards.rules import column_of
 
 _START_SECONDS = 120.0
 _GRACE_SECONDS = 2.0
-_LONGEST_SECONDS = 1e6  # of one wait
 
 
 class MathVerify(Reward):
-    """1 where the completion's final answer equals the reference mathematically, else 0 (`1/2` = `0.5`).
+    """1 if the completion's final answer equals the reference mathematically, else 0 (`1/2` = `0.5`).
 
-    The answer is found by math-verify (the last box, LaTeX formula or number). A row is not applicable (None) where
-    the reference is None or is no formula, or where the comparison exceeds `timeout`. Logged: `unparsable`, the
-    fraction of references that are no formula, and `timeouts`, the fraction of comparisons given up.
+    math-verify finds the answer (the last box, LaTeX formula, or number). A row is not applicable (None) if the
+    reference is None or not a formula, or if the comparison exceeds `timeout`. Logged as fractions: `unparsable`
+    references, `timeouts`, and `crashes` of the process.
 
     Args:
-        column: data-set column with the reference: LaTeX with or without dollar signs, or a number.
-        timeout: seconds for one comparison, above 0. The start of a process does not count: it has compared once
-            before its first comparison here.
-        num_workers: processes that compare; each takes about 80 MB and starts when first needed.
-        timeout_value: reward of a comparison that was given up; None leaves the row unscored, 0 counts it as wrong.
+        column: Dataset column with the reference: LaTeX with or without dollar signs, or a number.
+        timeout: Seconds for one comparison, above 0, without the start of a process.
+        num_workers: Number of processes; each takes about 80 MB and starts when first needed.
+        timeout_value: Reward of a comparison that timed out; None leaves the row unscored, 0 counts it as wrong.
 
     Raises:
         ValueError: math-verify is not installed, or a number is out of range.
@@ -61,36 +58,28 @@ class MathVerify(Reward):
         self.timeout_value = timeout_value
         self.max_concurrency = at_least("MathVerify.num_workers", num_workers, 1)
         self._workers = [_Worker() for _ in range(num_workers)]
-        self._idle: queue.LifoQueue[_Worker] = queue.LifoQueue()  # last in, first out: few workers are ever started
+        self._idle: queue.LifoQueue[_Worker] = queue.LifoQueue()  # last in, first out, so that few workers start
         for worker in self._workers:
             self._idle.put(worker)
 
     def __call__(
         self, completions: Sequence[str], log_metric: Callable[[str, float], None] | None = None, **columns: Any
     ) -> list[float | None]:
-        if self.column not in columns:
-            raise RewardError(f"column={self.column!r} is not in the data set; it has: {', '.join(sorted(columns))}.")
-        worker = self._idle.get()
-        try:
+        pairs = list(zip(column_of(columns, self.column), completions, strict=True))
+        with self._worker() as worker:
             verdicts = [
-                "none" if gold is None else worker.compare(str(gold), text, self.timeout)
-                for gold, text in zip(columns[self.column], completions, strict=True)
+                "none" if gold is None else worker.ask({"gold": str(gold), "text": text, "timeout": self.timeout})
+                for gold, text in pairs
             ]
-        finally:
-            self._idle.put(worker)
         if log_metric is not None:
-            log_metric("unparsable", verdicts.count("unparsable") / max(1, len(verdicts)))
-            log_metric("timeouts", verdicts.count("timeout") / max(1, len(verdicts)))
-            log_metric("crashes", verdicts.count("crashed") / max(1, len(verdicts)))
+            for name, verdict in (("unparsable", "unparsable"), ("timeouts", "timeout"), ("crashes", "crashed")):
+                log_metric(name, verdicts.count(verdict) / max(1, len(verdicts)))
         values: dict[str, float | None] = {"equal": 1.0, "unequal": 0.0, "timeout": self.timeout_value}
         return [values.get(verdict) for verdict in verdicts]
 
     def extract_answer(self, completion: str) -> str | None:
-        worker = self._idle.get()
-        try:
+        with self._worker() as worker:
             answer = worker.ask({"text": completion, "timeout": self.timeout})
-        finally:
-            self._idle.put(worker)
         return answer.removeprefix("=") if answer.startswith("=") else None
 
     def close(self) -> None:
@@ -98,30 +87,33 @@ class MathVerify(Reward):
         for worker in self._workers:
             worker.stop()
 
+    @contextlib.contextmanager
+    def _worker(self) -> Any:
+        worker = self._idle.get()
+        try:
+            yield worker
+        finally:
+            self._idle.put(worker)
+
 
 class _Worker:
-    """One child process, started at first use and again after it was killed. Used by one thread at a time."""
+    """One child process, started at first use and after it was killed. One thread at a time asks it."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
 
-    def compare(self, gold: str, text: str, timeout: float) -> str:
-        """ "equal", "unequal", "unparsable" (gold), "timeout", or "crashed" where the process died of it twice."""
-        return self.ask({"gold": gold, "text": text, "timeout": timeout})
-
     def ask(self, question: dict[str, Any]) -> str:
-        """The process's answer, "timeout", or "crashed".
-
-        A process that dies is replaced and asked again, once: it may have been killed for what others did.
-        """
+        """The process's answer, "timeout", or "crashed" if the process died twice."""
         request, timeout = json.dumps(question).encode() + b"\n", question["timeout"]
-        for _ in range(2):
+        for _ in range(2):  # it may have been killed for what others did
             process = self._started()
             answer: bytes | None = b""
             with contextlib.suppress(BrokenPipeError):
-                sent = self._send(process, request, timeout + _GRACE_SECONDS)
-                answer = self._line(process, timeout + _GRACE_SECONDS) if sent else None
+                assert process.stdin is not None
+                process.stdin.write(request)
+                process.stdin.flush()
+                answer = self._line(process, timeout + _GRACE_SECONDS)
             if answer:
                 return str(json.loads(answer))
             self.stop()
@@ -136,42 +128,26 @@ class _Worker:
             process.kill()
             process.wait()
             for pipe in (process.stdin, process.stdout):
-                with contextlib.suppress(OSError):  # what was not flushed is of no use any more
-                    assert pipe is not None
+                assert pipe is not None
+                with contextlib.suppress(OSError):  # unsent requests don't matter
                     pipe.close()
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is not None and self._process.poll() is None:
             return self._process
         command = [sys.executable, str(Path(__file__).with_name("maths_worker.py"))]
-        # Apart from Ctrl-C. Of a group in its parent's session Linux ends a stopped process, too, when the parent dies.
-        apart: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"start_new_session": True}
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **apart)
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         with self._lock:
             self._process = process
         if not self._line(process, _START_SECONDS):
             self.stop()
-            raise RuntimeError(f"the process for math-verify did not start ({' '.join(command)}); see its error above.")
+            raise RuntimeError(f"MathVerify: its process did not start ({' '.join(command)}); see its error above.")
         return process
 
     @staticmethod
-    def _send(process: subprocess.Popen[bytes], request: bytes, timeout: float) -> bool:
-        """Whether it took all of a request within `timeout` seconds: one that is stopped takes what its pipe holds."""
-        assert process.stdin is not None
-        end, left = time.monotonic() + timeout, memoryview(request)
-        while left and _ready(process.stdin, select.POLLOUT, end - time.monotonic()):
-            left = left[os.write(process.stdin.fileno(), left[: select.PIPE_BUF]) :]  # so much never blocks then
-        return not left
-
-    @staticmethod
     def _line(process: subprocess.Popen[bytes], timeout: float) -> bytes | None:
-        """The next line; empty where the process ended, None where it says nothing within `timeout` seconds."""
+        """The next line; empty if the process ended, None if there is none within `timeout` seconds."""
         assert process.stdout is not None
-        return process.stdout.readline() if _ready(process.stdout, select.POLLIN, timeout) else None
-
-
-def _ready(pipe: IO[bytes], event: int, timeout: float) -> bool:
-    """Whether a pipe can be read or written within some seconds, or was closed at its other end."""
-    poll = select.poll()  # not `select.select`, which knows no descriptors above 1023
-    poll.register(pipe, event)
-    return bool(poll.poll(1000 * min(max(timeout, 0.0), _LONGEST_SECONDS)))
+        poll = select.poll()  # `select.select` accepts no descriptors above 1023
+        poll.register(process.stdout, select.POLLIN)
+        return process.stdout.readline() if poll.poll(1000 * timeout) else None

@@ -1,7 +1,6 @@
-"""The child process of `MathVerify`: reads one JSON object per line, answers with one verdict per line.
+"""The child process of `MathVerify`: reads one JSON object per line and answers with one verdict per line.
 
-Started as a file, not as a module, so that it loads math-verify and nothing of LightRL. It ends when its input ends or
-its parent is gone.
+It runs as a file, not as a module, so that it loads math-verify alone. It ends with its input or its parent.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever a library prints goes to stderr
     parent = os.getppid()
-    # The first comparison loads parsers and fills caches, which takes seconds on a busy machine: before the clock runs.
+    # The first comparison loads parsers and fills caches for seconds. It runs before the clock does.
     for gold, text in (("\\frac{1}{2}", "so it is $0.5$"), ("3\\sqrt{2}", "\\boxed{\\sqrt{18}}")):
         _judge(math_verify, {"gold": gold, "text": text, "timeout": 0.0})
     answers.write('"ready"\n')

@@ -1,45 +1,73 @@
 """Rewards by rule. None of them reads the prompt: a format that the prompt shows must not count as an answer.
 
-|y| is a completion's length in sampled tokens, the end-of-sequence token included.
+|y| is a completion's length in sampled tokens, including the end-of-sequence token.
 """
 
 from __future__ import annotations
 
+import asyncio
+import inspect
+import json
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, Literal
 
 from lightrl.compat.arguments import above, at_least, one_of
-from lightrl.rewards.base import Reward, RewardError, RewardSpec, extracted_answer, load_reward, reward_name
-from lightrl.rewards.calls import RewardFunction
-from lightrl.rewards.extract import EXTRACTORS, Extract, to_number
-from lightrl.rewards.patterns import TimedPattern
+from lightrl.rewards.answers import (
+    EXTRACTORS,
+    Extract,
+    TimedPattern,
+    extract_boxed,
+    extract_last_line,
+    extract_number,
+    extract_tags,
+    to_number,
+)
+from lightrl.rewards.base import (
+    ONLY_BY_NAME,
+    Reward,
+    RewardError,
+    RewardFunction,
+    RewardSpec,
+    RewardValues,
+    extracted_answer,
+    load_reward,
+    reward_name,
+)
 
-"""Longest completion that can be meant."""
+_RULES: dict[str, Callable[[list[float]], float]] = {"product": math.prod, "min": min, "max": max}
+_GYM_EXTRACTORS: dict[str, Callable[[str], str | None]] = {
+    "tags": extract_tags,
+    "boxed": extract_boxed,
+    "number": extract_number,
+    "last_line": extract_last_line,
+    "text": str.strip,
+}
 
 
 class ExactAnswer(Reward):
-    r"""1 where the extracted answer equals the reference, 0 where it differs or is missing.
+    r"""1 if the extracted answer equals the reference, 0 if it differs or is missing.
 
-    A row whose reference is None is not applicable (None).
+    A row whose reference is None is not applicable (None). The fraction of rows on which `pattern` timed out is logged
+    as `timeouts`.
 
     Args:
-        column: data-set column with the reference; numbers are compared as their text.
-        extract: how the answer is found in the completion: "text" (all of it), "gsm8k" (number after the last `####`),
+        column: Dataset column with the reference; numbers are compared as text.
+        extract: How to find the answer in the completion: "text" (all of it), "gsm8k" (number after the last `####`),
             "boxed" (last `\boxed{}`), "number" (last number).
-        reference_extract: the same for the reference; GSM8K's own `answer` column needs "gsm8k".
-        pattern: a regular expression that finds the answer instead of `extract`: the first group (or all) of its last
+        reference_extract: The same for the reference; GSM8K's own `answer` column needs "gsm8k".
+        pattern: Regular expression that finds the answer instead of `extract`: the first group (or all) of its last
             match in the completion.
-        ignore_case: compare without regard to case.
-        ignore_whitespace: a run of whitespace counts as one space, and none at the ends.
-        numeric: two answers that are both numbers are compared by value: 42 = 42.0, 1,000 = 1000.
-        timeout: seconds that `pattern` may take on one completion, above 0. What takes longer is logged as
-            `timeouts`, a fraction of the rows.
-        timeout_value: reward of a completion on which `pattern` ran out of time; None leaves it unscored.
+        ignore_case: Compare case-insensitively.
+        ignore_whitespace: Strip the ends and treat a run of whitespace as one space.
+        numeric: Compare two answers that are both numbers by value: 42 = 42.0, 1,000 = 1000.
+        timeout: Seconds that `pattern` may take on one completion, above 0.
+        timeout_value: Reward of a completion on which `pattern` timed out; None leaves it unscored.
 
     Raises:
-        ValueError: `pattern` beside an `extract`, an invalid pattern, or a number out of range.
-        RewardError: (when called) no such column, or a reference without an answer.
+        ValueError: `pattern` with an `extract`, an invalid pattern, or a number out of range.
+        RewardError: When called: no such column, or a reference without an answer.
     """
 
     def __init__(
@@ -60,7 +88,6 @@ class ExactAnswer(Reward):
         self.needed_columns = (column,)
         self.extract = one_of("ExactAnswer.extract", extract, *EXTRACTORS)
         self.reference_extract = one_of("ExactAnswer.reference_extract", reference_extract, *EXTRACTORS)
-        above("ExactAnswer.timeout", timeout, note=" seconds")
         self.pattern = None if pattern is None else TimedPattern("ExactAnswer", pattern, timeout)
         self.ignore_case = ignore_case
         self.ignore_whitespace = ignore_whitespace
@@ -70,7 +97,7 @@ class ExactAnswer(Reward):
     def __call__(
         self, completions: Sequence[str], log_metric: Callable[[str, float], None] | None = None, **columns: Any
     ) -> list[float | None]:
-        column = _column(self.column, columns)
+        column = column_of(columns, self.column)
         references = [None if reference is None else self._reference(reference) for reference in column]
 
         def equal(row: int) -> float | None:
@@ -78,6 +105,16 @@ class ExactAnswer(Reward):
             return None if reference is None else float(self._equal(completions[row], reference))
 
         return _timed(equal, len(completions), self.timeout_value, log_metric)
+
+    def extract_answer(self, completion: str) -> str | None:
+        try:
+            found = self._answer(completion)
+        except TimeoutError:
+            return None
+        number = to_number(found) if self.numeric and found is not None else None
+        if number is not None:
+            return f"{number.normalize():f}"
+        return None if found is None else self._normal(found)
 
     def _reference(self, reference: Any) -> str:
         found = EXTRACTORS[self.reference_extract](str(reference))
@@ -88,27 +125,15 @@ class ExactAnswer(Reward):
             )
         return found
 
+    def _answer(self, completion: str) -> str | None:
+        return EXTRACTORS[self.extract](completion) if self.pattern is None else self.pattern.last(completion)
+
     def _equal(self, completion: str, reference: str) -> bool:
-        answer = EXTRACTORS[self.extract](completion)
-        if self.pattern is not None:
-            answer = self.pattern.last(completion)
+        answer = self._answer(completion)
         if answer is None:
             return False
-        if self.numeric:
-            numbers = to_number(answer), to_number(reference)
-            if None not in numbers:
-                return numbers[0] == numbers[1]
-        return self._normal(answer) == self._normal(reference)
-
-    def extract_answer(self, completion: str) -> str | None:
-        try:
-            found = EXTRACTORS[self.extract](completion) if self.pattern is None else self.pattern.last(completion)
-        except TimeoutError:
-            return None
-        if found is None:
-            return None
-        number = to_number(found) if self.numeric else None
-        return self._normal(found) if number is None else f"{number.normalize():f}"
+        numbers = (to_number(answer), to_number(reference)) if self.numeric else (None, None)
+        return numbers[0] == numbers[1] if None not in numbers else self._normal(answer) == self._normal(reference)
 
     def _normal(self, text: str) -> str:
         text = " ".join(text.split()) if self.ignore_whitespace else text
@@ -116,18 +141,18 @@ class ExactAnswer(Reward):
 
 
 class RegexFormat(Reward):
-    """1 where the completion matches a regular expression, else 0. Only the completion's text is looked at.
+    """1 if the completion matches a regular expression, else 0. It reads the completion alone.
 
     Args:
-        pattern: Python regular expression; flags go inside, for example
-            `(?s)<think>.*</think>\\s*<answer>.*</answer>` where `.` also matches line breaks.
-        match: "full" (the whole completion, whitespace at its ends apart) or "search" (anywhere in it).
-        timeout: seconds that the pattern may take on one completion, above 0. What takes longer is logged as
-            `timeouts`, a fraction of the rows.
-        timeout_value: reward of a completion on which the pattern ran out of time; None leaves it unscored.
+        pattern: Python regular expression with its flags inside, for example
+            `(?s)<think>.*</think>\\s*<answer>.*</answer>` if `.` also matches line breaks.
+        match: "full" (the whole completion without whitespace at its ends) or "search" (anywhere in it).
+        timeout: Seconds that the pattern may take on one completion, above 0. `timeouts` logs the fraction of rows
+            that take longer.
+        timeout_value: Reward of a completion on which the pattern timed out; None leaves it unscored.
 
     Raises:
-        ValueError: an invalid pattern, or an argument out of range.
+        ValueError: An invalid pattern, or an argument out of range.
 
     Source: the format reward of https://arxiv.org/abs/2501.12948.
     """
@@ -154,30 +179,30 @@ class RegexFormat(Reward):
 
 
 class LengthReward(Reward):
-    """Distance from a wanted length: `r = -alpha * | |y| - target |`.
+    """Distance from a target length: `r = -alpha * | |y| - target |`.
 
     Args:
-        target: wanted length in tokens, 0 or more.
-        column: data-set column with it, per row; give one of the two.
-        alpha: penalty per token, above 0.
+        target: Target length in tokens.
+        column: Dataset column with the target of each row; set one of the two.
+        alpha: Penalty per token, above 0.
 
     Raises:
-        ValueError: both or none of `target` and `column`, or a number out of range.
+        ValueError: Both or none of `target` and `column`, or a number out of range.
 
-    Source: the length term of L1-Exact, https://arxiv.org/abs/2503.04697, eq. 1 (alpha = 0.0003). We leave the
-    correctness term to another function.
+    Source: the length term of L1-Exact, https://arxiv.org/abs/2503.04697, eq. 1 (alpha = 0.0003). The correctness term
+        is left to another function.
     """
 
     def __init__(self, target: int | None = None, column: str | None = None, alpha: float = 0.0003) -> None:
         if (target is None) == (column is None):
-            raise ValueError(f"LengthReward: target={target!r}, column={column!r}: give exactly one of the two.")
+            raise ValueError(f"LengthReward: target={target!r}, column={column!r}: set exactly one of the two.")
         self.target = at_least("LengthReward.target", target, 0, or_none="with column")
         self.column = column
         self.needed_columns = () if column is None else (column,)
         self.alpha = above("LengthReward.alpha", alpha)
 
     def __call__(self, completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float | None]:
-        targets = [self.target] * len(completion_ids) if self.column is None else _column(self.column, columns)
+        targets = [self.target] * len(completion_ids) if self.column is None else column_of(columns, self.column)
         return [
             None if target is None else -self.alpha * abs(len(ids) - target)
             for ids, target in zip(completion_ids, targets, strict=True)
@@ -188,8 +213,8 @@ class RepetitionPenalty(Reward):
     """Share of repeated n-grams: `r = -max_penalty * (1 - #distinct n-grams / #n-grams)`, 0 for fewer than n items.
 
     Args:
-        n: items per n-gram, at least 1.
-        max_penalty: the penalty that a completion of one n-gram only comes close to, above 0.
+        n: Items per n-gram, at least 1.
+        max_penalty: Limit of the penalty if one n-gram repeats all the time, above 0.
         unit: "words" (split at whitespace, lower case) or "tokens" (for text without spaces).
 
     Source: `get_repetition_penalty_reward` of https://github.com/huggingface/open-r1, after
@@ -198,8 +223,7 @@ class RepetitionPenalty(Reward):
 
     def __init__(self, n: int = 3, max_penalty: float = 1.0, unit: Literal["words", "tokens"] = "words") -> None:
         self.n = at_least("RepetitionPenalty.n", n, 1)
-        self.max_penalty = max_penalty
-        above("RepetitionPenalty.max_penalty", max_penalty)
+        self.max_penalty = above("RepetitionPenalty.max_penalty", max_penalty)
         self.unit = one_of("RepetitionPenalty.unit", unit, "words", "tokens")
 
     def __call__(self, completions: Sequence[str], completion_ids: Sequence[Sequence[int]]) -> list[float]:
@@ -220,8 +244,8 @@ class SoftOverlong(Reward):
         r = -1                                   |y| > max_tokens
 
     Args:
-        max_tokens: the limit, usually `max_new_tokens`.
-        buffer_tokens: width of the soft zone below it, between 1 and `max_tokens`.
+        max_tokens: The limit, usually `max_new_tokens`.
+        buffer_tokens: Width of the soft zone below it, between 1 and `max_tokens`.
 
     Source: DAPO, https://arxiv.org/abs/2503.14476, eq. 13 (16384 + 4096 tokens there, that is max_tokens=20480,
     buffer_tokens=4096).
@@ -244,23 +268,20 @@ class CosineLength(Reward):
         r = at_max + (at_zero - at_max) / 2 * (1 + cos(pi * |y| / max_tokens))       |y| < max_tokens
         r = exceed                                                                  |y| >= max_tokens
 
-    with (at_zero, at_max) of right or wrong answers. By default short right answers earn most, and wrong ones lose less
-    the longer they thought. None where `correct` says None.
+    with (at_zero, at_max) of correct or wrong answers. By default short correct answers earn most, and long wrong ones
+    lose least. None if `correct` returns None.
 
     Args:
-        correct: the reward function that tells right (at least 0.5) from wrong; plain or `async`.
-        max_tokens: length at which `exceed` applies, at least 1.
-        correct_at_zero: value of a right answer at length 0.
-        correct_at_max: just below `max_tokens`.
-        wrong_at_zero: value of a wrong answer at length 0.
-        wrong_at_max: just below `max_tokens`.
-        exceed: value at `max_tokens` and beyond, right or wrong.
+        correct: Reward function that tells correct (at least 0.5) from wrong; plain or `async`.
+        max_tokens: Length at which `exceed` applies, at least 1.
+        correct_at_zero: Value of a correct answer at length 0.
+        correct_at_max: Value of a correct answer just below `max_tokens`.
+        wrong_at_zero: Value of a wrong answer at length 0.
+        wrong_at_max: Value of a wrong answer just below `max_tokens`.
+        exceed: Value at `max_tokens` and beyond, correct or wrong.
 
     Source: https://arxiv.org/abs/2502.03373, section 4. Default values as `get_cosine_scaled_reward` of
-    https://github.com/huggingface/open-r1, which has no `exceed` and measures characters; we measure tokens.
-
-    Raises:
-        ValueError: a number that cannot be a reward, or out of range.
+    https://github.com/huggingface/open-r1, which has no `exceed` and measures characters instead of tokens.
     """
 
     def __init__(
@@ -283,12 +304,14 @@ class CosineLength(Reward):
         self.wrong = (wrong_at_zero, wrong_at_max)
 
     async def __call__(self, completion_ids: Sequence[Sequence[int]], **rows: Any) -> list[float | None]:
-        offered = {name: value for name, value in rows.items() if name not in ("log_metric", "log_extra")}
-        values, _ = await self.correct.run({**offered, "completion_ids": completion_ids}, timeout=None)
+        values, _ = await self.correct.run({**rows, "completion_ids": completion_ids}, timeout=None)
         return [self._shape(value, len(ids)) for value, ids in zip(values, completion_ids, strict=True)]
 
     def extract_answer(self, completion: str) -> str | None:
         return extracted_answer(self.correct.function, completion)
+
+    async def close(self) -> None:  # type: ignore[override]
+        await self.correct.close()
 
     def _shape(self, value: float, length: int) -> float | None:
         if math.isnan(value):
@@ -298,13 +321,141 @@ class CosineLength(Reward):
         at_zero, at_max = self.right if value >= 0.5 else self.wrong
         return at_max + (at_zero - at_max) / 2 * (1 + math.cos(math.pi * length / self.max_tokens))
 
-    def close(self) -> Any:
-        return getattr(self.correct.function, "close", lambda: None)()
+
+class CombinedReward(Reward):
+    """The product, minimum, or maximum of several reward functions, or the result of your own function of them.
+
+        r = prod_f r_f    (a correct answer in the wrong format earns 0)      min_f r_f      max_f r_f
+
+    over the functions that scored the row; None if none did. They run at the same time. The mean of each is logged as
+    `reward/CombinedReward/<function>`; its values are shown with the completions.
+
+    Args:
+        rewards: At least two reward functions that read neither images, videos, audio, nor `training_progress`.
+        by: `product`, `min`, `max`, or a function (in YAML its import path) that takes a dictionary, name -> n values
+            or None each, and returns n values.
+        names: One per function. Defaults to the function's or class's own name.
+
+    Raises:
+        ValueError: Fewer than two functions, equal names, an unknown rule, or a function that reads media.
+    """
+
+    def __init__(
+        self,
+        rewards: list[RewardSpec],
+        by: str | Callable[..., Any] = "product",
+        names: list[str] | None = None,
+    ) -> None:
+        functions = [load_reward(reward) for reward in rewards]
+        names = [reward_name(function) for function in functions] if names is None else names
+        if len(functions) < 2 or len(set(names)) < len(functions) or len(names) != len(functions):
+            raise ValueError(
+                f"CombinedReward: {len(functions)} functions called {names}: needs at least two with different names. "
+                "Set names=[...]."
+            )
+        self.parts = [RewardFunction(name, function) for name, function in zip(names, functions, strict=True)]
+        self.needed_columns = tuple(name for part in self.parts for name in part.needed_columns)
+        for part in self.parts:
+            if unheard := part.needs.intersection(ONLY_BY_NAME):
+                raise ValueError(
+                    f"CombinedReward: {part.name!r} takes {', '.join(sorted(unheard))}, which only the run's own "
+                    "reward functions get. List it next to CombinedReward, or combine inside your own function."
+                )
+        if isinstance(by, str) and by not in _RULES and "." not in by:
+            raise ValueError(
+                f"CombinedReward: by={by!r}: must be {', '.join(_RULES)}, or the import path of a function."
+            )
+        self.max_concurrency = min((p.max_concurrency for p in self.parts if p.max_concurrency), default=None)
+        self._rule = _RULES.get(by) if isinstance(by, str) else None
+        self._own = load_reward(by) if self._rule is None else None
+
+    async def __call__(
+        self,
+        completions: Sequence[str],
+        log_metric: Callable[[str, float], None],
+        log_extra: Callable[[str, Sequence[Any]], None],
+        **rows: Any,
+    ) -> RewardValues:
+        offered = {**rows, "completions": completions}
+        ran = await asyncio.gather(*(part.run(offered, timeout=None) for part in self.parts))
+        parts = {
+            part.name: [None if math.isnan(value) else value for value in values]
+            for part, (values, _) in zip(self.parts, ran, strict=True)
+        }
+        for name, values in parts.items():
+            log_extra(name, values)
+            if scored := [value for value in values if value is not None]:
+                log_metric(name, math.fsum(scored) / len(scored))
+        if self._own is not None:
+            made = self._own(parts)
+            return await made if inspect.isawaitable(made) else made  # type: ignore[no-any-return]
+        return [self._of_row([values[row] for values in parts.values()]) for row in range(len(completions))]
+
+    def extract_answer(self, completion: str) -> str | None:
+        found = (extracted_answer(part.function, completion) for part in self.parts)
+        return next((answer for answer in found if answer is not None), None)
+
+    async def close(self) -> None:  # type: ignore[override]
+        for part in self.parts:
+            await part.close()
+
+    def _of_row(self, values: list[float | None]) -> float | None:
+        scored = [value for value in values if value is not None]
+        return self._rule(scored) if self._rule is not None and scored else None
 
 
-def _column(name: str, columns: dict[str, Any]) -> Sequence[Any]:
+class ReasoningGymReward(Reward):
+    """The score that the row's generator gives the answer, in [0, 1]; 0 if the completion has no answer.
+
+    Use it with rows of `ReasoningGymRows`. Some generators give partial credit: read the score as a reward, not as
+    accuracy, unless their scores are 0 and 1.
+
+    Args:
+        extract: Where the answer is: "tags" (inside the last `<answer>` tags, what reasoning-gym's own system prompts
+            ask for), "boxed" (the last `\\boxed{}`), "number" (the last number), "last_line", or "text" (everything).
+
+    Source: https://github.com/open-thought/reasoning-gym (`score_answer`). Unlike its own training scripts, there is no
+        bonus for the format; add `RegexFormat` for one.
+    """
+
+    needed_columns = ("gym",)
+
+    def __init__(self, extract: Literal["tags", "boxed", "number", "last_line", "text"] = "tags") -> None:
+        self.extract = one_of("ReasoningGymReward.extract", extract, *_GYM_EXTRACTORS)
+
+    def __call__(self, completions: Sequence[str], gym: Sequence[str], **columns: Any) -> list[float]:
+        return [self._score(text, made) for text, made in zip(completions, gym, strict=True)]
+
+    def extract_answer(self, completion: str) -> str | None:
+        return _GYM_EXTRACTORS[self.extract](completion)
+
+    def _score(self, completion: str, made: str) -> float:
+        answer = self.extract_answer(completion)
+        if answer is None:
+            return 0.0
+        score, item = _gym_scorer(made)
+        return float(score(answer, item))
+
+
+@lru_cache(maxsize=4096)
+def _gym_scorer(made: str) -> tuple[Callable[[str, Any], float], Any]:
+    """The generator's scorer and the item, recreated from a row's column."""
+    row = json.loads(made)
+    items = _gym_items(row["name"], json.dumps(row["settings"]), row["seed"], row["size"])
+    return items.score_answer, items[row["index"]]
+
+
+@lru_cache(maxsize=64)
+def _gym_items(name: str, settings: str, seed: int, size: int) -> Any:
+    import reasoning_gym
+
+    return reasoning_gym.create_dataset(name, seed=seed, size=size, **json.loads(settings))
+
+
+def column_of(columns: dict[str, Any], name: str) -> Sequence[Any]:
+    """The values of a dataset column; raises a `RewardError` if there is none of that name."""
     if name not in columns:
-        raise RewardError(f"column={name!r} is not in the data set; it has: {', '.join(sorted(columns))}.")
+        raise RewardError(f"column={name!r} is not in the dataset; it has: {', '.join(sorted(columns))}.")
     return columns[name]  # type: ignore[no-any-return]
 
 
@@ -314,7 +465,7 @@ def _timed(
     timeout_value: float | None,
     log_metric: Callable[[str, float], None] | None,
 ) -> list[float | None]:
-    """`score(row)` of each row; `timeout_value` where it raises a TimeoutError. Logs their fraction as `timeouts`."""
+    """`score(row)` of each row, `timeout_value` if it raises a TimeoutError. Logs their fraction as `timeouts`."""
     values: list[float | None] = []
     timeouts = 0
     for row in range(num_rows):

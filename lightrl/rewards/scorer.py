@@ -1,6 +1,6 @@
-"""Runs the reward functions of a run concurrently, beside generation, and sums their rewards.
+"""Runs the reward functions of a run concurrently, alongside generation, and sums their rewards.
 
-total[i] = sum over functions f that scored row i of weight_f * r_f[i]      NaN where none did
+total[i] = sum over functions f that scored row i of weight_f * r_f[i]      NaN if none did
 """
 
 from __future__ import annotations
@@ -10,18 +10,26 @@ import concurrent.futures
 import logging
 import math
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, Literal
 
 from lightrl.compat.arguments import MAX_REWARD, above, at_least, one_of
-from lightrl.engines.background import BackgroundLoop, all_of
+from lightrl.engines.background import BackgroundLoop, all_of, patient_result
 from lightrl.records import Scores
-from lightrl.rewards.base import RewardError, RewardSpec, extracted_answer, load_reward, reward_name
-from lightrl.rewards.calls import CallFailed, CallLog, RewardFunction, mean
-from lightrl.rewards.media import MEDIA
+from lightrl.rewards.base import (
+    MEDIA,
+    CallFailed,
+    CallLog,
+    RewardError,
+    RewardFunction,
+    RewardSpec,
+    extracted_answer,
+    load_reward,
+    mean,
+    reward_name,
+)
 
 OFFERED = ("prompts", "completions", "completion_ids", "group_ids", "training_progress", *MEDIA)
-"""What every function may name in addition to the data set's columns."""
+"""What every function may name in addition to the dataset's columns."""
 OWN_NAMES = ("prompts", "completions", "completion_ids", "group_ids", "training_progress", "log_metric", "log_extra")
 """Arguments of reward functions that would hide a column of the same name."""
 
@@ -29,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 class ScoreHandle:
-    """The scores of one submission, there when the slowest function is done."""
+    """The scores of one submission, available when the slowest function is done."""
 
     def __init__(self, future: concurrent.futures.Future[Scores]) -> None:
         self._future = future
@@ -39,25 +47,18 @@ class ScoreHandle:
         return self._future.done()
 
     def __await__(self) -> Generator[Any, None, Scores]:
-        """Waits on an event loop; a wait that is cancelled gives the scoring up."""
+        """Waits on an event loop; cancelling the wait cancels the scoring."""
         return asyncio.wrap_future(self._future).__await__()
 
     def result(self, timeout: float | None = None) -> Scores:
-        """Waits for the scores.
-
-        Args:
-            timeout: seconds to wait; None waits until they are there.
+        """Waits for the scores, at most `timeout` seconds.
 
         Raises:
-            RewardError: a function failed. TimeoutError: not there within `timeout`; it may be asked again.
+            RewardError: A function failed, or the scorer was closed.
+            TimeoutError: The scores are not there within `timeout`; ask again.
         """
         try:
-            while timeout is None:  # in slices: a Ctrl-C that comes just before a wait does not end it
-                with suppress(concurrent.futures.TimeoutError):
-                    return self._future.result(0.5)
-                if self._future.done():
-                    break
-            return self._future.result(timeout)
+            return patient_result(self._future) if timeout is None else self._future.result(timeout)
         except concurrent.futures.CancelledError as error:
             raise RewardError("the RewardScorer was closed before these rows were scored.") from error
 
@@ -65,32 +66,29 @@ class ScoreHandle:
 class RewardScorer:
     """Scores groups of completions with several reward functions at once.
 
-    Every submission is scored by all functions at the same time: an `async` function on an event loop of its own in a
-    background thread, others in a daemon thread per call, so none blocks another and `submit` returns at once. At most
-    `max_concurrency` calls of each function run at a time.
+    All functions score a submission at the same time: an `async` function on its own event loop in a background thread,
+    others in a daemon thread per call, so none blocks another. Threads start at the first submission.
 
     Args:
-        functions: reward functions (`RewardFn`), `Reward` objects or import paths (see `load_reward`), at least one.
-        weights: one per function; 1 each where None. A function of weight 0 is run and logged but scores nothing.
-        names: one per function, for logs and rewards_by_label; the function's or class's own name where None.
-        rewards_by_label: label -> [(function's name, weight), ...]. A row is scored by the functions of its label and
-        by no
-            others; a function runs only on the rows that need it. Excludes `weights`.
-        label_column: data-set column that holds the label; only used with `rewards_by_label`.
-        max_concurrency: most calls of one function at a time. A function's own `max_concurrency` attribute wins.
-        timeout: seconds that one call may take from its start; None waits for ever. A function that is not `async`
-            cannot be stopped: its thread is left behind and its result ignored.
-        on_reward_error: what an exception or a time-out means: "error" ends the run, "none" gives None for the rows of
-            that call, logs a warning and counts them in `reward/<function>/failed`. Mistakes in the set-up are always
-            an error: values that are no rewards (wrong length, NaN, no number), missing columns, a `RewardError` that
-            the function raises itself.
+        functions: Reward functions, at least one: `Reward` objects, import paths (see `load_reward`), or callables.
+        weights: One per function. Defaults to 1 each. A function of weight 0 is run and logged but scores nothing.
+        names: One per function, for logs and `rewards_by_label`. Defaults to the function's or class's own name.
+        rewards_by_label: Label -> [(function's name, weight), ...]. Only the functions of its label score a row; a
+            function runs only on the rows that need it. Excludes `weights`.
+        label_column: Dataset column of the label; only used with `rewards_by_label`.
+        max_concurrency: Maximum number of concurrent calls of one function. Its own `max_concurrency` wins.
+        timeout: Seconds for one call; None waits forever. A function that is not `async` can't be stopped: its result
+            is ignored.
+        on_reward_error: What an exception or a timeout means: "error" ends the run; "skip" leaves the rows of that call
+            unscored by the function, logs a warning, and counts them in `reward/<function>/failed`. Mistakes in the
+            setup always raise: values that are not rewards, missing columns, a `RewardError` of the function itself.
 
     Attributes:
-        names: one per function.
-        weights: name -> weight, without the functions whose weight differs between labels.
+        names: One per function.
+        weights: Name -> weight, without functions whose weight differs between labels.
 
     Raises:
-        ValueError: lengths that differ, equal names, unknown functions, numbers out of range.
+        ValueError: Lengths that differ, equal names, unknown functions, numbers out of range.
     """
 
     def __init__(
@@ -120,7 +118,6 @@ class RewardScorer:
         self._limits = [function.max_concurrency or max_concurrency for function in self._functions]
         self._loop = BackgroundLoop("rewards")
         self._slots = [asyncio.Semaphore(limit) for limit in self._limits]
-        self._warned: set[str] = set()
         self._progress = 0.0
 
     def extract_answer(self, completion: str, label: Any = None) -> str | None:
@@ -146,13 +143,15 @@ class RewardScorer:
         """Starts scoring n rows and returns at once.
 
         Args:
-            prompts: n strings. completions: n strings. completion_ids: n lists of token ids.
-            columns: data-set column -> n values.
-            group_ids: n integers. All completions of a prompt belong into one submission.
-            media: `images` and `videos`, n lists each, decoded; they go before columns of these names. None for text.
+            prompts: n strings.
+            completions: n strings.
+            completion_ids: n lists of token ids.
+            columns: Dataset column -> n values.
+            group_ids: n integers. Submit all completions of a prompt together.
+            media: `images`, `videos`, and `audios`, n lists each, decoded; they hide columns of these names.
 
         Raises:
-            ValueError: lengths that differ, or a row with an unknown label.
+            ValueError: Lengths that differ, or a row with an unknown label.
         """
         rows: dict[str, Sequence[Any]] = {**columns, **(media or {})}
         rows.update(prompts=prompts, completions=completions, completion_ids=completion_ids, group_ids=group_ids)
@@ -164,11 +163,11 @@ class RewardScorer:
         return ScoreHandle(self._loop.submit(self._score(rows, weights)))
 
     def set_progress(self, fraction: float) -> None:
-        """Tells how much of the run is done, in [0, 1]; functions that name `training_progress` get it."""
+        """Sets `training_progress`, the fraction of the run that is done."""
         self._progress = fraction
 
     def require_columns(self, columns: Iterable[str]) -> None:
-        """Raises a `ValueError` where a function needs what neither these data-set columns nor LightRL offer."""
+        """Raises a `ValueError` if a function needs what neither these dataset columns nor LightRL offer."""
         offered = {*columns, *OFFERED}
         for function in self._functions:
             if complaint := function.complaint(offered):
@@ -178,26 +177,20 @@ class RewardScorer:
     def check_source(
         self, columns: Collection[str], source: str, labels: Iterable[Any] | None = None, mixed: Iterable[str] = ()
     ) -> None:
-        """Raises a `ValueError` where a function that scores rows of this source needs what none of them has.
+        """Raises a `ValueError` if a function that scores rows of this source needs a column that it lacks.
 
         Args:
-            columns: of the source.
-            source: what messages call it.
-            labels: those of its rows; None where they are not known, as of a stream.
-            mixed: columns of sources that it is mixed with; it has None there, which `Reward.needed_columns` may hold.
+            columns: Columns of the source.
+            source: Its name in messages.
+            labels: Labels of its rows; None if they are not known, as of a stream.
+            mixed: Columns of sources that it is mixed with; they are None in its rows.
         """
         used = set(self.names)
         if self.rewards_by_label is not None:
-            rewards_by_label = (
-                [self.rewards_by_label[label] for label in labels]
-                if labels is not None
-                else list(self.rewards_by_label.values())
-            )
-            used = (
-                set.union(*map(set, rewards_by_label))
-                if labels is not None
-                else set.intersection(*map(set, rewards_by_label))
-            )
+            if labels is not None:
+                used = set().union(*(self.rewards_by_label[label] for label in labels))
+            else:
+                used = used.intersection(*self.rewards_by_label.values())
         for function in self._functions:
             if function.name not in used:
                 continue
@@ -213,7 +206,7 @@ class RewardScorer:
                 )
 
     def check_label(self, row: Mapping[str, Any]) -> None:
-        """Raises a `ValueError` where there are rewards_by_label, and none for the label of a row."""
+        """Raises a `ValueError` if `rewards_by_label` has no entry for the label of a row."""
         if self.rewards_by_label is None:
             return
         label = row.get(self.label_column)
@@ -229,19 +222,16 @@ class RewardScorer:
             )
 
     def close(self, timeout: float = 5.0) -> None:
-        """Gives up what is being scored and ends the loop, in about `timeout` seconds.
-
-        Safe to call twice; `submit` starts it again.
-        """
+        """Cancels what is being scored and ends the loop, in about `timeout` seconds. `submit` starts it again."""
         try:
             self._loop.close(self._close_functions, timeout)
         except concurrent.futures.TimeoutError:
-            log.warning("a reward function blocks the event loop and was left behind.")
+            log.warning("A reward function blocks its event loop. Its thread is abandoned.")
         finally:
-            self._slots = [asyncio.Semaphore(limit) for limit in self._limits]  # those of before are the old loop's
+            self._slots = [asyncio.Semaphore(limit) for limit in self._limits]  # the old ones belong to the old loop
 
     async def _close_functions(self) -> None:
-        """Closes all; raises the first error of theirs, after the last."""
+        """Closes all functions, then raises the first of their errors."""
         errors = []
         for function in self._functions:
             try:
@@ -265,10 +255,10 @@ class RewardScorer:
         return [self.rewards_by_label[label] for label in labels]
 
     def _require_labels(self, columns: Collection[str]) -> None:
-        """Raises a `ValueError` where there are rewards_by_label and no column to choose among them by."""
+        """Raises a `ValueError` if the label column that `rewards_by_label` needs is missing."""
         if self.rewards_by_label is not None and self.label_column not in columns:
             raise ValueError(
-                f"rewards_by_label needs the data-set column label_column={self.label_column!r}; there are: "
+                f"rewards_by_label needs the dataset column label_column={self.label_column!r}; there are: "
                 f"{', '.join(sorted(columns))}."
             )
 
@@ -280,32 +270,21 @@ class RewardScorer:
             scores.metrics.update(part.metrics)
             scores.extra.update(part.extra)
         for row, row_weights in enumerate(weights):
-            scored = [
-                weight * scores.parts[name][row]
-                for name, weight in row_weights.items()
-                if weight != 0 and not math.isnan(scores.parts[name][row])
-            ]
-            scores.total.append(self._sum(row, row_weights, scored, scores))
+            values = {name: scores.parts[name][row] for name in row_weights}
+            scored = [w * values[name] for name, w in row_weights.items() if w != 0 and not math.isnan(values[name])]
+            total = math.fsum(scored) if scored else math.nan
+            if abs(total) > MAX_REWARD:
+                listed = ", ".join(f"{weight:g} * {name}={values[name]:g}" for name, weight in row_weights.items())
+                raise RewardError(
+                    f"row {row}: the weighted sum of the rewards ({listed}) is {total:g}. Rewards and their squares "
+                    f"are summed in float32: scale weights or rewards so that totals stay at most {MAX_REWARD:g} in "
+                    "size."
+                )
+            scores.total.append(total)
         return scores
 
-    @staticmethod
-    def _sum(row: int, weights: Mapping[str, float], scored: Sequence[float], scores: Scores) -> float:
-        if not scored:
-            return math.nan
-        try:
-            total = math.fsum(scored)
-        except OverflowError:
-            total = math.inf
-        if not abs(total) <= MAX_REWARD:
-            values = ", ".join(f"{weight:g} * {name}={scores.parts[name][row]:g}" for name, weight in weights.items())
-            raise RewardError(
-                f"row {row}: the weighted sum of the rewards ({values}) is {total:g}. Rewards and their squares are "
-                f"summed in float32: scale weights or rewards so that totals stay at most {MAX_REWARD:g} in size."
-            )
-        return total
-
     async def _part(self, index: int, rows: Mapping[str, Sequence[Any]], weights: list[dict[str, float]]) -> Scores:
-        """One function's values (as `total`), metrics and extra columns for all n rows."""
+        """One function's values (as `total`), metrics, and extra columns for all n rows."""
         function = self._functions[index]
         asked = [row for row, row_weights in enumerate(weights) if function.name in row_weights]
         if not asked:
@@ -319,17 +298,11 @@ class RewardScorer:
             if self.on_reward_error == "error":
                 raise
             values, failed = [math.nan] * len(asked), 1.0
-            self._warn(function.name, error)
+            log.warning("%s Its rows count as not scored (on_reward_error: skip).", error)
         metrics = {name: mean(numbers) for name, numbers in calls.metrics.items()}
         if self.on_reward_error == "skip":
             metrics[f"reward/{function.name}/failed"] = failed
         return Scores(values, {}, metrics, dict(calls.extra)).spread(asked, len(weights))
-
-    def _warn(self, name: str, error: CallFailed) -> None:
-        first = name not in self._warned
-        self._warned.add(name)
-        hint = " Its rows count as not scored (on_reward_error: skip)."
-        log.warning("%s%s", error, hint if first else "")
 
 
 def _weights(
@@ -347,48 +320,31 @@ def _check(
     weights: Sequence[float] | None,
     rewards_by_label: Mapping[str, Sequence[tuple[str, float]]] | None,
 ) -> None:
+    """Rejects what would score with another function or weight than was meant."""
     if not functions:
-        raise ValueError("functions=[]: give at least one reward function.")
-    for label, values in (("reward_names", names), ("reward_weights", weights)):
-        if not isinstance(values, Sequence | None) or isinstance(values, str):
-            raise ValueError(f"{label}={values!r}: give a list, one entry for each reward function in their order.")
+        raise ValueError("functions=[]: has no reward function. Add at least one.")
+    for label, values in (("names", names), ("weights", weights)):
         if values is not None and len(values) != len(functions):
             raise ValueError(f"{label} has {len(values)} entries for {len(functions)} reward functions.")
-    twice = sorted({name for name in names if list(names).count(name) > 1})
-    if twice:
-        raise ValueError(
-            f"two reward functions are called {', '.join(twice)}: tell them apart with reward_names=[...]."
-        )
-    if weights is not None and not all(map(math.isfinite, weights)):
-        raise ValueError(f"reward_weights={list(weights)}: must be finite.")
-    if weights is not None and not any(weights):
-        raise ValueError(f"reward_weights={list(weights)}: every reward would be 0; one weight must differ from it.")
-    if rewards_by_label is not None:
-        _check_rewards_by_label(names, weights, rewards_by_label)
-
-
-def _check_rewards_by_label(
-    names: Sequence[str], weights: Sequence[float] | None, rewards_by_label: Mapping[str, Sequence[tuple[str, float]]]
-) -> None:
+    if twice := sorted({name for name in names if list(names).count(name) > 1}):
+        raise ValueError(f"two reward functions are called {', '.join(twice)}. Tell them apart with names=[...].")
+    if weights is not None and not (all(map(math.isfinite, weights)) and any(weights)):
+        raise ValueError(f"weights={list(weights)}: must be finite, and at least one must not be 0.")
+    if rewards_by_label is None:
+        return
     if weights is not None:
-        raise ValueError(
-            "reward_weights and rewards_by_label exclude one another: a label names the weight of each of its "
-            "functions."
-        )
+        raise ValueError("weights and rewards_by_label exclude one another. Set the weights in rewards_by_label.")
     if not rewards_by_label:
-        raise ValueError("rewards_by_label={}: list the functions of each label, or None.")
+        raise ValueError("rewards_by_label={}: has no label. List the functions of each label, or use None.")
     for label, parts in rewards_by_label.items():
         for name, weight in parts:
             if name not in names:
-                raise ValueError(
-                    f"rewards_by_label[{label!r}] names {name!r}; the reward functions are: {', '.join(names)}."
-                )
+                known = ", ".join(names)
+                raise ValueError(f"rewards_by_label[{label!r}] names {name!r}; the reward functions are: {known}.")
             if not math.isfinite(weight):
                 raise ValueError(f"rewards_by_label[{label!r}]: the weight of {name!r} is {weight}; it must be finite.")
         if len({name for name, _ in parts}) != len(parts):
             raise ValueError(f"rewards_by_label[{label!r}] names a function twice.")
-    unused = [
-        name for name in names if not any(name == used for parts in rewards_by_label.values() for used, _ in parts)
-    ]
-    if unused:
+    used = {name for parts in rewards_by_label.values() for name, _ in parts}
+    if unused := [name for name in names if name not in used]:
         raise ValueError(f"reward functions that no label uses would never run: {', '.join(unused)}.")

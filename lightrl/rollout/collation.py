@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightrl.ops.advantages import group_stats
 from lightrl.records import Media, Prompts, Rollouts, Scores, StopReason, Trajectory, TrajectoryRow
-from lightrl.rewards.calls import mean
+from lightrl.rewards.base import mean
 
 ENVIRONMENT = "environment"
 """Name of the rewards that turns got, beside those of the reward functions."""

@@ -111,7 +111,7 @@ class Evaluation:
 
     def answers(self, rollouts: Rollouts, scorer: RewardScorer | None) -> list[str]:
         """The answer that each of B completions votes for, or its whole text if none is found."""
-        from lightrl.rewards.extract import extract_boxed, extract_gsm8k
+        from lightrl.rewards.answers import extract_boxed, extract_gsm8k
 
         labels: list[Any] = [None] * len(rollouts)
         ways: list[Callable[[str, Any], str | None]] = [lambda text, label: extract_boxed(text) or extract_gsm8k(text)]

@@ -17,9 +17,9 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from rich.console import Console
 
+from lightrl.callbacks.coefficients import RewardNormalization
 from lightrl.callbacks.completion_logger import CompletionLogger, markdown_table, sample_records, samples_table, shorten
-from lightrl.callbacks.evaluate_first import EvaluateFirst
-from lightrl.callbacks.reward_normalization import RewardNormalization
+from lightrl.callbacks.throughput import EvaluateFirst
 from lightrl.cli.report import report
 from lightrl.cli.report.read import read_run
 from lightrl.records import Experience, Rollouts

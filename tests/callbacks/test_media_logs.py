@@ -19,7 +19,7 @@ from rich.console import Console
 
 from lightrl.callbacks.completion_logger import CompletionLogger, sample_records, samples_table
 from lightrl.callbacks.rollout_writer import RolloutWriter, load_rollouts
-from lightrl.callbacks.thumbnails import contact_sheet, describe
+from lightrl.callbacks.run_files import contact_sheet, describe
 from lightrl.cli.report import report
 from lightrl.records import Media, Rollouts
 from tests.callbacks.toys import Loader, LoggingModule, make_rollouts

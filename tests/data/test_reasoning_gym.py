@@ -12,7 +12,7 @@ pytest.importorskip("reasoning_gym")
 from lightrl.data.curriculum import PromptCurriculum
 from lightrl.data.prompts import PromptSource
 from lightrl.data.reasoning_gym import ReasoningGymRows, ReasoningGymTask
-from lightrl.rewards.reasoning_gym import ReasoningGymReward
+from lightrl.rewards import ReasoningGymReward
 
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
 

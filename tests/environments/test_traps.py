@@ -10,7 +10,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from lightrl.algorithms import TrajectoryLayout
-from lightrl.callbacks.trajectory_check import LedgerMismatchError, TrajectoryLogprobCheck
+from lightrl.callbacks.logprob_checks import LedgerMismatchError, TrajectoryLogprobCheck
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.environments import Ledger, Reply, check_trajectories
 from lightrl.environments.bridges import TemplateBridge, encode_marked, guard, special_texts

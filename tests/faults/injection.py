@@ -36,7 +36,7 @@ import lightrl.rewards
 from lightrl import PPOLightningModule, PromptSource, RolloutDataModule, SamplingParams, cli
 from lightrl.checkpoints.run_folder import RunGuard
 from lightrl.engines import ServerEngine, TransformersEngine, VLLMEngine
-from lightrl.rewards.server.serve import serve_reward
+from lightrl.rewards.server import serve_reward
 from tests.engines.sglang_server import SGLangServer
 from tests.faults.containment import die_with_parent, libc_call
 

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassificat
 
 from lightrl.algorithms import GRPOLightningModule, PPOLightningModule
 from lightrl.callbacks import OffloadModels, OffloadOptimizer, WeightSync
-from lightrl.callbacks.offload_optimizer import on_host
+from lightrl.callbacks.offload import on_host
 from lightrl.engines.vllm.engine import VLLMEngine
 from lightrl.models.loading import load_causal_lm
 from lightrl.models.policy import PolicyModel

@@ -14,9 +14,7 @@ import pytest
 
 from tests.ports import held_port
 
-START = (
-    "import sys, json; from lightrl.rewards.server.serve import serve_reward; serve_reward(**json.loads(sys.argv[1]))"
-)
+START = "import sys, json; from lightrl.rewards.server import serve_reward; serve_reward(**json.loads(sys.argv[1]))"
 
 
 class Server:

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from lightrl.rewards import GenerativeJudge, RewardError, RewardScorer
-from lightrl.rewards.judge import plain_text
+from lightrl.rewards.judges import plain_text
 
 RED, BLUE = Image.new("RGB", (8, 6), (255, 0, 0)), Image.new("RGB", (8, 6), (0, 0, 255))
 
@@ -142,7 +142,7 @@ def test_columns_token_and_further_keys_are_sent(chat, monkeypatch):
     ask(reward, ["x"], answer=[42])
     assert chat.bodies[0]["messages"][0]["content"][-1]["text"] == "42|x" and chat.bodies[0]["seed"] == 3
     assert chat.headers[0]["Authorization"] == "Bearer secret"
-    with pytest.raises(RewardError, match="names answer, which the data set lacks"):
+    with pytest.raises(RewardError, match="column='answer'"):
         ask(reward, ["x"])
 
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
-import threading
 
 import pytest
 
 pytest.importorskip("math_verify")
 
-from lightrl.rewards import MathVerify, RewardError, RewardScorer, maths
+from lightrl.rewards import MathVerify, RewardError, RewardScorer
 from tests.waiting import gone
 
 
@@ -64,19 +61,6 @@ def test_timeout_value_is_what_an_endless_comparison_scores():
         made.close()
 
 
-def test_the_first_answer_of_a_cold_worker_has_the_whole_time():
-    # A comparison takes milliseconds, loading math-verify's parsers took over a tenth of a second of its first one.
-    # That would cost every one of them its score; other work on the machine costs one of them at most now and then.
-    def scored() -> bool:
-        made = MathVerify(timeout=0.1)
-        try:
-            return made([r"\boxed{\frac{2}{4}}"], answer=[r"\frac{1}{2}"]) == [1.0]
-        finally:
-            made.close()
-
-    assert any(scored() for _ in range(8))
-
-
 def test_an_unreadable_reference_is_not_applicable(reward):
     logged = {}
     assert reward(["1", "1"], logged.__setitem__, answer=["", "1"]) == [None, 1.0]
@@ -87,32 +71,6 @@ def test_a_killed_worker_is_replaced(reward):
     reward(["1"], answer=["1"])
     reward._workers[0]._process.kill()
     assert reward(["1"], answer=["1"]) == [1.0]
-
-
-def test_a_worker_that_is_stopped_holds_nothing_up_whatever_is_sent(reward):
-    reward(["1"], answer=["1"])
-    os.kill(reward._workers[0]._process.pid, signal.SIGSTOP)
-    values = []
-    long_text = "x" * 1_000_000  # more than a pipe holds
-    thread = threading.Thread(target=lambda: values.extend(reward([long_text, "1"], answer=["1", "1"])), daemon=True)
-    thread.start()
-    thread.join(120)
-    assert values == [None, 1.0]
-
-
-def test_a_row_on_which_every_worker_dies_is_unscored_and_not_called_a_time_out(reward, monkeypatch):
-    start = maths._Worker._started
-
-    def started_and_killed(worker):
-        process = start(worker)
-        process.kill()
-        process.wait()
-        return process
-
-    monkeypatch.setattr(maths._Worker, "_started", started_and_killed)
-    logged = {}
-    assert reward(["1"], logged.__setitem__, answer=["1"]) == [None]
-    assert logged == {"unparsable": 0.0, "timeouts": 0.0, "crashes": 1.0}
 
 
 def test_in_a_scorer_several_workers_and_no_process_after_close():
@@ -127,21 +85,14 @@ def test_in_a_scorer_several_workers_and_no_process_after_close():
     assert all(process.poll() is not None for process in processes)
 
 
-NEEDS_GROUPS = pytest.mark.skipif(sys.version_info < (3, 11), reason="Popen has no process_group")
-
-
-@pytest.mark.parametrize("stopped", [False, pytest.param(True, marks=NEEDS_GROUPS)], ids=["waiting", "stopped"])
-def test_the_worker_ends_with_its_parent(stopped):
-    code = f"""
+def test_the_worker_ends_with_its_parent():
+    code = """
 import os, signal
 from lightrl.rewards import MathVerify
 reward = MathVerify()
 reward(["1"], answer=["1"])
 pid = reward._workers[0]._process.pid
 print(pid, flush=True)
-if {stopped}:
-    os.kill(pid, signal.SIGSTOP)
-    os.waitpid(pid, os.WUNTRACED)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     pid = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=550).stdout)
@@ -152,5 +103,5 @@ def test_bad_arguments():
     for kwargs in ({"timeout": 0}, {"num_workers": 0}):
         with pytest.raises(ValueError, match="MathVerify"):
             MathVerify(**kwargs)
-    with pytest.raises(RewardError, match="column='answer' is not in the data set"):
+    with pytest.raises(RewardError, match="column='answer'"):
         MathVerify()(["1"], label=["1"])

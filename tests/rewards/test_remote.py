@@ -12,8 +12,7 @@ import threading
 import pytest
 
 from lightrl.rewards import RemoteReward, RewardError, RewardScorer
-from lightrl.rewards.media import encode_media
-from lightrl.rewards.remote import _batches
+from lightrl.rewards.judges import _batches
 
 
 class Scripted:
@@ -119,10 +118,10 @@ def test_the_last_failure_is_shown_without_secrets(monkeypatch, caplog):
     monkeypatch.setenv("MY_TOKEN", "a-very-secret-one")
     reward = RemoteReward("http://127.0.0.1:9", token_env="MY_TOKEN", retries=0, on_failure="skip")
 
-    def stream(*_, headers, **__):
+    def post(*_, headers, **__):
         raise httpx.LocalProtocolError(f"Illegal header value {headers['Authorization'].encode()!r}")
 
-    monkeypatch.setattr(httpx.AsyncClient, "stream", stream)
+    monkeypatch.setattr(httpx.AsyncClient, "post", post)
     assert math.isnan(ask(reward, ["a"]).total[0])
     assert "Illegal header value b'Bearer ***'" in caplog.text and "a-very-secret-one" not in caplog.text
 
@@ -138,18 +137,9 @@ def test_a_server_that_is_not_there():
 @pytest.mark.parametrize("status", [400, 401, 404, 413, 422])
 def test_a_refusal_is_an_error_at_once(server, status):
     server.script = [status]
-    with pytest.raises(RewardError, match=f"refused the request with {status}: try again"):
+    with pytest.raises(RewardError, match=f"rejected the request with {status}: try again"):
         ask(RemoteReward(server.url, on_failure="skip"), ["a"])
     assert len(server.bodies) == 1
-
-
-def test_an_answer_that_does_not_end_is_refused(server, monkeypatch):
-    monkeypatch.setattr("lightrl.rewards.client.MOST_ANSWER_BYTES", 1000)
-    server.script = [{"rewards": [1.0]}, {"rewards": [1.0], "more": "x" * 1000}]
-    reward = RemoteReward(server.url)
-    assert ask(reward, ["a"]).total == [1.0]
-    with pytest.raises(RewardError, match="answered more than 1000 bytes"):
-        ask(reward, ["a"])
 
 
 @pytest.mark.parametrize("body", [{"rewards": [1.0]}, {"scores": [1.0, 2.0]}, [1.0, 2.0], {"rewards": 3}])
@@ -176,7 +166,7 @@ def test_waits_double_up_to_the_bound_with_jitter(server, monkeypatch):
         waits.append(seconds)
         await sleep(0)
 
-    monkeypatch.setattr("lightrl.rewards.client.asyncio.sleep", record)
+    monkeypatch.setattr("lightrl.rewards.judges.asyncio.sleep", record)
     monkeypatch.setattr(random, "uniform", lambda low, high: high)
     server.script = [500] * 5
     ask(RemoteReward(server.url, retries=5, backoff=1.0, max_backoff=10.0), ["a"])
@@ -228,14 +218,8 @@ def test_what_is_sent(server, monkeypatch):
 IMAGE = {"kind": ["k"], "image": [[b"raw", "already text"]]}
 
 
-def test_pil_images_become_png():
-    from PIL import Image
-
-    assert base64.b64decode(encode_media(Image.new("RGB", (2, 2)))).startswith(b"\x89PNG")
-
-
 def test_a_missing_column(server):
-    with pytest.raises(RewardError, match="sends the columns level, which the data set lacks"):
+    with pytest.raises(RewardError, match="column='level'"):
         ask(RemoteReward(server.url, columns=["level"]), ["a"], answer=["x"])
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightrl.algorithms import GRPOLightningModule
-from lightrl.callbacks.trajectory_check import LedgerMismatchError
+from lightrl.callbacks.logprob_checks import LedgerMismatchError
 from lightrl.data.prompts import PromptSource
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.environments import EnvironmentEpisode

@@ -20,7 +20,7 @@ from lightrl.data.processing import shown
 from lightrl.data.prompts import PromptSource
 from lightrl.data.sft import SFTSource
 from lightrl.data.templates import load_tokenizer
-from lightrl.rewards.media import decode_images
+from lightrl.rewards.encoding import decode_images
 from tests.toys import QUICKSTART_MODEL
 from tests.vision.conftest import film, mixed_rows, picture
 

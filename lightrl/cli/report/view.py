@@ -178,7 +178,7 @@ def _shown(
 
 def _data_url(path: Path) -> str:
     """A small copy of a picture; "" if it cannot be read."""
-    from lightrl.rewards.media import open_image
+    from lightrl.rewards.encoding import open_image
 
     buffer = io.BytesIO()
     try:

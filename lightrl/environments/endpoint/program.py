@@ -22,7 +22,7 @@ from lightrl.environments.endpoint.running import ProgramBlockedError, ProgramEr
 from lightrl.environments.endpoint.session import Session
 from lightrl.environments.multi_turn import Attempt, MultiTurn
 from lightrl.records import StopReason, Trajectory
-from lightrl.rewards.calls import users_lines
+from lightrl.rewards.base import users_lines
 
 if TYPE_CHECKING:
     from lightrl.environments.endpoint.server import Endpoint

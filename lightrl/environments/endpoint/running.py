@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 from lightrl.engines.background import in_thread
 from lightrl.environments.calling import LoopBlockedError, UserCode
 from lightrl.environments.endpoint.callers import enter
-from lightrl.rewards.calls import message_of
+from lightrl.rewards.base import message_of
 
 CHILD = Path(__file__).with_name("child.py")
 LOG_BYTES = 4000

@@ -1,8 +1,9 @@
-"""Whether the engine scores what it sampled as the trainer does, on the very rows that are trained."""
+"""Checks of log-probs on trained rows: the engine against the trainer, and against its own sampling."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -11,7 +12,10 @@ from torch import Tensor
 
 from lightrl.algorithms.hooks import RLCallback
 from lightrl.compat.arguments import above, at_least, one_of
-from lightrl.records import Experience, Rollouts
+from lightrl.engines.base import Engine
+from lightrl.environments.canary import check_trajectories
+from lightrl.records import Experience, Rollouts, SamplingParams, Trajectory
+from lightrl.rollout.learner import TrajectoryCheck
 
 log = logging.getLogger(__name__)
 
@@ -25,23 +29,21 @@ class LogprobMonitor(RLCallback):
 
         gap = mean |log pi_engine - log pi_old| over the trained tokens that the current weights sampled
 
-    The bound holds for all of them, for each range of token positions within a row and for each turn, since what is
-    wrong with a cache, with position ids or with a later turn's tokens hides in the mean of all. Tokens sampled by
-    older weights differ for another reason: they are measured by how many updates ago that was, and not bounded.
-    Numbers are those of all ranks. Metrics: `kl/engine_gap` and `kl/engine_gap_<cell>`. The trainer's log-probs before
-    the update are computed for it where nothing else needs them: one more forward of the policy per rollout.
+    The bound applies to all of them, to each range of token positions within a row, and to each turn, since faults of a
+    cache, of position ids, or of later turns hide in the overall mean. Tokens sampled by older weights are measured by
+    lag and not bounded. Metrics over all ranks: `kl/engine_gap` and `kl/engine_gap_<cell>`. It needs the trainer's
+    log-probs before the update: one more forward pass per rollout if nothing else does.
 
     Args:
-        bound: largest mean gap in nats per token, above 0; None takes that of the coarsest of the dtypes of engine,
-            policy and `trainer.precision`: 0.001 in float32, 0.02 in float16, 0.05 in bfloat16. An engine that does not
-            say its dtype gets bfloat16's, with a warning.
+        bound: Maximum mean gap in nats per token, above 0. Defaults to that of the coarsest dtype of engine, policy,
+            and `trainer.precision`: 0.001 in float32, 0.02 in float16, 0.05 in bfloat16 (also for an unknown dtype).
         action: "warn" logs a warning per rollout; "stop" ends the run before the update.
-        min_tokens: cells of fewer tokens are measured but not bounded, at least 1.
+        min_tokens: Minimum tokens of a cell that is bounded, at least 1.
 
     Raises:
-        ValueError: an argument is out of range; in `setup`, the module has no rollouts, or its loss takes the engine's
-            log-probs for the trainer's.
-        RuntimeError: with "stop", on all ranks alike, a cell is above the bound.
+        ValueError: An argument is out of range; in `setup`, the module has no rollouts, or its loss replaces the
+            trainer's log-probs by the engine's.
+        RuntimeError: With "stop", on all ranks: a cell is above the bound.
     """
 
     reads_all_rows = False
@@ -57,17 +59,17 @@ class LogprobMonitor(RLCallback):
         self._warned = False
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        """Refuses a module without rollouts, and a loss under which the trainer has no log-probs of its own."""
+        """Rejects a module without rollouts, and a loss that replaces the trainer's log-probs."""
         super().setup(trainer, pl_module, stage)
         loss = pl_module.loss
         if stage == "fit" and loss.replaces_old_logprobs:
             raise ValueError(
-                f"LogprobMonitor with loss={type(loss).__name__}: the engine's log-probs stand for the trainer's, "
-                "so there is no gap to measure. Drop one of them."
+                f"LogprobMonitor with loss={type(loss).__name__}: the engine's log-probs replace the trainer's, "
+                "so there is nothing to compare. Drop one of them."
             )
 
     def on_rollout_scored(self, trainer: Trainer, pl_module: Any, rollouts: Rollouts) -> None:
-        """Keeps the rollout, for the versions that sampled it."""
+        """Keeps the rollout."""
         self._rollouts = rollouts
 
     def on_experience_made(self, trainer: Trainer, pl_module: Any, experience: Experience) -> None:
@@ -97,14 +99,14 @@ class LogprobMonitor(RLCallback):
         metrics.update(self._measured)
 
     def _dtype_bound(self, trainer: Trainer, pl_module: Any) -> float:
-        """The bound of the coarsest dtype that engine or trainer compute in."""
+        """The bound of the coarsest dtype of engine and trainer."""
         engine = getattr(trainer.datamodule, "engine", None)  # type: ignore[attr-defined]
         theirs = getattr(engine, "dtype", None)
         if theirs is None and not self._warned:
             self._warned = True
             log.warning(
-                "LogprobMonitor: %s does not say which dtype it computes in, so the gap is held to bfloat16's bound, "
-                "%g nats per token. Set `dtype` in its `start`, or give LogprobMonitor.bound.",
+                "LogprobMonitor: the dtype of %s is unknown. Using bfloat16's bound, %g nats per token. Set "
+                "LogprobMonitor.bound.",
                 type(engine).__name__,
                 BOUNDS["bfloat16"],
             )
@@ -118,7 +120,7 @@ class LogprobMonitor(RLCallback):
         listed = ", ".join(f"{name} {value:.3g}" for name, value in above.items())
         message = (
             f"The log-probs of {type(engine).__name__} differ from the trainer's (layout {pl_module.actor.layout}) by "
-            f"more than {bound:g} nats per token on average: {listed}. Look at dtypes, at WeightSync's canary and at "
+            f"more than {bound:g} nats per token on average: {listed}. Check dtypes, WeightSync's canary, and "
             "sampling settings that change the distribution; correct it (OffPolicyCorrection) or raise "
             "LogprobMonitor.bound."
         )
@@ -128,7 +130,7 @@ class LogprobMonitor(RLCallback):
 
 
 def _cells(rollouts: Rollouts, experience: Experience, version: int) -> dict[str, Tensor]:
-    """Name -> (B, T) bool of the trained tokens that belong to it; the same names on every rank."""
+    """Name -> (B, T) bool mask of its trained tokens; the same names on every rank."""
     mask = experience.response_mask
     if rollouts.policy_versions is None:
         versions = torch.full_like(rollouts.token_ids, rollouts.policy_version)
@@ -143,3 +145,58 @@ def _cells(rollouts: Rollouts, experience: Experience, version: int) -> dict[str
         cells[f"position_{start}"] = current & (position >= start) & (position < end)
     cells |= {f"turn_{n}": current & (turn.clamp(max=TURNS - 1) == n) for n in range(TURNS)}
     return cells | {f"lag_{n}": mask & (lag == n) for n in range(LAGS)}
+
+
+class LedgerMismatchError(RuntimeError):
+    """A row that would be trained differs from what the engine sampled."""
+
+
+class TrajectoryLogprobCheck(TrajectoryCheck):
+    """Asks the engine for the log-probs of some finished rows, and stops the run if they differ from those of sampling.
+
+    It compares `log pi(token | row up to it)` with the log-prob that the engine reported when it sampled the token,
+    before the weights change. A row with another history (tokenized again, rewritten by a template, spliced in the
+    wrong place) has other log-probs. Failed trajectories and prompts with media are skipped.
+
+    Args:
+        every_n_rollouts: Rollouts between two checks, at least 1.
+        num_trajectories: Trajectories per rollout and rank, evenly spread, at least 1.
+        tolerance: Maximum difference in log-prob. Prefill and decoding round differently: 1e-4 suits float32 engines;
+            bfloat16 needs about 0.1.
+
+    Raises:
+        ValueError: An argument is out of range, or sampling changes the distribution (temperature, top-p, ...), since
+            the engine reports log-probs of the unchanged one.
+        LedgerMismatchError: With trajectory, row, turn, and both texts.
+    """
+
+    def __init__(self, every_n_rollouts: int = 1, num_trajectories: int = 4, tolerance: float = 1e-4) -> None:
+        self.every_n_rollouts = at_least("TrajectoryLogprobCheck.every_n_rollouts", every_n_rollouts, 1)
+        self.num_trajectories = at_least("TrajectoryLogprobCheck.num_trajectories", num_trajectories, 1)
+        self.tolerance = above("TrajectoryLogprobCheck.tolerance", tolerance)
+        self._rollouts = 0
+
+    def check_sampling(self, sampling: SamplingParams) -> None:
+        plain = SamplingParams()
+        names = ["temperature", "fire_temperature", "top_p", "top_k", "min_p", "repetition_penalty", "min_new_tokens"]
+        names += ["regex", "json_schema"]
+        other = [f"sampling.{n}={getattr(sampling, n)!r}" for n in names if getattr(sampling, n) != getattr(plain, n)]
+        if other:
+            raise ValueError(
+                f"TrajectoryLogprobCheck with {', '.join(other)}: the engine scores finished rows at "
+                "temperature 1 without cuts. Sample that way, or remove the callback."
+            )
+
+    def check_trajectories(self, engine: Engine, trajectories: Sequence[Trajectory], tokenizer: Any) -> None:
+        self._rollouts += 1
+        sound = [trajectory for trajectory in trajectories if not trajectory.failed]
+        if (self._rollouts - 1) % self.every_n_rollouts or not sound:
+            return
+        count = min(self.num_trajectories, len(sound))
+        sample = [sound[i * len(sound) // count] for i in range(count)]
+        found = check_trajectories(engine, sample, tokenizer.decode, tolerance=self.tolerance)
+        if found:
+            raise LedgerMismatchError(
+                f"{len(found)} turns of {count} trajectories have other log-probs in the rows to be trained than when "
+                f"they were sampled (tolerance {self.tolerance:g}). The first: {found[0]}"
+            )

@@ -1,4 +1,4 @@
-"""Frees the device memory of models that sampling does not need while the engine generates."""
+"""Frees device memory while the engine generates: of the optimizer, and of models that sampling does not need."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from itertools import chain
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
 from lightrl.algorithms.hooks import RLCallback
-from lightrl.callbacks.offload_optimizer import on_host
 from lightrl.records import Experience
 from lightrl.rollout.datamodule import RolloutDataModule
 
@@ -20,23 +20,74 @@ Role = Literal["reference", "critic", "reward_models", "teachers"]
 ROLES: tuple[Role, ...] = ("reference", "critic", "reward_models", "teachers")
 
 
+def on_host(value: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory; from CUDA in page-locked memory if available, which halves the time."""
+    if not value.is_cuda:
+        return value.to("cpu")
+    try:
+        host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+    except RuntimeError as error:
+        rank_zero_warn(f"No page-locked memory is left, so copies from the GPU are slower: {error}")
+        return value.to("cpu")
+    return host.copy_(value)
+
+
+class OffloadOptimizer(Callback):
+    """Keeps the optimizer's state (for Adam twice the trained weights in float32) in host memory between updates.
+
+    It leaves the device after a rollout's updates and returns right before the next step, which frees its memory for
+    generation and forward passes. With an engine that sleeps (`VLLMEngine.sleep_level`) trainer and engine take turns
+    on one GPU. Each way copies the state once per rollout. On a CPU nothing moves.
+
+    Raises:
+        ValueError: with DeepSpeed, whose configuration has `offload_optimizer`, and with FSDP2.
+    """
+
+    def __init__(self) -> None:
+        self._away: list[tuple[dict[Any, Any], str, torch.device]] = []
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Rejects strategies that shard the optimizer's state."""
+        strategy = trainer.strategy
+        if isinstance(strategy, (DeepSpeedStrategy, ModelParallelStrategy)):
+            raise ValueError(
+                f"callback OffloadOptimizer with strategy={type(strategy).__name__}: it shards the optimizer's state "
+                "itself. Remove the callback; DeepSpeed's own configuration has `offload_optimizer: true`."
+            )
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Moves the state to the host."""
+        for optimizer in trainer.optimizers:
+            for state in optimizer.state.values():
+                for name, value in state.items():
+                    if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+                        self._away.append((state, name, value.device))
+                        state[name] = on_host(value)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """Moves it back to the device."""
+        away, self._away = self._away, []
+        for state, name, device in away:
+            state[name] = state[name].to(device, non_blocking=True)
+
+
 class OffloadModels(RLCallback):
     """Keeps reference, critic, reward models and teachers in host memory while the engine generates.
 
-    They come back once a rollout has been sampled. Frozen ones leave again as soon as its experience is made, so that
-    the updates have their memory, too; the critic leaves after the last update. In evaluation and prediction reward
-    models come for each batch that was sampled. With `OffloadOptimizer` and an engine that sleeps
-    (`VLLMEngine.sleep_level`) only the actor stays on the device while tokens are sampled. No number changes. Each way
-    copies the models once per rollout; on CPU there is nothing to free, and nothing is moved. An override of
-    `compute_loss` that calls the reference finds it on the host: call it in `evaluate_models`.
+    They return once a rollout is sampled. Frozen ones leave when its experience is made, the critic after the last
+    update. In evaluation and prediction reward models return for each batch. With `OffloadOptimizer` and an engine that
+    sleeps (`VLLMEngine.sleep_level`) only the actor stays on the device during generation. No number changes. Each way
+    copies the models once per rollout. An override of `compute_loss` that calls the reference finds it on the host:
+    call it in `evaluate_models`.
 
     Args:
-        models: which of them are moved, where the module has them as models of their own.
+        models: Models to move, if they are separate models.
 
     Raises:
-        ValueError: the module has none of them; with DeepSpeed and FSDP2, which shard models themselves; with
-            `staleness`, which learns while the engine samples; a critic with DDP, which would no longer
-            see its gradients.
+        ValueError: The module has none of them; DeepSpeed or FSDP2 shards the models; a schedule learns while the
+            engine samples; a critic with DDP, which would not see its gradients.
     """
 
     reads_old_logprobs = False
@@ -49,7 +100,7 @@ class OffloadModels(RLCallback):
         self.models = tuple(models)
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        """Refuses strategies and sources that need the models on the device all the time."""
+        """Rejects strategies and schedules that need the models on the device all the time."""
         super().setup(trainer, pl_module, stage)
         strategy, data = trainer.strategy, trainer.datamodule  # type: ignore[attr-defined]
         name = type(strategy).__name__
@@ -73,10 +124,10 @@ class OffloadModels(RLCallback):
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Refuses a module without such models, which were built by now."""
+        """Rejects a module without such models, which are built by now."""
         if not any(True for _ in self._models(pl_module, self.models)):
             raise ValueError(
-                f"callback OffloadModels: {type(pl_module).__name__} has no {', '.join(self.models)} of its own to "
+                f"callback OffloadModels: {type(pl_module).__name__} has no {', '.join(self.models)} to "
                 "move. Remove the callback."
             )
 
@@ -97,8 +148,6 @@ class OffloadModels(RLCallback):
             for model in self._models(module, roles):
                 model.to(module.device, non_blocking=True)
 
-    # ---- training ----------------------------------------------------------------------------------------------
-
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Moves them to the host before the first rollout is sampled."""
         self._leave(pl_module, ROLES)
@@ -114,8 +163,6 @@ class OffloadModels(RLCallback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Moves the critic after them."""
         self._leave(pl_module, ROLES)
-
-    # ---- evaluation and prediction -----------------------------------------------------------------------------
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Moves all of them to the host before prompts are sampled."""

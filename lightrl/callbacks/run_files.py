@@ -1,4 +1,4 @@
-"""Small pictures of what a prompt shows, for tables and pages. Originals are copied, never changed."""
+"""Files of a run: its folder, and images of what prompts show."""
 
 from __future__ import annotations
 
@@ -7,13 +7,30 @@ import io
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+from lightrl.checkpoints.files import atomic_write
 from lightrl.records import Media
 
 TILE, GAP, PER_LINE, MAX_TILES, FRAMES = 128, 4, 4, 12, 4
 
 
+def run_folder(trainer: Trainer) -> Path:
+    """The folder of a run, where its checkpoints are. Collective, and the same on every rank.
+
+    With W&B and other loggers without files, Lightning's `trainer.log_dir` is the folder of all runs.
+    """
+    logger = trainer.loggers[0] if trainer.loggers else None
+    folder = Path(trainer.log_dir or trainer.default_root_dir)
+    if logger is not None and not isinstance(logger, CSVLogger | TensorBoardLogger):
+        version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+        folder = trainer.strategy.broadcast(folder / str(logger.name) / version)
+    return folder
+
+
 def describe(media: Media) -> str:
-    """In words: `2 images (640x480, 56x56), video (16 frames of 224x224)`."""
+    """A description: `2 images (640x480, 56x56), video (16 frames of 224x224)`."""
     sizes = ", ".join(f"{image.width}x{image.height}" for image in media.images)
     parts = [] if not media.images else [f"{_count(len(media.images), 'image')} ({sizes})"]
     parts += [f"video ({len(video)} frames of {video.shape[2]}x{video.shape[1]})" for video in media.videos]
@@ -23,9 +40,9 @@ def describe(media: Media) -> str:
 
 
 def contact_sheet(media: Media) -> Any:
-    """One PIL picture of all images and of a few frames of each video, tiles of at most 128 pixels; None without any.
+    """One PIL image of the first 12 images and video frames, in tiles of at most 128 pixels; None without any.
 
-    The first 12 tiles are shown, four in a line. An image smaller than a tile keeps its size.
+    Images smaller than a tile keep their size. Originals are not changed.
     """
     from PIL import Image
 
@@ -51,20 +68,20 @@ def contact_sheet(media: Media) -> Any:
     return sheet
 
 
-def save_thumbnail(sheet: Any, folder: Path) -> str:
-    """Writes a sheet under a name made from its contents and returns the name; equal sheets are written once."""
+def png(image: Any) -> bytes:
+    """The bytes of a PNG file."""
     buffer = io.BytesIO()
-    sheet.save(buffer, format="PNG")
-    name = f"{fingerprint(buffer.getvalue())}.png"
-    if not (folder / name).exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(buffer.getvalue())
-    return name
+    image.save(buffer, format="PNG")
+    return buffer.getvalue()
 
 
-def fingerprint(data: bytes) -> str:
-    """16 hexadecimal digits that equal contents share."""
-    return hashlib.blake2b(data, digest_size=8).hexdigest()
+def write_once(data: bytes, folder: Path, suffix: str) -> str:
+    """Writes data under a name made from its contents, unless it is there, and returns the name."""
+    path = folder / f"{hashlib.blake2b(data, digest_size=8).hexdigest()}.{suffix}"
+    if not path.exists():
+        with atomic_write(path) as file:
+            file.write(data)
+    return path.name
 
 
 def _tile(image: Any) -> Any:

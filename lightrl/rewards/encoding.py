@@ -1,4 +1,4 @@
-"""Images and videos on the wire: base64 PNG, which loses nothing."""
+"""Images and videos on the wire: lossless base64 PNG."""
 
 from __future__ import annotations
 
@@ -9,19 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-MEDIA = ("images", "videos", "audios")
-"""Names under which reward functions get a row's media."""
-
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 
 
 def open_image(file: Any) -> Any:
-    """A PIL image of a path or a binary file, whoever wrote it: of every form that PIL reads, less PostScript (EPS).
+    """A PIL image of a path or a binary file, in any format that PIL reads except PostScript (EPS).
 
-    That is a program, which PIL has Ghostscript run.
+    PIL has Ghostscript run PostScript, which is a program.
 
     Raises:
-        ValueError: it is PostScript. Or what PIL raises, which is nearly anything for broken files.
+        ValueError: It is PostScript. PIL raises nearly anything for broken files.
     """
     from PIL import Image
 
@@ -44,7 +41,7 @@ def png(image: Any) -> bytes:
 
 
 def encode_media(value: Any) -> Any:
-    """Base64 text of bytes, a PIL image or an array; lists alike (a video is the list of its frames), text as it is."""
+    """Base64 text of bytes, a PIL image, or an array, also in lists (a video is a list of frames); text stays."""
     if isinstance(value, (list, tuple)) or getattr(value, "ndim", 0) == 4:
         return [encode_media(item) for item in value]
     if isinstance(value, bytes):
@@ -55,7 +52,7 @@ def encode_media(value: Any) -> Any:
 
 
 def encode_rows(rows: Sequence[Any]) -> list[Any]:
-    """`encode_media` of each row; rows that are one object, as those of a group are, are encoded once."""
+    """`encode_media` of each row; rows that are the same object, as in a group, are encoded once."""
     done: dict[int, Any] = {}
     for row in rows:
         if id(row) not in done:
@@ -67,7 +64,7 @@ def decode_images(rows: Sequence[Any], name: str = "images", max_pixels: float =
     """PIL images of n rows, each a list of base64 texts, one such text, or None; the inverse of `encode_rows`.
 
     Raises:
-        ValueError: a value is no base64 of an image; names the row. Or they have more pixels together.
+        ValueError: A value is not a base64 image (names the row), or they have more pixels together.
     """
     decode = _Decoder(name, max_pixels)
     return [
@@ -77,10 +74,10 @@ def decode_images(rows: Sequence[Any], name: str = "images", max_pixels: float =
 
 
 def decode_videos(rows: Sequence[Any], max_pixels: float = math.inf) -> list[list[Any]]:
-    """Videos of n rows, each a list of videos, a video a list of base64 frames; arrays (frames, height, width, 3).
+    """Videos of n rows, each a list of videos of base64 frames, as arrays (frames, height, width, 3).
 
     Raises:
-        ValueError: a frame is no base64 of an image; names the row. Or they have more pixels together.
+        ValueError: A frame is not a base64 image (names the row), or they have more pixels together.
     """
     import numpy as np
 
@@ -95,14 +92,14 @@ def decode_videos(rows: Sequence[Any], max_pixels: float = math.inf) -> list[lis
 
 @dataclass
 class _Decoder:
-    """Reads base64 texts as images while pixels are left for them: a small file may hold a huge picture."""
+    """Reads base64 texts as images while pixels are left for them: a small file may hold a huge image."""
 
     name: str
     left: float
 
     def listed(self, value: Any, row: int) -> list[Any]:
         if not isinstance(value, list | None):
-            raise ValueError(f"{self.name}, row {row}: {str(value)[:40]!r} is no list.")
+            raise ValueError(f"{self.name}, row {row}: {str(value)[:40]!r} is not a list.")
         return value or []
 
     def __call__(self, text: Any, row: int) -> Any:
@@ -112,9 +109,8 @@ class _Decoder:
             self.left -= image.width * image.height
             if self.left >= 0:
                 image.load()
-        except Exception as error:  # of broken files PIL raises nearly anything
-            short = text[:40] if isinstance(text, str) else text
-            raise ValueError(f"{self.name}, row {row}: {short!r} is no base64 of an image.") from error
+        except Exception as error:  # PIL raises nearly anything for broken files
+            raise ValueError(f"{self.name}, row {row}: {str(text)[:40]!r} is not a base64 image.") from error
         if self.left < 0:
             raise ValueError(f"{self.name}, row {row}: too many pixels in one request; send fewer rows at a time.")
         return image

@@ -1,0 +1,132 @@
+"""Finds the final answer in a text. Each function returns None if there is none."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from decimal import Decimal, InvalidOperation
+from typing import Any, Literal, TypeAlias
+
+import regex
+
+from lightrl.compat.arguments import above
+
+Extract: TypeAlias = Literal["text", "gsm8k", "boxed", "number"]
+_NUMBER = r"-?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
+_GSM8K = re.compile(rf"####\s*({_NUMBER})")
+_LAST_NUMBER = re.compile(rf"(?<![\w.]){_NUMBER}")
+
+
+def extract_gsm8k(text: str) -> str | None:
+    """The number after the last `####`, without thousands separators and dollar sign: `"... #### $1,042"` -> `"1042"`.
+
+    Source: https://github.com/openai/grade-school-math (`extract_answer`). The last mark counts, since a
+    completion may quote the format before it answers.
+    """
+    found = _GSM8K.findall(text)
+    return _bare(found[-1]) if found else None
+
+
+def extract_boxed(text: str) -> str | None:
+    r"""The content of the last `\boxed{...}`, braces balanced: `r"\boxed{\frac{1}{2}}"` -> `r"\frac{1}{2}"`.
+
+    Source: https://github.com/hendrycks/math (`last_boxed_only_string`). `\fbox`, `\boxed 1`, and boxes that
+    are never closed (a truncated completion) are not answers.
+    """
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
+    start += len("\\boxed{")
+    depth = 1
+    for end in range(start, len(text)):
+        escaped = text[end - 1] == "\\"  # \{ and \} are printed braces
+        depth += 0 if escaped else (text[end] == "{") - (text[end] == "}")
+        if depth == 0:
+            return text[start:end].strip()
+    return None
+
+
+def extract_number(text: str) -> str | None:
+    """The last number in the text, without thousands separators and dollar sign: `"3 + 4 = 7."` -> `"7"`."""
+    found = _LAST_NUMBER.findall(text)
+    return _bare(found[-1]) if found else None
+
+
+def to_number(text: str) -> Decimal | None:
+    """The exact number that the whole text is; None if it is not one number."""
+    try:
+        number = Decimal(_bare(text.strip()))
+    except InvalidOperation:
+        return None
+    return number if number.is_finite() else None
+
+
+def _bare(number: str) -> str:
+    return number.replace(",", "").replace("$", "")
+
+
+def extract_tags(text: str) -> str | None:
+    """The text in the last `<answer>...</answer>`."""
+    _, found, rest = text.rpartition("<answer>")
+    answer, closed, _ = rest.partition("</answer>")
+    return answer.strip() if found and closed else None
+
+
+def extract_last_line(text: str) -> str | None:
+    """The last line that is not blank."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else None
+
+
+EXTRACTORS: dict[str, Callable[[str], str | None]] = {
+    "text": lambda text: text,
+    "gsm8k": extract_gsm8k,
+    "boxed": extract_boxed,
+    "number": extract_number,
+}
+
+
+class TimedPattern:
+    r"""A regular expression with a time limit for each text, in the syntax of `re`.
+
+    Patterns such as `(\w+\s?)*\.` take exponential time on some texts, and Python's `re` holds the interpreter lock
+    meanwhile. The `regex` package releases it and stops in time.
+
+    Args:
+        owner: Class that has the pattern, for messages.
+        pattern: Regular expression.
+        timeout: Seconds for one text, above 0. Methods raise a `TimeoutError` after that.
+
+    Raises:
+        ValueError: Invalid pattern or time limit.
+    """
+
+    def __init__(self, owner: str, pattern: str, timeout: float) -> None:
+        try:
+            self._compiled = regex.compile(pattern)
+        except (regex.error, TypeError) as error:
+            raise ValueError(f"{owner}: pattern={pattern!r} is not a regular expression: {error}.") from error
+        self.groups = int(self._compiled.groups)
+        self.timeout = above(f"{owner}.timeout", timeout, note=" seconds")
+
+    def fullmatch(self, text: str) -> bool:
+        """Whether the whole text matches."""
+        return self._run(self._compiled.fullmatch, text) is not None
+
+    def search(self, text: str) -> bool:
+        """Whether the pattern matches anywhere in the text."""
+        return self._run(self._compiled.search, text) is not None
+
+    def last(self, text: str) -> str | None:
+        """The first group (or all) of the last match in the text; None without a match."""
+        matches = self._run(self._compiled.findall, text)
+        if not matches:
+            return None
+        found = matches[-1]
+        return str(found[0] if isinstance(found, tuple) else found)
+
+    def _run(self, method: Any, text: str) -> Any:
+        try:
+            return method(text, timeout=self.timeout, concurrent=True)
+        except MemoryError as error:  # its backtracking stack is bounded
+            raise TimeoutError("the pattern ran out of memory") from error
