@@ -168,12 +168,6 @@ def test_markdown_cells_cannot_break_the_table() -> None:
     )
 
 
-@pytest.mark.parametrize(("name", "value"), [("every_n_rollouts", 0), ("num_samples", 0), ("max_characters", 19)])
-def test_bad_arguments(name: str, value: int) -> None:
-    with pytest.raises(ValueError, match=f"CompletionLogger.{name}={value}"):
-        CompletionLogger(**{name: value})
-
-
 def test_the_evaluation_before_training_is_logged_at_step_minus_one(
     rollouts: Rollouts, make_trainer: Callable[..., Any], tmp_path: Path
 ) -> None:

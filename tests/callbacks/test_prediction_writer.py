@@ -40,17 +40,6 @@ def test_jsonl_has_every_completion_in_order(
     assert list(tmp_path.glob("*.rank*")) == []
 
 
-def test_parquet_has_the_same_records(rollouts: Rollouts, make_trainer: Callable[..., Any], tmp_path: Path) -> None:
-    from pyarrow import parquet
-
-    path = tmp_path / "deep" / "p.parquet"
-    for _ in range(2):  # the second replaces the first
-        make_trainer(PredictionWriter(str(path))).predict(LoggingModule(), Loader([rollouts]))
-    table = parquet.read_table(path).to_pylist()
-    assert [r["completion"] for r in table] == ["2", "[/red]33", "4\n", "\x1b[2J55"]
-    assert [r["reward"] for r in table] == [1.0, 0.0, 1.0, None]
-
-
 def test_parquet_takes_records_with_different_keys(tmp_path: Path) -> None:
     from pyarrow import parquet
 
@@ -94,11 +83,6 @@ def test_shards_of_ranks_merge_in_the_order_of_the_prompts(tmp_path: Path) -> No
         (p, c) for p in range(5) for c in "ab"
     ]
     assert printed == [f"Wrote 10 completions to {tmp_path / 'p.jsonl'}"]
-
-
-def test_another_suffix_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"PredictionWriter.path='x.csv': must end in .jsonl or .parquet"):
-        PredictionWriter("x.csv")
 
 
 def test_saved_rollouts_come_back(rollouts: Rollouts, make_trainer: Callable[..., Any], tmp_path: Path) -> None:
