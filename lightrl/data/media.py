@@ -20,7 +20,6 @@ from lightrl.compat.arguments import one_of
 from lightrl.data.files import one_line
 from lightrl.data.rows import RowError, RowSource, entered
 from lightrl.records import Media
-from lightrl.rewards.encoding import open_image
 
 COLUMNS = {
     "image": "image",
@@ -158,6 +157,8 @@ class MediaSource(RowSource):
         """
         if not isinstance(data, datasets.Dataset):
             return entered(data[number])
+        from lightrl.rewards.encoding import open_image
+
         try:
             for picture in _pictures(data, number):
                 open_image(picture).close()  # refuses what is none before `datasets` opens it
@@ -306,6 +307,8 @@ def _image(value: Any, root: Path) -> Any:
         content = _content(value, root)
         if content is None:
             return Image.fromarray(_pixels(value))
+        from lightrl.rewards.encoding import open_image
+
         image = open_image(io.BytesIO(content) if isinstance(content, bytes) else content)
     image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I;16"):
@@ -457,6 +460,8 @@ def _video_file(
     content: bytes | Path, source: MediaSource, options: Mapping[str, float], grid: Grid
 ) -> tuple[list[Any], list[float]]:
     from PIL import UnidentifiedImageError
+
+    from lightrl.rewards.encoding import open_image
 
     try:
         moving = open_image(io.BytesIO(content) if isinstance(content, bytes) else content)

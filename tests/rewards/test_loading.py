@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import subprocess
 import sys
 
 import pytest
@@ -111,3 +112,21 @@ def test_yaml_takes_short_class_names_and_nested_rewards():
 def test_yaml_refuses_a_wrong_argument():
     with pytest.raises(Exception, match="no_such_argument"):
         parse([{"class_path": "lightrl.rewards.ExactAnswer", "init_args": {"no_such_argument": 1}}])
+
+
+def test_a_text_run_with_a_python_reward_loads_no_rules_judges_servers_or_media():
+    code = """
+import subprocess
+import sys
+import lightrl.algorithms, lightrl.rollout
+from lightrl.rewards import RewardScorer
+def fn(completions):
+    return [1.0] * len(completions)
+rows = {"prompts": ["p"], "completions": ["c"], "completion_ids": [[1]], "columns": {}, "group_ids": [0]}
+scorer = RewardScorer([fn])
+assert scorer.submit(**rows).result(60).total == [1.0]
+scorer.close()
+print(sorted(name for name in sys.modules if name.startswith("lightrl.rewards.")))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.stdout == "['lightrl.rewards.base', 'lightrl.rewards.scorer']\n", done.stderr
