@@ -5,7 +5,7 @@ Importing this package loads neither torch nor the parts that a run does not nam
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightrl.compat.lazy import lazy_names
 
@@ -54,4 +54,9 @@ __all__ = [
     "reward_name",
 ]
 
-__getattr__ = lazy_names(__name__, ("base", "answers", "rules", "maths", "judges", "scorer", "server"), __all__)
+_SCORER = ("RewardScorer", "ScoreHandle")  # the only names that need torch, and all that a run with functions needs
+
+
+def __getattr__(name: str) -> Any:
+    modules = ("scorer",) if name in _SCORER else ("base", "answers", "rules", "maths", "judges", "server")
+    return lazy_names(__name__, modules, __all__)(name)
