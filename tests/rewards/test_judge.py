@@ -167,7 +167,7 @@ def test_conversations_lose_their_images():
         ({"instruction": "{completion} {prompt[0]}"}, "more, or less, than a name"),
         ({"instruction": "{completion} {prompt!r}"}, "more, or less, than a name"),
         ({"instruction": "{completion} {prompt:>9999999999}"}, "more, or less, than a name"),
-        ({"instruction": "{completion} {"}, "instruction=.*write braces twice"),
+        ({"instruction": "{completion} {"}, "instruction="),
         ({"url": "localhost:8000"}, "http://"),
     ],
 )

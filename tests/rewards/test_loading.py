@@ -72,7 +72,7 @@ def test_a_class_without_arguments_is_instantiated(module):
         ("broken_rewards.py:good", "not_there_at_all"),
         ("my_rewards:NUMBER", "is a int"),
         ("my_rewards:Plain", "not a function or a subclass of Reward"),
-        ("my_rewards:Needs", "class_path: my_rewards.Needs with init_args"),
+        ("my_rewards:Needs", "class_path: my_rewards.Needs"),
     ],
 )
 def test_errors_say_what_is_wrong(module, path, words):
