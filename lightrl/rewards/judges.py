@@ -215,7 +215,9 @@ class RemoteReward(RetryingReward):
         **columns: Any,
     ) -> list[float | None]:
         media = {name: rows for name, rows in (("images", images), ("videos", videos)) if any(rows)}
-        rows = {key: list(column_of({**columns, **media}, name)) for key, name in self.fields.items() if name}
+        rows: dict[str, Any] = {
+            key: list(column_of({**columns, **media}, name)) for key, name in self.fields.items() if name
+        }
         own = {name: list(column_of(columns, name)) for name in self.columns}
         if self.send_media:
             rows = {**media, **rows}

@@ -86,7 +86,7 @@ def test_the_bound_is_the_coarsest_dtypes_and_an_unknown_one_is_said_once(
     measured(gate, trainer, module)
     measured(gate, trainer, module)
     assert f"by more than {bound} nats" in caplog.text
-    assert caplog.text.count("does not say which dtype") == (engine is None)
+    assert caplog.text.count("the dtype of") == (engine is None)
 
 
 class Biased(TransformersEngine):
@@ -123,7 +123,7 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Any) -> None:
     module = GRPOLightningModule(quickstart_model(tmp_path), kl=None, loss=RolloutRatio(PPOClip()))
     with pytest.raises(ValueError, match="LogprobMonitor with loss=RolloutRatio"):
         quiet_trainer(callbacks=[WeightSync(), LogprobMonitor()]).fit(module, sums_data(rollouts_per_epoch=1))
-    with pytest.raises(ValueError, match="LogprobMonitor with SFTLightningModule: that module learns from no rollouts"):
+    with pytest.raises(ValueError, match="LogprobMonitor with SFTLightningModule"):
         quiet_trainer(callbacks=[LogprobMonitor()]).fit(SFTLightningModule(str(tmp_path)))
     for arguments, name in (({"bound": 0}, "bound=0"), ({"action": "x"}, "action='x'"), ({"min_tokens": 0}, "min_tok")):
         with pytest.raises(ValueError, match=name):

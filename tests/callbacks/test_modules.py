@@ -27,12 +27,15 @@ ROLLOUTS = {
         "AdaptiveEntropy",
         "AdaptiveKL",
         "LogprobMonitor",
-        "TrajectoryLogprobCheck",
         "LinearKL",
         "OffloadModels",
         "ReferenceSync",
     ),
-    *("RewardNormalization", "CompletionLogger", "RolloutWriter", "WeightSync"),
+    *(
+        "RewardNormalization",
+        "CompletionLogger",
+        "RolloutWriter",
+    ),
 }
 """Callbacks that mean nothing to a module without rollouts."""
 
