@@ -17,8 +17,7 @@ MARK = "\U000f0e4c"
 """Private-use character inside literal special-token text while it is rendered, so that it is not read as the token."""
 SHORT, LONG = "Qa1", "Zb2 Zb3 " * 7 + "Zb4"
 """Stand-ins of different lengths for what was sampled."""
-_STARTS, _PROMPTS = 512, 64
-"""Maximum number of cached renderings, and of cached token IDs of first messages."""
+_STARTS, _PROMPTS = 512, 64  # cached renderings, and token IDs of first messages
 
 _USER: Message = {"role": "user", "content": "Qu9"}
 
@@ -172,9 +171,7 @@ class Bridge(ABC):
         for names in (("Qt7", "Qt8"), ("Qt7", "Qt9")):
             results = [_result(name, number) for number, name in enumerate(names)]
             renderings.append(self._rendered([_USER, _called(*((name, SHORT) for name in names)), *results], tools))
-        if None in renderings:
-            return False
-        return renderings[0] != renderings[1]
+        return None not in renderings and renderings[0] != renderings[1]
 
     @abstractmethod
     def extend(

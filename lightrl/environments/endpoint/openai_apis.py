@@ -68,9 +68,6 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
 }
-
-# ---- chat completions -----------------------------------------------------------------------------------------------
-
 _STREAM = Members(read=["include_usage"], harmless=["include_obfuscation"])
 _CHAT_TOOL = Members(read=["type", "function"], harmless=["cache_control"])
 _CHAT_MESSAGE = Members(
@@ -260,8 +257,6 @@ def _chat_message(message: Any, where: str) -> Message:
         said["tool_calls"] = calls
     return said
 
-
-# ---- responses -------------------------------------------------------------------------------------------------------
 
 _FORM = Members(sampling=["verbosity"], fixed={"format": ({"type": "text"},)})
 _CACHE = Members(harmless=["mode", "ttl", "comparison_response_id"], fixed={"prewarm": (False,)})
