@@ -267,25 +267,3 @@ class Seen(Callback):
         self.gaps.append(outputs["kl/engine_gap_max"])
         self.groups.append(len(batch.group_ids.unique()))
         self.alive.append(sum(server.lost is None for server in self.engine._pool.servers))
-
-
-@pytest.mark.long
-def test_a_server_that_comes_back_is_used_after_the_next_push(
-    servers: Servers, tied_folder: Path, tmp_path: Path
-) -> None:
-    """It follows on the run above, which left one server dead."""
-    engine = ServerEngine(servers.urls, shared_folder=str(tmp_path / "weights"), timeout=60)
-    if servers.processes[0].poll() is None:
-        servers.kill(0)
-    here = EngineContext(str(tied_folder), max_new_tokens=8)
-    with pytest.raises(ValueError, match=f"No healthy server at {servers.urls[0]}"):
-        ServerEngine(servers.urls, shared_folder=str(tmp_path), start_timeout=0.1).check(here)
-    servers.processes[0] = servers.start(0)
-    servers.wait(0)
-    engine.start(here)
-    try:
-        model = change(load(tied_folder), seed=9)
-        engine.load_weights(model.named_parameters(), policy_version=0)
-        agrees_everywhere(engine, model)
-    finally:
-        engine.close()

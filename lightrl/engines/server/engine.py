@@ -417,7 +417,8 @@ class ServerPool:
         """
 
         async def ask(server: Server) -> list[list[float]]:
-            return list(await asyncio.gather(*(self.protocol.logprobs(server, ids) for ids in sequences)))
+            scores = await asyncio.gather(*(self.protocol.scores(server, ids, 0) for ids in sequences))
+            return [one.logprobs for one in scores]
 
         ready = self.ready()
         results = await asyncio.gather(*(ask(server) for server in ready), return_exceptions=True)

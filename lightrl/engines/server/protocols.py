@@ -89,13 +89,9 @@ class ServerProtocol(ABC):
         Fewer than asked for come back where the server aborted some.
         """
 
-    async def logprobs(self, server: Server, ids: Sequence[int]) -> list[float]:
-        """Log-probs at temperature 1 of tokens 1..n-1 given those before."""
-        return (await self.scores(server, ids, 0)).logprobs
-
     @abstractmethod
     async def scores(self, server: Server, ids: Sequence[int], top: int) -> TokenScores:
-        """The same, and the `top` most likely tokens at each of these tokens."""
+        """Log-probs at temperature 1 of tokens 1..n-1 given those before, and the `top` most likely tokens there."""
 
     @abstractmethod
     async def pause(self, server: Server, mark: str) -> None:

@@ -70,16 +70,13 @@ class Transport(ABC):
         await self.protocol.resume(server, token)
         server.loaded = token
 
-    def _converted(self, tensors: Iterable[Named]) -> Iterator[Named]:
-        for name, tensor in tensors:
-            matrix = self.dtype is not None and tensor.is_floating_point() and tensor.ndim > 1
-            yield name, tensor.detach().to(self.dtype if matrix else tensor.dtype)
-
     def _buckets(self, tensors: Iterable[Named]) -> Iterator[list[Named]]:
         """Copies of the tensors, as many at a time as fit into a bucket."""
         bucket: list[Named] = []
         size = 0
-        for name, tensor in self._converted(tensors):
+        for name, tensor in tensors:
+            matrix = self.dtype is not None and tensor.is_floating_point() and tensor.ndim > 1
+            tensor = tensor.detach().to(self.dtype if matrix else tensor.dtype)
             if bucket and size + tensor.nbytes > _BUCKET_BYTES:
                 yield bucket
                 bucket, size = [], 0
