@@ -239,11 +239,7 @@ class VLLMProtocol(ServerProtocol):
 
 
 def _completion(token_ids: Any, logprobs: Any, text: Any, finish_reason: Any) -> Completion:
-    """A completion from a server's answer.
-
-    Raises:
-        ValueError: it is none: not one log-prob per token, or values that cannot be.
-    """
+    """A completion from a server's answer."""
     plain = all(isinstance(values, list) for values in (token_ids, logprobs)) and isinstance(text, str)
     if not (
         plain

@@ -67,7 +67,7 @@ class Decoder(Protocol):
         """Row i becomes what was row `rows[i]`; the others are dropped."""
 
 
-class CacheDecoder:
+class CacheDecoder(Decoder):
     """The decoder for any model: its own forward and transformers' own cache, whatever that holds.
 
     Prompts of a batch are left-padded, so that the new tokens of all rows share a column, and sliding windows (which
@@ -94,15 +94,10 @@ class CacheDecoder:
         self.positions: Tensor | None = None
 
     def tokens_held(self, prompt_tokens: int, copies: int, new_tokens: int) -> int:
-        """Every row holds its own copy of the prompt."""
         return copies * (prompt_tokens + new_tokens)
 
     def admits(self, prompt: Sequence[int], inputs: dict[str, Any]) -> bool:
-        """Any prompt."""
         return True
-
-    def reserve(self, longest: int, new_tokens: int) -> None:
-        """The cache grows by itself."""
 
     def batches(self, first: Sequence[int], other: Sequence[int]) -> bool:
         return self.pads or len(first) == len(other)

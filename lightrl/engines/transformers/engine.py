@@ -34,18 +34,6 @@ log = logging.getLogger(__name__)
 _LOGPROB_TOKENS = 4096  # tokens (with padding) of one forward of `logprobs`
 
 
-def _there(device: str) -> bool:
-    """Whether something can be computed on a device of this name, as far as torch tells."""
-    try:
-        named = torch.device(device)
-    except RuntimeError:  # no device's name
-        return False
-    module: Any = getattr(torch, named.type, None)  # a backend that is plugged in may have none
-    if not (hasattr(module, "device_count") and hasattr(module, "is_available")):
-        return named.type != "meta"
-    return bool(module.is_available()) and (named.index or 0) < module.device_count()
-
-
 class TransformersEngine(SteppingEngine):
     """Samples with transformers models in the trainer's process.
 
@@ -53,12 +41,12 @@ class TransformersEngine(SteppingEngine):
     products, and are repeated bit for bit by the same call. The global random generators are not touched.
 
     Args:
-        max_sequences: most completions sampled at a time; prompts wait until there is room. A group is never split:
-            with `num_completions` above this, one group runs at a time.
-        max_batch_tokens: most tokens whose keys and values are held at a time, in the same way.
-        max_model_len: most tokens of prompt and completion; None takes the model's `max_position_embeddings`.
-        dtype: "float32", "bfloat16", "float16" or "float64"; None takes the trainer's.
-        device: None takes the trainer's.
+        max_sequences: Maximum number of completions sampled at a time. A group is never split: with more completions
+            than this, one group runs at a time.
+        max_batch_tokens: Maximum number of tokens whose keys and values are held, in the same way.
+        max_model_len: Maximum number of tokens of prompt and completion. Defaults to the model's own limit.
+        dtype: "float32", "bfloat16", "float16", or "float64". Defaults to the trainer's.
+        device: Defaults to the trainer's.
         cpu_kernels: Decode float32 Llama-shaped models on a CPU several times faster than by their own code.
         model_kwargs: further arguments of `from_pretrained` (trust_remote_code, revision, attn_implementation, ...).
 
@@ -90,11 +78,6 @@ class TransformersEngine(SteppingEngine):
                 f"TransformersEngine.dtype={dtype!r}: give {', '.join(DTYPES)}, or None for the trainer's."
             )
         self._dtype = dtype
-        if device is not None and not _there(device):
-            raise ValueError(
-                f"TransformersEngine.device={device!r}: this machine, or this build of torch, has none; give cpu, cuda "
-                "or cuda:NUMBER, or None for the trainer's."
-            )
         self._device = device
         self._model_kwargs = dict(model_kwargs or {})
         self._model: Any = None

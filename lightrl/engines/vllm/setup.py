@@ -191,10 +191,7 @@ def _wanted_length(engine: VLLMEngine, context: EngineContext) -> int | None:
 
 
 def _cpu_cache(engine_args: Mapping[str, Any], context: EngineContext, chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """The KV cache on a CPU: room for the run's sequences, within a quarter of the free memory.
-
-    If their length is unknown it is the model's own limit, lowered if one sequence of it does not fit.
-    """
+    """The KV cache on a CPU: room for the run's sequences, within a quarter of the free memory."""
     config: Any = None
     if "hf_overrides" not in engine_args:
         with suppress(OSError, ValueError):
