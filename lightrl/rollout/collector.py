@@ -213,9 +213,15 @@ class Collection:
 
     def sampled(self) -> dict[int, list[Completion]]:
         """What was sampled so far, by `_key` of the request, for another collection to continue from."""
-        paused = {group.request: group.completions for group in self._engine.pause()}
+        if self._future.done():
+            return dict(self._record or {})
+        run = self._collector.loop.run
         try:
-            return self._collector.loop.run(self._so_far(paused))  # after the answers that are on their way
+            paused = {group.request: group.completions for group in self._engine.pause()}
+        except EngineDiedError:  # a checkpoint at the end of the run keeps what was finished
+            return run(self._so_far({}))
+        try:
+            return run(self._so_far(paused))  # after the answers that are on their way
         finally:
             self._engine.resume()
 
@@ -341,7 +347,9 @@ class Collection:
             self._moved, self._generated = time.monotonic(), time.perf_counter()
         self._turns += 1
         if self._record is not None and key is not None:
-            self._record[key] = group.completions
+            versions = map(group.versions, range(len(group.completions)))
+            parts = zip(group.completions, versions, strict=True)
+            self._record[key] = [replace(part, policy_versions=of_part) for part, of_part in parts]
         return group
 
     def _check_asked(self, sampling: SamplingParams) -> None:

@@ -454,3 +454,27 @@ def test_giving_up_ends_episodes_threads_and_requests(collector: Any) -> None:
     begin = time.monotonic()
     made.close()
     assert episode.closed and time.monotonic() - begin < 30
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_what_was_sampled_so_far_is_there_for_a_checkpoint_also_of_an_engine_that_died(
+    dies: bool, collector: Any
+) -> None:
+    class Paused(ScriptedEngine):
+        def pause(self) -> list[CompletionGroup]:
+            if dies:
+                raise EngineDiedError("gone")
+            part = Completion([49], [-0.5], "", "suspended", policy_versions=[3])
+            return [CompletionGroup(r, [part] * r.num_completions, 3) for r in self.asked if self.hold(r)]
+
+    engine = Paused()
+    engine.hold = lambda request: request.token_ids == [3]
+    made = collector(engine)
+    collection = made.start(tasks(), begun={})
+    assert until(lambda: len(engine.asked) == 2 and collection._turns == 1)
+    sampled = [[part.finish_reason for part in parts] for parts in collection.sampled().values()]
+    assert sampled == [["stop", "stop"], *([] if dies else [["suspended", "suspended"]])]
+    resumed = ScriptedEngine()
+    again = collector(resumed).start(tasks(), begun=collection.sampled()).finish()
+    assert len(again) == 2 and [request.token_ids for request in resumed.asked] == [[3]]
+    assert [part.finish_reason for part in resumed.asked[0].begun] == ([] if dies else ["suspended"] * 2)
