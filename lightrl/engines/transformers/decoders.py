@@ -99,6 +99,12 @@ class CacheDecoder(Decoder):
     def admits(self, prompt: Sequence[int], inputs: dict[str, Any]) -> bool:
         return True
 
+    def reserve(self, longest: int, new_tokens: int) -> None: ...
+
+    def remember(self, row: int, tokens: Sequence[int]) -> None: ...
+
+    def forget(self) -> None: ...
+
     def batches(self, first: Sequence[int], other: Sequence[int]) -> bool:
         return self.pads or len(first) == len(other)
 

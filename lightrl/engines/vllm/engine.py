@@ -223,7 +223,7 @@ class VLLMEngine(SteppingEngine):
             if not self.engine_args:
                 raise
             raise ValueError(f"VLLMEngine.engine_args ({', '.join(self.engine_args)}): vLLM reports: {said}") from error
-        self._context, self._on_cuda = context, cuda
+        self._context, self._on_cuda, self._lost = context, cuda, None
         self._heats, self._keeps_cache = context.fire, context.keep_cache
         self._finished, self._switches, self._groups, self._places = {}, {}, {}, {}
         self._asleep, self._cache_asleep = 0, False
