@@ -20,6 +20,7 @@ from lightrl.callbacks import WeightSync
 from lightrl.engines import EngineContext, EngineDiedError, EngineRestartedError, VLLMEngine
 from lightrl.objectives import GroupRelative
 from lightrl.records import Prompts, SamplingParams
+from lightrl.rollout.collation import collate
 from tests.engines.conftest import SOON, ask, change, load
 from tests.engines.test_vllm_sync import canary_gap, sampled_gap
 from tests.toys import quickstart_model, quiet_trainer, sums_data
@@ -198,8 +199,8 @@ class Checks(Callback):
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         data = trainer.datamodule
-        prompts = data._sets["prompts"].batch(0, data.prompts_per_rollout, rank=0, world_size=1)
-        again = data.rollout(prompts, data.sampling, data.group_size, stream="train", cursor=0)
+        groups = data.sampler.finish(data.sampler.begin(0, recover=True)).groups
+        again = collate(groups, data.tokenizer.pad_token_id, data.sampling.temperature)
         self.pairs = [(getattr(batch, k), getattr(again, k)) for k in ("token_ids", "response_mask", "engine_logprobs")]
         data.engine.restart_engine = False
         self.kills.engine = data.engine
