@@ -101,10 +101,6 @@ class CacheDecoder(Decoder):
 
     def reserve(self, longest: int, new_tokens: int) -> None: ...
 
-    def remember(self, row: int, tokens: Sequence[int]) -> None: ...
-
-    def forget(self) -> None: ...
-
     def batches(self, first: Sequence[int], other: Sequence[int]) -> bool:
         return self.pads or len(first) == len(other)
 
