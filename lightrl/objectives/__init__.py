@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from lightrl.objectives.kl import KLInLoss, KLInReward, KLPenalty
     from lightrl.objectives.off_policy import (
         VESPO,
-        AutomaticCorrection,
         GeometricRejection,
         OffPolicyCorrection,
         OffPolicySequenceMask,
@@ -53,7 +52,6 @@ __all__ = [
     "AdvantageEstimator",
     "AdvantageInput",
     "Aggregation",
-    "AutomaticCorrection",
     "ConstantLength",
     "Divergence",
     "ForwardKL",

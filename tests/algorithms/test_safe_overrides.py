@@ -25,7 +25,6 @@ from lightrl.models.spec import ModelSpec
 from lightrl.objectives import (
     GDPO,
     AdvantageInput,
-    AutomaticCorrection,
     GroupRelative,
     KLInLoss,
     LossInput,
@@ -35,6 +34,7 @@ from lightrl.objectives import (
     TokenMean,
     TurnReturns,
 )
+from lightrl.objectives.off_policy import AutomaticCorrection
 from lightrl.records import Experience, Rollouts
 from lightrl.rollout import Evaluation
 from tests.algorithms.toys import SMALL, FirstSums, fit, grpo, weights

@@ -19,7 +19,6 @@ from lightrl.objectives import (
     GSPO,
     SAPO,
     VESPO,
-    AutomaticCorrection,
     GeometricRejection,
     LossInput,
     OffPolicyCorrection,
@@ -32,6 +31,7 @@ from lightrl.objectives import (
     SequenceMean,
     TokenMean,
 )
+from lightrl.objectives.off_policy import AutomaticCorrection
 
 ALL: list[PolicyLoss] = [
     PPOClip(),

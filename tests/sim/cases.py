@@ -13,6 +13,7 @@ import json
 import tempfile
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -105,7 +106,8 @@ def case(name: str) -> Callable[[Callable[[Path], None]], Callable[[Path], None]
 
 
 def ppo(actor: Any = None, **arguments: Any) -> PPOLightningModule:
-    return PPOLightningModule(actor or model_path(), optimizer=adam, updates=Updates(minibatch_size=8), **arguments)
+    arguments["updates"] = replace(arguments.get("updates", Updates()), minibatch_size=8)
+    return PPOLightningModule(actor or model_path(), optimizer=adam, **arguments)
 
 
 def grpo(actor: Any = None, **arguments: Any) -> GRPOLightningModule:

@@ -25,7 +25,7 @@ ADVANTAGES += ["ReinforcePlusPlusBaseline", "TurnReturns", "TurnGAE", "GiGPO"]
 CASES = [
     *NAMED, *(f"loss {name}" for name in LOSSES), *(f"advantage {name}" for name in ADVANTAGES),
     *(f"aggregation {name}" for name in ("ConstantLength", "SequenceMean", "SequenceSum", "TokenMean")),
-    "layout padded", "layout packed", "layout tree", "lora", "gradient checkpointing", "shared critic",
+    "layout padded", "layout packed", "layout shared_prefix", "lora", "gradient checkpointing", "shared critic",
     "critic and reference of their own", "frozen reference in bfloat16", "bf16-mixed", "bf16-true",
     "masks, clips and an entropy bonus", "vision", "callbacks that take part",
     "an environment of several turns", "models leave the device while the engine samples", "adaptive KL", "linear KL",
