@@ -108,7 +108,7 @@ class PromptCurriculum:
                 raise ValueError(
                     f"PromptCurriculum.class_column={self.class_column!r}: the data has the columns {opened.columns}."
                 )
-            named = [str(data[opened.index(number)][self.class_column]) for number in numbers]
+            named = [str(data[opened.index(number)].get(self.class_column)) for number in numbers]
             unknown = sorted(set(named) - set(self.classes))
             if unknown:
                 raise ValueError(

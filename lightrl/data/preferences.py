@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, Literal, NamedTuple
 
 import torch
-from datasets import Dataset
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from lightrl.compat.arguments import at_least, one_of
 from lightrl.data.media import COLUMNS
 from lightrl.data.processing import columns_with_media
-from lightrl.data.rows import RowSource
+from lightrl.data.rows import RowSource, selected
 from lightrl.data.sft import SFTDataModule, SFTLoader, SFTSource, check_positions
 from lightrl.data.templates import ChatTemplate, as_messages, load_tokenizer
 from lightrl.models.loading import positions_of, require_vocabulary
@@ -96,7 +96,7 @@ class PreferenceSource(RowSource):
         optional = (*self._rows_of(None, self.chosen_column).rendering_columns, *COLUMNS)
         data, good = self.usable_rows(columns, self._check, optional)
         if len(good) < len(data):
-            data = data.select(good) if isinstance(data, Dataset) else [data[i] for i in good]
+            data = selected(data, good)
         chosen, rejected = (self._side(tokenizer, data, c) for c in (self.chosen_column, self.rejected_column))
         margins = [self._margin(data[i]) for i in range(len(data))]
         pairs = [PreferencePair(*pair) for pair in zip(chosen, rejected, margins, strict=True)]
@@ -177,14 +177,17 @@ class PreferenceSource(RowSource):
     def _margin(self, row: Mapping[str, Any]) -> float:
         if self.margin_column is None:
             return 0.0
-        margin = row.get(self.margin_column)
-        if isinstance(margin, bool) or not isinstance(margin, int | float) or not abs(margin) <= MAX_MARGIN:
-            raise ValueError(f"the margin must be a finite number of at most {MAX_MARGIN:g}, got {str(margin)[:80]!r}.")
+        try:
+            margin = float(str(row.get(self.margin_column)))  # cells of CSV are text
+        except ValueError:
+            margin = math.nan
+        if not abs(margin) <= MAX_MARGIN:
+            raise ValueError(f"{self.margin_column}={row.get(self.margin_column)!r}: must be a finite number.")
         if margin < 0:
             raise ValueError(
                 f"the margin is {margin}: below 0 the rejected side would be the better one. Swap the two sides."
             )
-        return float(margin)
+        return margin
 
     def _fits(self, i: int, pair: PreferencePair) -> bool:
         length = max(len(pair.chosen), len(pair.rejected))

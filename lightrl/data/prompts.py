@@ -34,7 +34,7 @@ from lightrl.data.processing import (
     encode_prompt,
     require_read,
 )
-from lightrl.data.rows import RowError, plain_rows, require_columns, shuffled_order
+from lightrl.data.rows import RowError, columns_of, plain_rows, require_columns, shuffled_order
 from lightrl.data.templates import encode, require_text, require_unrendered
 from lightrl.models.turns import TOKEN_INPUT
 from lightrl.records import Media, Prompts
@@ -416,8 +416,7 @@ class _MapRows(OpenSource):
     """A source with a length and random access."""
 
     def __init__(self, spec: PromptSource, data: Any, reading: Reading) -> None:
-        columns = getattr(data, "column_names", None) or dict.fromkeys(name for row in data for name in row)
-        super().__init__(spec, list(columns), reading)
+        super().__init__(spec, columns_of(data), reading)
         self.data = data
         self.seed = reading.seed
         self.shuffle = reading.shuffle and spec.shuffle

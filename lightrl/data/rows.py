@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import datasets
 import numpy as np
 from datasets import (
     Audio,
@@ -18,16 +16,16 @@ from datasets import (
     Image,
     IterableDataset,
     IterableDatasetDict,
+    ReadInstruction,
     Video,
     load_dataset,
     load_dataset_builder,
     load_from_disk,
 )
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightrl.compat.arguments import at_least, one_of
-from lightrl.data.files import BUILDERS, PROGRESS_SECONDS, nth_line, one_line, require_readable, suffix_of
-from lightrl.data.tables import VERSION, FileTables, columns_of
+from lightrl.data.files import BUILDERS, iterate_files, nth_line, one_line, read_files, suffix_of, with_progress
 
 # As the command line reads them: text is tried first, else "007" in quotes would become a number.
 Text = str | Any
@@ -40,25 +38,23 @@ class RowError(ValueError):
 
 @dataclass
 class RowSource:
-    """Where rows come from. Exactly one of `path` and `rows` is given.
+    """Where rows come from. Exactly one of `path` and `rows` is set.
 
     Args:
-        path: a JSON, JSONL or CSV file, compressed by gzip or not, or a Parquet file; a folder of such files or one
-            written by `Dataset.save_to_disk`; or the name of a data set on the hub, such as "openai/gsm8k". Values of
-            local JSON and CSV files stay what they are there: text is never read as a number or a date. In CSV a column
-            is one of numbers where each of its cells is written as Python writes that number; an empty cell is None.
-        rows: a list of dictionaries, a `datasets.Dataset`, or a function or configurable object without arguments that
-            returns one of them; YAML names a function by its import path and an object by `class_path`.
-        name: configuration of a hub data set, such as "main".
-        split: which split to take; slices such as "train[:100]" are understood.
-        limit: only the first so many rows of the split, before any shuffling; None is all.
-        streaming: read a hub data set or file as a stream, row by row, without downloading or converting it first (a
-            local file is looked through once all the same). A
-            stream has no length and no random access: see `PromptSet` for what that costs.
-        load_kwargs: further arguments of `datasets.load_dataset`, such as `revision`.
-        on_bad_row: what happens to a row that cannot be used (a column of a wrong type, a conversation without roles,
-            an empty prompt): "error" stops and names file, row and value, "drop" leaves it out, says so and counts
-            it. All rows are looked at before training; those of a stream as they come.
+        path: A JSONL, JSON, or CSV file (gzip allowed) or a Parquet file; a folder of such files or one from
+            `Dataset.save_to_disk`; or the name of a dataset on the hub, such as "openai/gsm8k". Values of local JSON
+            files stay what they are in the file. Cells of local CSV files are text; empty ones are None.
+        rows: A list of dictionaries, a `datasets.Dataset`, or a function or configurable object without arguments that
+            returns one of them. YAML names a function by its import path and an object by `class_path`.
+        name: Configuration of a hub dataset, such as "main".
+        split: Split, or a slice such as "train[:100]".
+        limit: Number of rows to use, from the start and before any shuffling; defaults to all.
+        streaming: Read rows one by one, without downloading or converting the dataset first. A stream has no length
+            and no random access; see `PromptSet` for what that costs.
+        load_kwargs: Further arguments of `datasets.load_dataset`, such as `revision`.
+        on_bad_row: Handling of a row that cannot be used, such as a conversation without roles or an empty prompt:
+            "error" stops and names file, row, and value; "drop" leaves it out and counts it. All rows are checked
+            before training, those of a stream as they come.
     """
 
     path: str | None = None
@@ -81,14 +77,14 @@ class RowSource:
 
     @property
     def label(self) -> str:
-        """What messages call this source."""
+        """Name of this source in messages."""
         return self.path if self.path is not None else getattr(self.rows, "__name__", type(self.rows).__name__)
 
     def read(self) -> Any:
         """The rows: something with a length and integer access to dictionaries, or an `IterableDataset`.
 
         Raises:
-            ValueError: the file or data set does not exist, is of an unknown kind, or has no rows.
+            ValueError: The file or dataset does not exist, is broken, or has no rows.
         """
         data = self._from_path(self.path) if self.path is not None else self._from_rows()
         if isinstance(data, DatasetDict | IterableDatasetDict):
@@ -98,13 +94,11 @@ class RowSource:
         if isinstance(data, IterableDataset):
             return data if self.limit is None else data.take(self.limit)
         if len(data) == 0:
-            raise ValueError(f"{self.label} has no rows (split={self.split!r}); there is nothing to train on.")
-        if self.limit is not None and self.limit < len(data):
-            data = data[: self.limit] if isinstance(data, list) else data.select(range(self.limit))
-        return data
+            raise ValueError(f"{self.label} has no rows (split={self.split!r}). Check the file and the split.")
+        return data if self.limit is None else selected(data, range(min(self.limit, len(data))))
 
     def where(self, row: int) -> str:
-        """How messages name a row: source and number, and the line where the source is a JSONL file."""
+        """Name of a row in messages: source and number, and the line of a JSONL file."""
         local = None if self.path is None else Path(self.path).expanduser()
         line = None
         if local is not None and local.is_file() and "[" not in self.split and not self.streaming:
@@ -112,25 +106,21 @@ class RowSource:
         return f"{self.label}, row {row}" + ("" if line is None else f" (line {line})")
 
     def drops(self, error: ValueError) -> bool:
-        """Whether a row with this error is left out, rather than ending the run."""
+        """Whether a row with this error is left out instead of stopping the run."""
         return self.on_bad_row == "drop"
 
     def good_rows(self, data: Any, columns: Iterable[str], check: Callable[[Mapping[str, Any]], None]) -> Sequence[int]:
-        """Looks at all rows before any is used.
+        """Numbers of the rows that can be used, in order.
 
         Args:
-            data: what `read` gave, with a length.
-            columns: those that `check` needs.
-            check: raises a ValueError about a row that cannot be used.
-
-        Returns:
-            the numbers of the good rows, in order.
+            data: Rows from `read`, with a length.
+            columns: Columns that `check` reads.
+            check: Raises a `ValueError` about a row that cannot be used.
 
         Raises:
-            RowError: a bad row that is not to be dropped; or no row is left.
+            RowError: A bad row with `on_bad_row="error"`, or no row is left.
         """
         bad: dict[int, str] = {}
-        begun = said = time.monotonic()
         for number, row in enumerate(plain_rows(data, columns)):
             try:
                 check(row)
@@ -139,10 +129,6 @@ class RowSource:
                     kind = type(error) if isinstance(error, RowError) else RowError
                     raise kind(f"{self.where(number)}{error}") from error
                 bad[number] = str(error)
-            if number % 1000 == 0 and time.monotonic() - said > PROGRESS_SECONDS:
-                said = time.monotonic()
-                rate = number / (said - begun)
-                rank_zero_info(f"{self.label}: looked at {number:,} of {len(data):,} rows, {rate:,.0f} a second.")
         if not bad:
             return range(len(data))
         first = next(iter(bad))
@@ -155,42 +141,34 @@ class RowSource:
     def usable_rows(
         self, arguments: Iterable[str], check: Callable[[Mapping[str, Any]], None], optional: Iterable[str] = ()
     ) -> tuple[Any, Sequence[int]]:
-        """Reads rows that training goes through in whole passes.
+        """All rows, and the numbers of the good ones, for training in whole passes.
 
         Args:
-            arguments: of this source, that name columns; those that are None name none.
-            check: see `good_rows`.
-            optional: columns that `check` reads if the rows have them.
-
-        Returns:
-            all rows, and the numbers of the good ones.
+            arguments: Arguments of this source that name columns; those that are None are skipped.
+            check: See `good_rows`.
+            optional: Columns that `check` reads if the rows have them.
 
         Raises:
-            ValueError: the rows have no length, or lack a column.
+            ValueError: The rows have no length or lack a column.
         """
         data = self.read()
         if isinstance(data, IterableDataset):
-            raise ValueError(f"{self.label} is a stream: whole passes need rows with a length.")
+            raise ValueError(f"{self.label} is a stream: whole passes need rows with a length. Set streaming: false.")
         named = {argument: column for argument in arguments if (column := getattr(self, argument)) is not None}
-        columns = getattr(data, "column_names", None) or data[0]
+        columns = columns_of(data)
         for argument, column in named.items():
             require_columns(columns, [column], self.label, argument)
         return data, self.good_rows(data, [*named.values(), *optional], check)
 
     def stream_rows(self, data: IterableDataset) -> Iterator[dict[str, Any]]:
-        """The rows of a stream; a ValueError says after how many of them it broke off, and where the file is broken."""
+        """The rows of a stream; an error says after how many of them."""
         count = 0
-        rows = iter(data)
-        while True:
-            try:
-                row = next(rows)
-            except StopIteration:
-                return
-            except Exception as error:
-                self._require_readable_files()
-                raise ValueError(f"{self.label}: reading broke off after {count} rows: {one_line(error)}.") from error
-            count += 1
-            yield entered(row)
+        try:
+            for row in data:
+                yield entered(row)
+                count += 1
+        except Exception as error:
+            raise ValueError(f"{self.label}: reading stopped after {count} rows: {one_line(error)}") from error
 
     def _from_rows(self) -> Any:
         data: Any = self.rows() if callable(self.rows) else self.rows
@@ -198,102 +176,65 @@ class RowSource:
             return data
         if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
             raise ValueError(
-                f"rows={self.label}: expected a list of dictionaries or a Dataset, got {type(data).__name__}."
+                f"rows={self.label}: got a {type(data).__name__}. Give a list of dictionaries or a Dataset."
             )
         if not isinstance(data, Dataset):
             for number in range(len(data)):
                 if not isinstance(data[number], Mapping):
-                    raise RowError(
-                        f"rows={self.label}: row {number} is {str(data[number])[:80]!r} of type "
-                        f"{type(data[number]).__name__}, not a dictionary of columns."
-                    )
+                    raise RowError(f"rows={self.label}: row {number} is {str(data[number])[:80]!r}, not a dictionary.")
         return data
 
     def _from_path(self, path: str) -> Any:
         local = Path(path).expanduser()
-        try:
-            local.exists()
-        except OSError as error:
-            raise ValueError(f"path={path[:80]!r}...: cannot be looked for: {one_line(error)[:80]}.") from error
         if local.is_file():
             builder = BUILDERS.get(suffix_of(local))
             if builder is None:
-                raise ValueError(
-                    f"path={path!r}: unknown kind of file; known are {', '.join(BUILDERS)}, text with .gz, too."
-                )
-            files = {self.split.split("[")[0]: str(local)}  # whatever split is asked for is this file
-            return self._load_dataset(builder, data_files=files)
+                raise ValueError(f"path={path!r}: unknown kind of file. Use {', '.join(BUILDERS)}, or text with .gz.")
+            files = {self.split.split("[")[0]: [str(local)]}  # whatever split is asked for is this file
+            if builder != "parquet" and self._reads_itself:
+                return self._from_files(files)
+            return self._load(builder, data_files=files)
         if local.is_dir():
-            if local.resolve().parent == local.resolve():
-                raise ValueError(f"path={path!r}: holds all there is on this machine; name the folder of the rows.")
             if any((local / marker).exists() for marker in ("dataset_dict.json", "state.json")):
-                try:
+                with self._named_errors():
                     return load_from_disk(str(local))
-                except Exception as error:
-                    raise ValueError(
-                        f"path={path!r}: the saved data set cannot be read: {one_line(error)}. Save it again."
-                    ) from error
-            if not any(self._files_below(local)):
-                raise ValueError(f"path={path!r}: there is no file in this folder to read rows from.")
-            return self._load_dataset(str(local), name=self.name)
-        if suffix_of(local) in BUILDERS or path.startswith((".", "/", "~")) or path.count("/") > 1:
-            raise ValueError(f"path={path!r}: there is no such file or folder (looked from {Path.cwd()}).")
-        return self._load_dataset(path, name=self.name)
-
-    def _local_tables(self, builder: Any) -> FileTables | None:
-        """What reads local JSON or CSV files; None for others, and where arguments ask for another way of reading."""
-        config = builder.config
-        files = [str(file) for part in (config.data_files or {}).values() for file in part]
-        sep = getattr(config, "sep", ",")
-        asked = set(self.load_kwargs) <= {"sep", "delimiter"} and len(sep) == 1
-        # The README.md of a folder may ask for another way.
-        plain = config.features is None and not getattr(config, "field", None)
-        kinds = {"csv": (".csv",), "json": (".json", ".jsonl")}.get(builder.name, ())
-        local = all(file.lower().removesuffix(".gz").endswith(kinds) and Path(file).is_file() for file in files)
-        if not (asked and plain and files and kinds and local):
-            return None
-        return FileTables(
-            dataset_name=builder.dataset_name,
-            config_name=config.name,
-            hash=VERSION,
-            data_files=config.data_files,
-            features=columns_of(files, sep),
-            sep=sep,
-        )
-
-    def _require_readable_files(self) -> None:
-        """Names the broken line of a local file; with `load_kwargs` a file may have a form that only they tell."""
-        local = Path(self.path or "").expanduser()
-        if self.path is None or self.load_kwargs:
-            return
-        for file in [local] if local.is_file() else sorted(self._files_below(local)) if local.is_dir() else []:
-            if suffix_of(file) in BUILDERS:
-                require_readable(file)
-
-    def _files_below(self, folder: Path) -> Iterator[Path]:
-        """Files in a folder and those below, less hidden ones."""
-        try:
-            yield from (file for file in folder.rglob("[!.]*") if file.is_file())
-        except OSError as error:
-            raise ValueError(
-                f"path={self.path!r}: this folder cannot be looked through: {one_line(error)}. Name the file itself."
-            ) from error
-
-    def _load_dataset(self, builder: str, **kwargs: Any) -> Any:
-        tables = None
-        if self.path is not None and Path(self.path).expanduser().exists():
             with self._named_errors():
-                found = load_dataset_builder(builder, **kwargs, **self.load_kwargs)
-            tables = self._local_tables(found)
-            if tables is None:
-                self._require_readable_files()  # of a stream, too: pyarrow's reader crashes on some broken files
+                found = load_dataset_builder(str(local), name=self.name, **self.load_kwargs)
+            files = {name: [str(file) for file in part] for name, part in (found.config.data_files or {}).items()}
+            plain = found.config.features is None and not getattr(found.config, "field", None)
+            kinds = {BUILDERS.get(suffix_of(file)) for part in files.values() for file in part}
+            if plain and kinds in ({"json"}, {"csv"}) and self._reads_itself:
+                return self._from_files(files)
+            return self._load(str(local), name=self.name)
+        if suffix_of(local) in BUILDERS or path.startswith((".", "/", "~")) or path.count("/") > 1:
+            raise ValueError(f"path={path!r}: no such file or folder (looked from {Path.cwd()}).")
+        return self._load(path, name=self.name)
+
+    @property
+    def _reads_itself(self) -> bool:
+        return set(self.load_kwargs) <= {"sep", "delimiter"}
+
+    def _from_files(self, files: Mapping[str, list[str]]) -> Any:
+        """The rows of a split of local JSON or CSV files."""
+        sep = next(iter(self.load_kwargs.values()), ",")
+        name = self.split.split("[")[0]
+        if name not in files and "+" not in name:
+            raise ValueError(f"split={self.split!r}: {self.label} has the splits {list(files)}.")
+        if self.streaming:
+            if name != self.split:
+                raise ValueError(f"split={self.split!r}: a stream has no slices. Set limit, or streaming: false.")
+            return IterableDataset.from_generator(iterate_files, gen_kwargs={"files": files[name], "sep": sep})
+        if name == self.split:
+            return read_files(files[name], sep)
+        found = {split: read_files(part, sep) for split, part in files.items()}
+        lengths = {split: len(part) for split, part in found.items()}
+        parts = ReadInstruction.from_spec(self.split).to_absolute(lengths)
+        chosen = [found[part.splitname].select(range(part.from_, part.to)) for part in parts]
+        return chosen[0] if len(chosen) == 1 else [row for part in chosen for row in part]
+
+    def _load(self, builder: str, **kwargs: Any) -> Any:
         with self._named_errors():
-            if tables is None:
-                return load_dataset(builder, split=self.split, streaming=self.streaming, **kwargs, **self.load_kwargs)
-            if self.streaming:
-                return tables.as_streaming_dataset(split=self.split)
-            tables.download_and_prepare()
-            return tables.as_dataset(split=self.split)
+            return load_dataset(builder, split=self.split, streaming=self.streaming, **kwargs, **self.load_kwargs)
 
     @contextmanager
     def _named_errors(self) -> Iterator[None]:
@@ -301,25 +242,26 @@ class RowSource:
         try:
             yield
         except Exception as error:
-            cache, failed = Path(datasets.config.HF_DATASETS_CACHE), getattr(error, "filename", None)
-            if isinstance(failed, str) and (cache.is_relative_to(failed) or Path(failed).is_relative_to(cache)):
-                raise ValueError(
-                    f"path={self.path!r}: the cache of `datasets`, {str(cache)!r}, cannot be used: {one_line(error)}. "
-                    "Name a folder that can be written, in HF_DATASETS_CACHE or HF_HOME."
-                ) from error
-            if isinstance(error, FileNotFoundError | ConnectionError):
-                raise ValueError(
-                    f"path={self.path!r}: neither a file or folder here nor on the hub (or no network): "
-                    f"{one_line(error)}."
-                ) from error
-            self._require_readable_files()
-            raise ValueError(f"path={self.path!r}, split={self.split!r}: {one_line(error)}.") from error
+            raise ValueError(
+                f"path={self.path!r}, split={self.split!r}: cannot be read as a local file or folder or from the hub: "
+                f"{one_line(error)}. Check the name, the network, and that HF_HOME can be written."
+            ) from error
+
+
+def columns_of(data: Any) -> list[str]:
+    """The columns of rows with a length, those that only some rows have included."""
+    return list(getattr(data, "column_names", None) or dict.fromkeys(name for row in data for name in row))
+
+
+def selected(data: Any, numbers: Iterable[int]) -> Any:
+    """The rows with these numbers."""
+    return data.select(numbers) if hasattr(data, "select") else [data[number] for number in numbers]
 
 
 def plain_rows(data: Any, columns: Iterable[str]) -> Iterator[Mapping[str, Any]]:
     """Rows with some of their columns, media as bytes or paths; in batches where the data can, which is much faster."""
     if not isinstance(data, Dataset):
-        yield from (entered(data[number]) for number in range(len(data)))
+        yield from (entered(data[number]) for number in with_progress(range(len(data)), "Check"))
         return
     names = [name for name in dict.fromkeys(columns) if name in data.column_names]
     part = data.select_columns(names).with_format(None)
@@ -356,13 +298,9 @@ def _without_nulls(value: Any) -> Any:
 
 
 def require_columns(columns: Iterable[str], wanted: Iterable[str], label: str, argument: str) -> None:
-    """Raises a `ValueError` that lists the columns there are, where one of `wanted` is missing.
+    """Raises a `ValueError` that lists the columns of the dataset `label` if one of `wanted` is missing.
 
-    Args:
-        columns: names of the columns there are.
-        wanted: names of the columns that are needed.
-        label: what to call the data set.
-        argument: the argument that names the column.
+    `argument` is the argument that names the column.
     """
     have = list(columns)
     missing = [name for name in wanted if name not in have]
@@ -371,5 +309,5 @@ def require_columns(columns: Iterable[str], wanted: Iterable[str], label: str, a
 
 
 def shuffled_order(num_rows: int, seed: int, epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """A permutation of `range(num_rows)` that depends on (seed, epoch) alone, so a position is enough to resume."""
+    """A permutation of `range(num_rows)` that depends on (seed, epoch) only, so that a position is enough to resume."""
     return np.random.default_rng([seed, epoch]).permutation(num_rows)

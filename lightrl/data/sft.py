@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
@@ -15,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from transformers import PreTrainedTokenizerBase
 
 from lightrl.compat.arguments import at_least, one_of
-from lightrl.data.files import PROGRESS_SECONDS
+from lightrl.data.files import with_progress
 from lightrl.data.media import MediaError
 from lightrl.data.processing import ConversationSource, Encoded, MediaProcessor, arranged, encode_prompt, load_processor
 from lightrl.data.prompts import rendered_like
@@ -122,8 +121,8 @@ class SFTSource(ConversationSource):
         wanted += ["tools_column"] if self.tools_column != "tools" else []
         data, good = self.usable_rows(wanted, self._check, self.rendering_columns)
         first: RowError | None = None
-        numbers, kept, bad, said = [], [], len(data) - len(good), time.monotonic()
-        for i in good:
+        numbers, kept, bad = [], [], len(data) - len(good)
+        for i in with_progress(good, self.label):
             try:
                 encoded, _ = self._encode(tokenizer, i, self.read_row(data, i), processor)
             except RowError as error:
@@ -136,9 +135,6 @@ class SFTSource(ConversationSource):
             if row is not None:
                 numbers.append(i)
                 kept.append(row)
-            if i % 1000 == 0 and time.monotonic() - said > PROGRESS_SECONDS:
-                said = time.monotonic()
-                rank_zero_info(f"{self.label}: tokenised {i:,} of {len(data):,} rows.")
         check_positions(self, {i: len(row[0]) + len(row[1]) for i, row in zip(numbers, kept, strict=True)}, positions)
         if len(kept) < len(data):
             long = len(data) - len(kept) - bad

@@ -1,17 +1,13 @@
-"""Broken data files and rows: one message with file, line and value, before anything is trained, and exit status 2."""
+"""Data files: values stay what they are in the file, and a broken file is one message with file and line."""
 
 from __future__ import annotations
 
 import gzip
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import Dataset
 
 from lightrl.data.preferences import PreferenceSource
 from lightrl.data.prompts import PromptMixture, PromptSource
@@ -20,33 +16,24 @@ from lightrl.data.sft import SFTSource
 
 GOOD = b'{"prompt":"1+1="}\n'
 BROKEN = [
-    ("rows.jsonl", GOOD + b'\n{"prompt":\n' + GOOD, r"rows\.jsonl, line 3: .*is not JSON .*correct it or drop it"),
-    ("rows.jsonl", GOOD + b"\0\0\0\n", "line 2: .*is not JSON"),
-    ("rows.jsonl", b"", "is empty: there are no rows"),
-    ("rows.jsonl", b"\n\n\n", "blank lines alone"),
-    ("rows.jsonl", GOOD + b"{}", r"line 2: \{\} has no columns"),
-    ("rows.json", b"{}", r"rows\.json: \{\} has no columns"),
-    ("rows.json", b"[]", "holds no rows"),
-    ("rows.json", b"[\n{]", r"line 2: .*is not JSON .*array of objects"),
-    ("rows.jsonl", GOOD + b'{"prompt":"\\ud83d"}\n', r"line 2: '\\ud83d' is half of a surrogate pair"),
-    ("rows.jsonl", GOOD + b'{"prompt":"\xff"}\n', r"line 2: byte 12 is b'\\xff', which is no UTF-8.*iconv"),
-    ("rows.jsonl", GOOD + b'{"a":1,"prompt":"1","a":2}\n', "line 2: the key 'a' stands twice"),
-    ("rows.jsonl", GOOD + b'{"prompt":' + b"[" * 100_000, "line 2: nested too deeply"),
-    ("rows.jsonl", GOOD + b'{"prompt":"1","n":' + b"9" * 5000 + b"}\n", "line 2: .*4300 digits"),
-    ("rows.json", b'["a", "b"]', 'element 1: "a" is no row'),
-    ("rows.jsonl", GOOD + b'"a"\n', 'line 2: "a" is no row'),
-    ("rows.jsonl", GOOD.decode().encode("utf-16"), "is UTF-16 text"),
-    ("rows.jsonl", b"PAR1" + b"x" * 20, r"is a Parquet file: name it rows\.parquet"),
-    ("rows.jsonl", b"PK\x03\x04xxxx", "a ZIP archive.*unpack it"),
-    ("rows.jsonl", gzip.compress(GOOD * 1000, mtime=0)[:40], "after line 0: .*EOFError"),
-    ("rows.parquet", b"PAR1" + b"x" * 20 + b"PAR1", "is a broken Parquet file"),
-    ("rows.parquet", GOOD, "is no Parquet file: it begins with .*wrong name"),
-    ("rows.csv", b"prompt,answer\n1,2\n\n3,4,5\n", "line 4: 3 cells, the header has 2 .*'3,4,5'"),
-    ("rows.csv", b"prompt,answer\n1,2\n3\n", "line 3: 1 cells, the header has 2"),
-    ("rows.csv", b'prompt,answer\n"1,2\n3,4\n', "line 3: .*quoted cell"),
-    ("rows.csv", b"prompt,prompt\n1,2\n", "two columns are called 'prompt'"),
-    ("rows.csv", b"prompt,answer\n", "a header alone"),
-    ("rows.csv", b"prompt\n\xff\n", "line 2: byte 1 is .*UTF-8"),
+    ("rows.jsonl", GOOD + b'\n{"prompt":\n' + GOOD, "line 3: "),
+    ("rows.jsonl", GOOD + b"\0\0\0\n", "line 2: "),
+    ("rows.jsonl", GOOD + b"{}", "line 2: "),
+    ("rows.jsonl", GOOD + b'"a"\n', "line 2: "),
+    ("rows.jsonl", GOOD + b'{"prompt":"\xff"}\n', "line 2: "),
+    ("rows.jsonl", GOOD + b'{"prompt":' + b"[" * 100_000, "line 2: "),
+    ("rows.jsonl", gzip.compress(GOOD * 1000, mtime=0)[:40], "line 0: EOFError"),
+    ("rows.jsonl", b"\n\n\n", "no rows"),
+    ("rows.json", b"[]", "no rows"),
+    ("rows.json", b"[\n{]", "line 2: "),
+    ("rows.json", b'["a", "b"]', "not a row"),
+    ("rows.parquet", GOOD, "Parquet"),
+    ("rows.csv", b"prompt,answer\n1,2\n\n3,4,5\n", "line 4: "),
+    ("rows.csv", b"prompt,answer\n1,2\n3\n", "line 3: "),
+    ("rows.csv", b'prompt,answer\n"1,2\n3,4\n', "line 3: "),
+    ("rows.csv", b"prompt,prompt\n1,2\n", "line 1: "),
+    ("rows.csv", b"prompt,answer\n", "no rows"),
+    ("rows.csv", b"prompt\n\xff\n", "rows.csv, line"),
 ]
 
 
@@ -63,7 +50,6 @@ def test_a_broken_file_is_one_message_with_its_line(tmp_path: Path, name: str, c
     [
         ("rows.jsonl", GOOD + b"\r\n" + GOOD),
         ("rows.jsonl", b"\xef\xbb\xbf" + GOOD * 2),
-        ("rows.jsonl", gzip.compress(GOOD * 2, mtime=0)),
         ("rows.jsonl", b'{"prompt":"a\\ud83d\\ude00"}\n' + '{"prompt":"\u2028"}\n'.encode()),
         ("rows.json", GOOD * 2),
         ("rows.json", b'[\n {"prompt": "1"},\n {"prompt": "2"}\n]'),
@@ -85,20 +71,63 @@ def test_a_broken_file_in_a_folder_or_a_stream_is_named(tmp_path: Path, tokenize
         stream.batch(0, 2)
 
 
-def test_files_of_a_folder_are_looked_at_before_a_library_reads_them(tmp_path: Path) -> None:
-    """pyarrow's reader ends the process on a line of null among objects."""
-    for name in ("a.jsonl", "b.jsonl"):
-        (tmp_path / name).write_bytes(b'null\n{}\n{"prompt": "1+1="}')
-    with pytest.raises(ValueError, match=r"a\.jsonl, line 1: "):
-        RowSource(path=str(tmp_path)).read()
+VALUES: list[Any] = [
+    "2024-01-01",
+    "007",
+    2,
+    2.5,
+    None,
+    True,
+    123456789012345678901,
+    ["007", 2, None],
+    {"when": "2024-01-01", "other": None},
+    [{"role": "user", "content": [{"type": "text", "text": "1.50"}]}],
+]
 
 
-def test_a_broken_saved_data_set_is_named(tmp_path: Path) -> None:
-    Dataset.from_list([{"prompt": "1"}]).save_to_disk(str(tmp_path / "saved"))
-    for file in (tmp_path / "saved").glob("*.arrow"):
-        file.write_bytes(file.read_bytes()[:20])
-    with pytest.raises(ValueError, match="saved.*cannot be read.*Save it again"):
-        RowSource(path=str(tmp_path / "saved")).read()
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "packed.jsonl.gz", "folder"])
+def test_values_of_json_stay_what_they_are(tmp_path: Path, name: str, streaming: bool) -> None:
+    rows = [{"prompt": "1", "answer": value} for value in VALUES]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "rows.jsonl").write_text(lines)
+    (tmp_path / "rows.json").write_text(json.dumps(rows, indent=1))
+    (tmp_path / "packed.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "train.jsonl").write_text(lines)
+    data = RowSource(path=str(tmp_path / name), streaming=streaming).read()
+    found = [row["answer"] for row in data]
+    assert found == VALUES and json.dumps(found) == json.dumps(VALUES)  # 2 equals 2.0, and True equals 1
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_cells_of_csv_are_text(tmp_path: Path, streaming: bool) -> None:
+    cells = ["007", "1.50", "", "true", "None", "2024-01-01", '"a\n\nb"', '"c,d"', "x" * 200_000]
+    wanted = ["007", "1.50", None, "true", "None", "2024-01-01", "a\n\nb", "c,d", "x" * 200_000]
+    for sep, options in ((",", {}), (";", {"sep": ";"})):
+        path = tmp_path / "rows.csv"
+        path.write_text(f"prompt{sep}answer\n" + "".join(f"p{sep}{cell}\n" for cell in cells))
+        data = RowSource(path=str(path), streaming=streaming, load_kwargs=options).read()
+        assert [row["answer"] for row in data] == wanted
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_files_of_a_folder_may_differ_in_columns(tmp_path: Path, streaming: bool) -> None:
+    (tmp_path / "a.jsonl").write_text('{"answer": 2}\n')
+    (tmp_path / "b.jsonl").write_text('{"answer": 2.5, "hint": "007"}\n')
+    data = RowSource(path=str(tmp_path), streaming=streaming).read()
+    assert [(row["answer"], row.get("hint")) for row in data] == [(2, None), (2.5, "007")]
+    assert streaming or data.column_names == ["answer", "hint"]
+
+
+def test_margins_of_a_csv_file_are_numbers(tmp_path: Path, tokenizer: Any) -> None:
+    path = tmp_path / "pairs.csv"
+    path.write_text("prompt,chosen,rejected,margin\n1=,2=,3=,1\n1=,4=,5=,0.5\n")
+    pairs = PreferenceSource(path=str(path), margin_column="margin").tokenized(tokenizer)
+    assert [pair.margin for pair in pairs] == [1.0, 0.5]
+    path.write_text("prompt,chosen,rejected,margin\n1=,2=,3=,much\n")
+    with pytest.raises(ValueError, match="margin='much'"):
+        PreferenceSource(path=str(path), margin_column="margin").tokenized(tokenizer)
 
 
 CHAT = "{% for m in messages %}({{ m['role'] }}:{{ m['content'] }}){% endfor %}"
@@ -109,7 +138,7 @@ TURNS = (
 USER = {"role": "user", "content": "1"}
 BAD_PROMPTS = [
     (None, "must be a string or a list of messages"),
-    (7, "got 7 of type int"),
+    (7, "got 7"),
     ("", "is an empty string"),
     ([], "not empty"),
     (["1"], "A message must be a dictionary with role and content, got '1'"),
@@ -212,25 +241,5 @@ def test_arguments_that_make_no_sense_are_refused(tmp_path: Path) -> None:
             PromptSource(rows=rows, **bad)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="PromptMixture.weights"):
         PromptMixture([PromptSource(rows=rows)], weights=[float("nan")])
-    with pytest.raises(RowError, match="row 1 is 'b' of type str"):
+    with pytest.raises(RowError, match="row 1 is 'b'"):
         RowSource(rows=[{"a": 1}, "b"]).read()  # type: ignore[list-item]
-
-
-def test_a_broken_file_ends_a_run_with_status_two_and_one_message(tmp_path: Path, root: Path) -> None:
-    (tmp_path / "rows.jsonl").write_bytes(GOOD + b"{\n")
-    actor = {"path": str(root / "configs/quickstart/model"), "random_init": True}
-    optimizer = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.001}}
-    model = {
-        "class_path": "lightrl.algorithms.SFTLightningModule",
-        "init_args": {"actor": actor, "optimizer": optimizer},
-    }
-    data = {"class_path": "lightrl.data.SFTDataModule", "init_args": {"train": {"path": str(tmp_path / "rows.jsonl")}}}
-    trainer = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "max_epochs": 1}
-    config = {"model": model, "data": data, "trainer": trainer}
-    (tmp_path / "run.yaml").write_text(json.dumps(config))
-    command = [sys.executable, "-c", "from lightrl.cli import main; main()", "fit", "--config", "run.yaml"]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=550)
-    assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr
-    assert f"error: {tmp_path / 'rows.jsonl'}, line 2: " in done.stderr
