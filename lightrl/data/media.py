@@ -7,31 +7,18 @@ import binascii
 import io
 import math
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import unquote, urlparse
 
-import datasets
 import numpy as np
 
-from lightrl.compat.arguments import one_of
 from lightrl.data.files import one_line
-from lightrl.data.rows import RowError, RowSource, entered
+from lightrl.data.rows import KINDS, MediaError, MediaSource
 from lightrl.records import Media
 
-COLUMNS = {
-    "image": "image",
-    "images": "image",
-    "video": "video",
-    "videos": "video",
-    "audio": "audio",
-    "audios": "audio",
-}
-"""Columns that hold media, and of which kind."""
-
-KINDS = ("image", "video", "audio")
 ADDRESSES = ("url", "path", "bytes", "data", "base64")
 _SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width")
 OPTIONS: dict[str, tuple[str, ...]] = {
@@ -40,10 +27,6 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "audio": (),
 }
 """What may stand next to one medium, per kind. Names and meaning are those of qwen-vl-utils."""
-
-
-class MediaError(RowError):
-    """A medium that is missing, broken or of an unknown form."""
 
 
 class Grid(NamedTuple):
@@ -104,88 +87,6 @@ def _split(kind: str, value: Any) -> tuple[Any, dict[str, float]]:
         options = options_of(kind, {**{k: v for k, v in value.items() if k not in medium}, **options})
         value = value[kind] if value.get(kind) is not None else {k: v for k, v in value.items() if k in medium}
     return value, options
-
-
-@dataclass
-class MediaSource(RowSource):
-    """Rows that may have images, videos or sound. The arguments of `RowSource`, and:
-
-    Args:
-        media_columns: column -> "image", "video" or "audio" (one value or a list of them per row). Null takes the
-            columns image, images, video, videos, audio and audios where the model takes such media; {} takes none.
-        media_folder: where relative paths start; null is the folder of the data file, or else the working directory.
-        max_pixels: images and frames with more are scaled down to it, keeping their proportions; null leaves them to
-            the model's processor, which has limits of its own.
-        max_frames: most frames of a video; of longer ones so many are taken, evenly spread.
-        frame_rate: frames per second taken from video files; what videos given as frames are taken to have.
-        on_media_error: what happens to a row whose media are missing or broken, or do not fit its prompt's places for
-            them: "error" stops the run and names the row, "drop" takes the next row instead and counts it in
-            `PromptSet.counts`.
-    """
-
-    media_columns: dict[str, Literal["image", "video", "audio"]] | None = None
-    media_folder: str | None = None
-    max_pixels: int | None = None
-    max_frames: int = 32
-    frame_rate: float = 2.0
-    on_media_error: Literal["error", "drop"] = "error"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        name = type(self).__name__
-        for column, kind in (self.media_columns or {}).items():
-            one_of(f"{name}.media_columns[{column!r}]", kind, *KINDS)
-        for argument in ("max_pixels", "max_frames", "frame_rate"):
-            value = getattr(self, argument)
-            if value is None and argument == "max_pixels":
-                continue
-            if not isinstance(value, int | float) or not 0 < value < float("inf"):
-                raise ValueError(f"{name}.{argument}={value}: must be a number above 0.")
-        if self.media_folder is not None and not Path(self.media_folder).expanduser().is_dir():
-            raise ValueError(f"{name}.media_folder={self.media_folder!r}: no such folder (looked from {Path.cwd()}).")
-        one_of(f"{name}.on_media_error", self.on_media_error, "error", "drop")
-
-    def drops(self, error: ValueError) -> bool:
-        """As `on_media_error` says for media, as `on_bad_row` says for the rest."""
-        return self.on_media_error == "drop" if isinstance(error, MediaError) else super().drops(error)
-
-    def read_row(self, data: Any, number: int) -> dict[str, Any]:
-        """A row; `datasets` decodes its media when it is read.
-
-        Raises:
-            MediaError: they cannot be decoded.
-        """
-        if not isinstance(data, datasets.Dataset):
-            return entered(data[number])
-        from lightrl.rewards.encoding import open_image
-
-        try:
-            for picture in _pictures(data, number):
-                open_image(picture).close()  # refuses what is none before `datasets` opens it
-            row = data[number]
-        except Exception as error:  # on broken files PIL raises nearly anything
-            raise MediaError(f"{self.where(number)}: {one_line(error)}") from error
-        return entered(row)
-
-    def media_root(self) -> Path:
-        """Where relative paths start."""
-        if self.media_folder is not None:
-            return Path(self.media_folder).expanduser()
-        local = Path(self.path).expanduser() if self.path is not None else Path()
-        return local.parent if local.is_file() else Path()
-
-
-def _pictures(data: datasets.Dataset, number: int) -> Iterator[Any]:
-    """The files of a row's pictures that `datasets` has not decoded yet: in memory, or paths."""
-    kinds = {name: getattr(feature, "feature", feature) for name, feature in data.features.items()}  # of lists, too
-    names = [name for name, kind in kinds.items() if isinstance(kind, datasets.Image)]
-    rows = data.select_columns(names).with_format("arrow")[number : number + 1].to_pylist() if names else []
-    for found in (found for row in rows for found in row.values()):
-        for value in found if isinstance(found, list) else [found]:
-            if value is not None and value["bytes"] is not None:
-                yield io.BytesIO(value["bytes"])
-            elif value is not None and Path(value["path"]).is_file():
-                yield value["path"]
 
 
 def decode(found: Sequence[tuple[str, Any]], source: MediaSource, grid: Grid = Grid()) -> Media:  # noqa: B008

@@ -14,9 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lightrl.compat.arguments import at_least, one_of
-from lightrl.data.media import COLUMNS
 from lightrl.data.processing import columns_with_media
-from lightrl.data.rows import RowSource, selected
+from lightrl.data.rows import COLUMNS, RowSource, selected
 from lightrl.data.sft import SFTDataModule, SFTLoader, SFTSource, check_positions
 from lightrl.data.templates import ChatTemplate, as_messages, load_tokenizer
 from lightrl.models.loading import positions_of, require_vocabulary

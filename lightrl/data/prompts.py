@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from datasets import Dataset, IterableDataset
@@ -25,19 +25,23 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from transformers import PreTrainedTokenizerBase
 
 from lightrl.compat.arguments import at_least, one_of
-from lightrl.data.media import COLUMNS, MediaError, require_present
-from lightrl.data.processing import (
-    ConversationSource,
+from lightrl.data.processing import ConversationSource, arranged, encode_prompt, require_read
+from lightrl.data.rows import (
+    COLUMNS,
     Encoded,
-    MediaProcessor,
-    arranged,
-    encode_prompt,
-    require_read,
+    MediaError,
+    RowError,
+    columns_of,
+    plain_rows,
+    require_columns,
+    shuffled_order,
 )
-from lightrl.data.rows import RowError, columns_of, plain_rows, require_columns, shuffled_order
 from lightrl.data.templates import encode, require_text, require_unrendered
 from lightrl.models.turns import TOKEN_INPUT
 from lightrl.records import Media, Prompts
+
+if TYPE_CHECKING:
+    from lightrl.data.processor import MediaProcessor
 
 MIX_BLOCK = 1000
 SHUFFLE_BUFFER = 10_000
@@ -294,7 +298,10 @@ class OpenSource(ABC):
                 require_text(prompt)
                 return self._check_length(prompt, (str,), spec.system_prompt, row)
             arranged_prompt, system, found = arranged(prompt, row, spec, self.tokenizer, self.processor)
-            require_present(found, spec)
+            if found:
+                from lightrl.data.media import require_present
+
+                require_present(found, spec)
             if not isinstance(arranged_prompt, str):
                 order = tuple((m["role"], type(m["content"]), "tool_calls" in m) for m in arranged_prompt)
                 self._check_length(arranged_prompt, order, system, row)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 import torch
 from lightning.pytorch import LightningDataModule
@@ -15,10 +15,9 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrl.compat.arguments import at_least, one_of
 from lightrl.data.files import with_progress
-from lightrl.data.media import MediaError
-from lightrl.data.processing import ConversationSource, Encoded, MediaProcessor, arranged, encode_prompt, load_processor
+from lightrl.data.processing import ConversationSource, arranged, encode_prompt, load_processor
 from lightrl.data.prompts import rendered_like
-from lightrl.data.rows import RowError, RowSource, shuffled_order
+from lightrl.data.rows import Encoded, MediaError, RowError, RowSource, shuffled_order
 from lightrl.data.templates import (
     apply_template,
     as_messages,
@@ -30,6 +29,9 @@ from lightrl.data.templates import (
 from lightrl.models.loading import positions_of, require_vocabulary
 from lightrl.models.turns import end_of_turn, ended_turn
 from lightrl.ops.masking import pad_rows
+
+if TYPE_CHECKING:
+    from lightrl.data.processor import MediaProcessor
 
 Row = tuple[list[int], list[int]] | tuple[list[int], list[int], list[bool]]
 """Prompt tokens and completion tokens; which of the latter are trained if they are not all."""

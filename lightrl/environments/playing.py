@@ -14,7 +14,7 @@ from typing import Any, Literal
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightrl.compat.arguments import MAX_REWARD, above, imported, one_of
-from lightrl.data.media import MediaError
+from lightrl.data.rows import MediaError
 from lightrl.environments import base, calling, tools
 from lightrl.environments.base import Environment, Message, Reply, Step
 from lightrl.environments.bridges import Bridge, ImageProcessor

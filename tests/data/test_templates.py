@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightrl.data.processing import MediaProcessor
+from lightrl.data.processor import MediaProcessor
 from lightrl.data.templates import encode, load_tokenizer, render_prompt
 
 TEMPLATE = (

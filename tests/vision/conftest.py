@@ -12,7 +12,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from lightrl.data.processing import MediaProcessor, load_processor
+from lightrl.data.processing import load_processor
+from lightrl.data.processor import MediaProcessor
 from lightrl.data.prompts import PromptSource
 from lightrl.data.templates import load_tokenizer
 from lightrl.models.loading import load_causal_lm

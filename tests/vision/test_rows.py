@@ -14,10 +14,11 @@ from datasets import Dataset, Features, Value
 from datasets import Image as DatasetsImage
 from PIL import Image
 
-from lightrl.data.media import MediaError, MediaSource, decode
+from lightrl.data.media import decode
 from lightrl.data.preferences import PreferenceSource
 from lightrl.data.processing import shown
 from lightrl.data.prompts import PromptSource
+from lightrl.data.rows import MediaError, MediaSource
 from lightrl.data.sft import SFTSource
 from lightrl.data.templates import load_tokenizer
 from lightrl.rewards.encoding import decode_images
