@@ -1,7 +1,7 @@
 """A curriculum: the next prompts are chosen by the success rates of their earlier attempts.
 
-Between two rollouts prompt number k is a function of the rows, the seed and what was seen so far, which every rank
-knows and a checkpoint holds. So a resumed run goes on as the whole one, and ranks pick apart what one would pick.
+Between two rollouts, prompt number k depends on the rows, the seed, and the success rates so far, which every rank
+knows and a checkpoint holds. A resumed run equals an uninterrupted one, on any number of ranks.
 """
 
 from __future__ import annotations

@@ -79,15 +79,14 @@ class PreferenceSource(RowSource):
     def tokenized(
         self, tokenizer: PreTrainedTokenizerBase, positions: tuple[int, bool] | None = None
     ) -> list[PreferencePair]:
-        """All pairs, those that are too long treated as `overlong` says; warns of pairs that are equal on both sides.
+        """All pairs, without those that are too long (see `overlong`); warns about pairs with equal sides.
 
         Args:
-            tokenizer: renders and tokenises.
-            positions: of the model, from `positions_of`: longer pairs are refused or warned of; None looks at none.
+            tokenizer: Renders and tokenizes.
+            positions: Positions of the model, from `positions_of`; longer pairs are an error or a warning.
 
         Raises:
-            ValueError: no rows, a missing column, a margin that is no number of 0 to 1e6, prompts that differ within a
-                pair, no pair that fits, or none with two sides.
+            ValueError: A missing column, a margin outside 0 to 1e6, different prompts in a pair, or no usable pair.
         """
         columns: tuple[str, ...] = ("prompt_column", "chosen_column", "rejected_column", "margin_column")
         if self.tools_column != "tools":

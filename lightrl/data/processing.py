@@ -1,7 +1,4 @@
-"""From a row to a model's inputs: placeholders for media located, text rendered, the model's processor run once.
-
-Text rows take the tokenizer's way, bit for bit; the processor is loaded with the first row that shows something.
-"""
+"""From a row to a prompt: media located, text rendered and tokenized, the processor run once if there are media."""
 
 from __future__ import annotations
 
@@ -38,12 +35,12 @@ _PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
 
 
 def load_processor(path: str, tokenizer: PreTrainedTokenizerBase, **kwargs: Any) -> MediaProcessor | None:
-    """The processor of a model that takes images, videos or sound; None for others.
+    """The processor of a model that takes images, videos, or sound; None for others.
 
     Args:
-        path: folder or hub name of the model.
-        tokenizer: the run's; the processor's own is not used.
-        **kwargs: further arguments of `AutoProcessor.from_pretrained`.
+        path: Model directory or hub name.
+        tokenizer: The run's tokenizer, used instead of the processor's.
+        **kwargs: Further arguments of `AutoProcessor.from_pretrained`.
     """
     local = Path(path).expanduser()
     try:
@@ -63,7 +60,7 @@ class ConversationSource(MediaSource):
     """Rows whose prompts are strings or conversations. The arguments of `RowSource` and `MediaSource`, and:
 
     Args:
-        system_prompt: put in front of every conversation as the system's turn; needs a chat template.
+        system_prompt: System turn in front of every conversation; needs a chat template.
         chat_template: Whether a string becomes the user's turn of the tokenizer's chat template: true, false, or
             "auto" for true if the tokenizer has one. False leaves strings as they are, for prompts that are rendered
             already and for base models. With true or "auto", a string that holds what the template writes around turns
@@ -134,18 +131,18 @@ def encode_prompt(
     tokenizer: PreTrainedTokenizerBase,
     processor: MediaProcessor | None,
 ) -> tuple[Encoded, bool]:
-    """A row's prompt as text, tokens, model inputs and media; and whether a chat template made the text.
+    """A row's prompt as text, tokens, model inputs, and media; and whether a chat template made the text.
 
     Args:
-        prompt: a string or a conversation.
-        row: the row, for its media columns, tools, and variables of the chat template.
-        source: how it is rendered, limits and media columns.
-        tokenizer: renders and tokenises.
-        processor: None for models that take text only.
+        prompt: A string or a conversation.
+        row: The row, for its media columns, tools, and variables of the chat template.
+        source: Rendering settings and media columns.
+        tokenizer: Renders and tokenizes.
+        processor: None for text models.
 
     Raises:
-        MediaError: media that cannot be read or do not fit their places.
-        ValueError: see `render_prompt`.
+        MediaError: Media that cannot be read or don't match their places.
+        ValueError: See `render_prompt`.
     """
     prompt, system_prompt, found = arranged(prompt, row, source, tokenizer, processor)
     text, templated = source.render(tokenizer, prompt, system_prompt, row)
@@ -248,22 +245,21 @@ def shown(
 ) -> tuple[Any, list[tuple[str, Any]]]:
     """A prompt with a place for each medium, and the media in the order of the places.
 
-    Media stand in content blocks (`{"type": "image", "image": ...}`) or in columns. Those of columns go, in order, to
-    content blocks without one (`{"type": "image"}`) and to the marks `<image>`, `<video>` and `<audio>` in texts. Where
-    the prompt has neither they go before the first user message's text, images first.
+    Media are in content blocks (`{"type": "image", "image": ...}`) or in columns. Those of columns go, in order, to
+    content blocks without data (`{"type": "image"}`) and to the marks `<image>`, `<video>`, and `<audio>` in texts. If
+    the prompt has neither, they go before the first user message's text, images first.
 
     Args:
-        prompt: a string or a conversation.
-        row: the row, for its media columns.
-        columns: column -> kind.
-        marks: Further marks in texts -> kind, such as the model's placeholders in a string that is rendered already.
+        prompt: A string or a conversation.
+        row: The row, for its media columns.
+        columns: Column -> kind.
+        marks: Further marks in texts -> kind, such as the model's placeholders in a rendered string.
 
     Returns:
-        the string as it was where nothing is shown, else a conversation whose blocks hold no data; (kind, value) of
-        each medium.
+        The string if it shows no media, else a conversation whose blocks hold no data; (kind, value) of each medium.
 
     Raises:
-        MediaError: media left over, or places.
+        MediaError: More media than places, or the reverse.
     """
     waiting: dict[str, list[Any]] = {}
     for name, kind in columns.items():

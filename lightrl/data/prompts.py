@@ -1,7 +1,7 @@
-"""Prompts for the engine: rows of a data set, rendered, tokenised, in an order that an integer resumes.
+"""Prompts for the engine: rows of a dataset, rendered and tokenized, in an order that an integer resumes.
 
-Prompt number k of a run (k = 0, 1, 2, ... over all ranks) is a function of the sources and the seed alone. A run that
-stops after k prompts goes on with prompt k, on any number of ranks, and nothing but k has to be saved.
+Prompt number k of a run (k = 0, 1, 2, ... over all ranks) depends only on the sources and the seed. A run that stops
+after k prompts resumes with prompt k, on any number of ranks, and k is all that a checkpoint needs.
 """
 
 from __future__ import annotations
@@ -69,13 +69,12 @@ class PromptSource(ConversationSource):
     """Where prompts come from and how a row becomes one. The arguments of `ConversationSource`, and:
 
     Args:
-        prompt_column: column of the prompt: a string, or a conversation as a list of {"role": ..., "content": ...}.
+        prompt_column: Column of the prompt: a string, or a conversation as a list of {"role": ..., "content": ...}.
             Every column, this one included, reaches the reward functions.
-        max_prompt_tokens: longest prompt in tokens, the template's included; None is no limit.
-        overlong: what happens to longer ones. "drop" leaves the row out and "error" stops the run; both tokenise all
-            rows once at the start. "truncate_left" keeps the last `max_prompt_tokens` tokens, which cuts a template's
-            opening, too; never through an image or what follows it, which `on_media_error` treats. Rows are counted in
-            `PromptSet.counts`. Rows with media are decoded once more for their length.
+        max_prompt_tokens: Maximum prompt length in tokens, template included; defaults to no limit.
+        overlong: Handling of longer prompts, counted in `PromptSet.counts`. "drop" leaves the row out and "error"
+            stops the run; both tokenize all rows once at the start. "truncate_left" keeps the last
+            `max_prompt_tokens` tokens, and never cuts through an image or what follows it (see `on_media_error`).
         shuffle: New order of the training prompts in every pass. False keeps the order of the rows.
     """
 
@@ -103,14 +102,14 @@ class PromptSource(ConversationSource):
         """Reads the rows.
 
         Args:
-            tokenizer: renders and tokenises the prompts.
-            seed: of the order, 0 or more.
-            shuffle: a new order in every pass, if the source shuffles; otherwise the order of the data set.
-            processor: of the model's media, from `load_processor`; None for a model of text.
-            check_column: column that `check_row` needs.
-            check_row: a further check of every row: raises a `ValueError` about one that cannot be used.
-            room: tokens that a sequence of the engine holds, and those of them that are kept for the completion; None
-                where that is not known. Without `max_prompt_tokens` a prompt of text that leaves less is refused.
+            tokenizer: Renders and tokenizes the prompts.
+            seed: Seed of the order, 0 or more.
+            shuffle: New order in every pass, if the source shuffles; otherwise the order of the dataset.
+            processor: Processor from `load_processor`; None for a text model.
+            check_column: Column that `check_row` needs.
+            check_row: Further check of every row; raises a `ValueError` about a row that cannot be used.
+            room: Tokens of a sequence in the engine, and those of them kept for the completion; None if unknown.
+                Without `max_prompt_tokens`, a text prompt that leaves less is an error.
         """
         reading = Reading(tokenizer, seed, shuffle, processor, check_column, check_row, room)
         return PromptSet([open_source(self, reading)], [1.0], seed=seed)
@@ -121,11 +120,11 @@ class PromptMixture:
     """Several sources, mixed.
 
     Each 1,000 prompts hold every source in proportion to its weight (rounded to 1/1000, at least one prompt), in an
-    order shuffled by the seed. A source that is used up starts over, in a new order, while others go on.
+    order shuffled by the seed. A source that is used up starts over in a new order.
 
     Args:
-        sources: the sources. Columns that a source lacks are None in its rows.
-        weights: relative weights above 0, one per source; equal where None.
+        sources: The sources. Columns that a source lacks are None in its rows.
+        weights: Relative weights above 0, one per source; defaults to equal weights.
     """
 
     sources: list[PromptSource]
@@ -150,14 +149,10 @@ class PromptMixture:
 
 
 def prompt_source(prompts: Any, argument: str) -> PromptSource | PromptMixture:
-    """A source of what may be given in its place: a path or hub name, a list of dictionaries, a `datasets.Dataset`.
-
-    Args:
-        prompts: the source, or one of these.
-        argument: what messages call it.
+    """A source from what may be given instead: a path or hub name, a list of dictionaries, a `datasets.Dataset`.
 
     Raises:
-        ValueError: it is none of them.
+        ValueError: It is something else; the message names `argument`.
     """
     if isinstance(prompts, PromptSource | PromptMixture):
         return prompts
@@ -179,14 +174,10 @@ _DEFAULTS = {each.name: each.default for each in fields(ConversationSource) if e
 
 
 def rendered_like(source: Any, other: Any) -> Any:
-    """A source that renders its rows like another one, except for what it sets itself.
+    """A copy of `source` that renders its rows like `other`, except for what it sets itself.
 
-    Settings that are left at their defaults (`system_prompt`, `chat_template`, `template_kwargs`) are the other's, if
-    all parts of a mixture agree on them. Single variables in `template_kwargs` override the other's.
-
-    Args:
-        source: A source, or a `PromptMixture`, which is not changed.
-        other: A source, a `PromptMixture`, or a source with more around it, such as `PromptCurriculum`.
+    Settings left at their defaults (`system_prompt`, `chat_template`, `template_kwargs`) are the other's, if all parts
+    of a mixture agree on them. Single variables in `template_kwargs` override the other's.
     """
     if isinstance(source, PromptMixture):
         changed = copy.copy(source)
@@ -274,10 +265,10 @@ class OpenSource(ABC):
         return [self.spec.prompt_column, *media, *others]
 
     def check(self, row: Mapping[str, Any]) -> None:
-        """Raises a `ValueError` about a row that cannot become a prompt, as far as can be seen without tokenising it.
+        """Raises a `ValueError` about a row that cannot become a prompt, as far as possible without tokenizing it.
 
-        Looked at are the prompt's type, a conversation's roles and contents, whether the chat template takes such roles
-        in this order (each order once), and whether the files of its media are there.
+        Checks the prompt's type, a conversation's roles and contents, whether the chat template accepts roles in this
+        order (each order once), and whether media files exist.
         """
         spec, prompt = self.spec, row.get(self.spec.prompt_column)
         if self.check_row is not None:
@@ -311,16 +302,10 @@ class OpenSource(ABC):
             raise RowError(f", column {spec.prompt_column!r}: {error}") from error
 
     def _check_length(self, prompt: Any, order: tuple[Any, ...], system: str | None, row: Mapping[str, Any]) -> None:
-        """Raises a `ValueError` about a prompt of text without tokens, or with more than there is room for.
+        """Raises a `ValueError` about a text prompt without tokens, or with more than there is room for.
 
-        Few are tokenised: a text has no more tokens than bytes, and what a chat template adds to it is known from
-        the first of its kind.
-
-        Args:
-            prompt: a string or a conversation, as `arranged` gives it.
-            order: what its rendering depends on, apart from the texts, the tools, and the template's variables.
-            system: the system prompt.
-            row: its row.
+        Few are tokenized: a text has no more tokens than bytes, and `order` (roles and kinds of content) tells from the
+        first prompt of its kind what the chat template adds.
         """
         size = len(str(prompt).encode())
         order = (*order, hash(repr(self.spec.rendering(row))))
@@ -596,14 +581,13 @@ def open_source(spec: PromptSource, reading: Reading) -> OpenSource:
 class PromptSet:
     """Prompts by number, from one source or a mixture. Made by `PromptSource.load` and `PromptMixture.load`.
 
-    With a streaming source there is no length, and prompts are only read forwards: going back starts the stream over,
-    so a resumed run reads (and skips) all rows before its place, every rank reads every row, and the order is shuffled
-    within a buffer of 10,000 rows only.
+    A streaming source has no length and is only read forwards. A resumed run reads and skips all rows before its place,
+    every rank reads every row, and the order is shuffled within a buffer of 10,000 rows.
 
     Args:
-        sources: opened sources.
-        weights: share of each in a mixture, above 0.
-        seed: of the order in which a mixture takes turns.
+        sources: Opened sources.
+        weights: Share of each in a mixture, above 0.
+        seed: Seed of the mixture's order.
     """
 
     success_reward: float | None = None
@@ -671,10 +655,10 @@ class PromptSet:
         """This rank's share of prompts `cursor ... cursor + count - 1`: every `world_size`-th one, from `rank` on.
 
         Args:
-            cursor: number of prompts that went before, over all ranks; what a resumed run has to know.
-            count: number of prompts over all ranks, a multiple of `world_size`.
-            rank: of this process.
-            world_size: number of processes.
+            cursor: Number of earlier prompts, over all ranks; all that a resumed run has to know.
+            count: Number of prompts over all ranks, a multiple of `world_size`.
+            rank: Rank of this process.
+            world_size: Number of processes.
         """
         if count % world_size:
             raise ValueError(f"count={count}: {world_size} ranks cannot share it; take a multiple of {world_size}.")

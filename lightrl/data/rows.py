@@ -1,4 +1,4 @@
-"""Rows of a data set: from a file, a folder, the hub, memory or a function, under one name."""
+"""Rows of a dataset, from a file, a folder, the hub, memory, or a function; and their media columns."""
 
 from __future__ import annotations
 
@@ -279,19 +279,17 @@ def selected(data: Any, numbers: Iterable[int]) -> Any:
 
 @dataclass
 class MediaSource(RowSource):
-    """Rows that may have images, videos or sound. The arguments of `RowSource`, and:
+    """Rows that may have images, videos, or sound. The arguments of `RowSource`, and:
 
     Args:
-        media_columns: column -> "image", "video" or "audio" (one value or a list of them per row). Null takes the
-            columns image, images, video, videos, audio and audios where the model takes such media; {} takes none.
-        media_folder: where relative paths start; null is the folder of the data file, or else the working directory.
-        max_pixels: images and frames with more are scaled down to it, keeping their proportions; null leaves them to
-            the model's processor, which has limits of its own.
-        max_frames: most frames of a video; of longer ones so many are taken, evenly spread.
-        frame_rate: frames per second taken from video files; what videos given as frames are taken to have.
-        on_media_error: what happens to a row whose media are missing or broken, or do not fit its prompt's places for
-            them: "error" stops the run and names the row, "drop" takes the next row instead and counts it in
-            `PromptSet.counts`.
+        media_columns: Column -> "image", "video", or "audio" (one value or a list per row). Null uses the columns
+            image, images, video, videos, audio, and audios if the model takes such media; {} uses none.
+        media_folder: Root of relative paths; defaults to the folder of the data file, or the working directory.
+        max_pixels: Larger images and frames are scaled down to it; null leaves them to the model's processor.
+        max_frames: Maximum number of frames of a video, evenly spread.
+        frame_rate: Frames per second read from video files, and assumed for videos given as frames.
+        on_media_error: Handling of a row whose media are missing, broken, or don't match its prompt: "error" stops the
+            run and names the row; "drop" uses the next row and counts it in `PromptSet.counts`.
     """
 
     media_columns: dict[str, Literal["image", "video", "audio"]] | None = None

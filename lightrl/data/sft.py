@@ -108,16 +108,16 @@ class SFTSource(ConversationSource):
         processor: MediaProcessor | None = None,
         positions: tuple[int, bool] | None = None,
     ) -> SFTRows:
-        """All rows as (prompt tokens, completion tokens), those that are too long treated as `overlong` says.
+        """All rows as (prompt tokens, completion tokens), without those that are too long (see `overlong`).
 
-        The completion goes from the first trained turn to the last one. If it holds other turns, the row has a third
-        part: which of the completion's tokens are trained.
+        The completion spans the first to the last trained turn. If it holds other turns, the row has a third part:
+        which of the completion's tokens are trained.
 
         Args:
-            tokenizer: renders and tokenises.
-            processor: of the model's media, from `load_processor`; None for a model of text. Rows with media are
-                decoded and processed once here, for their tokens, and once for each batch that they are in.
-            positions: of the model, from `positions_of`: longer rows are refused or warned of; None looks at none.
+            tokenizer: Renders and tokenizes.
+            processor: Processor from `load_processor`; None for a text model. Rows with media are processed here, for
+                their tokens, and again for each batch.
+            positions: Positions of the model, from `positions_of`; longer rows are an error or a warning.
         """
         wanted = ["messages_column"] if self.messages_column else ["prompt_column", "completion_column"]
         wanted += ["tools_column"] if self.tools_column != "tools" else []
@@ -318,7 +318,7 @@ def _in_form(message: Mapping[str, Any], blocks: bool) -> dict[str, Any]:
 
 
 def _require_start(start: str, whole: str, *, first: bool) -> None:
-    """Raises a `ValueError` if a rendering does not begin with that of its first turns."""
+    """Raises a `ValueError` if a rendering does not begin with its first turns' rendering."""
     if whole.startswith(start):
         return
     if first:
@@ -334,16 +334,7 @@ def _require_start(start: str, whole: str, *, first: bool) -> None:
 
 
 def _turn(tokenizer: PreTrainedTokenizerBase, body: str, message: Mapping[str, Any]) -> Piece:
-    """A trained turn.
-
-    Args:
-        tokenizer: its template made the text.
-        body: what the template writes from the beginning of the turn on.
-        message: the turn, all of which must be in the text.
-
-    Raises:
-        ValueError: a part of the message is not there.
-    """
+    """The trained turn `message` in `body`, the template's text from its beginning on; all of it must be there."""
     content = _in_form(message, False)["content"]
     thoughts = str(message.get("reasoning_content", ""))
     parts = [("reasoning_content", thoughts)] + [("content", part) for part in _THINK.split(content)]
@@ -380,15 +371,9 @@ def _raise_lost(name: str, part: str, body: str) -> NoReturn:
 
 
 def check_positions(source: RowSource, lengths: Mapping[int, int], positions: tuple[int, bool] | None) -> None:
-    """Warns of rows with more tokens than a model was made for; refuses them where it has no positions for them.
+    """Warns about rows with more tokens than a model was made for; raises an error if it has no positions for them.
 
-    Args:
-        source: of the rows.
-        lengths: number of a row -> its tokens.
-        positions: from `positions_of`.
-
-    Raises:
-        ValueError: see above.
+    `lengths` maps numbers of rows to tokens; `positions` comes from `positions_of`.
     """
     if positions is None:
         return
@@ -415,15 +400,14 @@ class SFTLoader:
     the like also `inputs`, B dictionaries of extra model inputs.
 
     Args:
-        rows: (prompt tokens, completion tokens), or these and which completion tokens are trained; those of
-            `SFTSource.tokenized` know their extra model inputs.
+        rows: Rows from `SFTSource.tokenized`.
         batch_size: B, per rank.
-        pad_token_id: fills the rows.
-        seed: of the order.
-        train: shuffled, and rows that do not fill a batch on every rank are left to another pass. Otherwise every row
-            once, in order, at each call; a rank that runs out of rows repeats one with an empty `response_mask`.
-        rank: of this process.
-        world_size: number of processes.
+        pad_token_id: Padding token.
+        seed: Seed of the order.
+        train: Shuffle, and leave rows that do not fill a batch on every rank to another pass. Otherwise every row once,
+            in order; a rank that runs out of rows repeats one with an empty `response_mask`.
+        rank: Rank of this process.
+        world_size: Number of processes.
     """
 
     rows: Sequence[Row]
@@ -491,18 +475,18 @@ class SFTLoader:
 
 
 class SFTDataModule(LightningDataModule):
-    """Prompts with completions, tokenised as in reinforcement learning; only completion tokens are learnt.
+    """Prompts with completions, tokenized as in reinforcement learning; only completion tokens are trained.
 
     Args:
-        train: rows to learn from.
+        train: Rows to train on.
         val: Rows for the validation loss; without them there is no validation. They are rendered as `train` is, except
             for what they set themselves.
-        batch_size: rows per batch and rank.
-        tokenizer: folder or hub name, which exports get too; the actor's own where None.
-        seed: of the order, 0 or more.
+        batch_size: Rows per batch and rank.
+        tokenizer: Folder or hub name, also used for exports; defaults to the actor's tokenizer.
+        seed: Seed of the order, 0 or more.
 
     Raises:
-        ValueError: missing file, column or tokenizer; no rows, or fewer than one batch; rows that are too long.
+        ValueError: A missing file, column, or tokenizer; fewer rows than one batch; rows that are too long.
     """
 
     _loader_class: type[SFTLoader] = SFTLoader

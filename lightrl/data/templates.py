@@ -1,4 +1,4 @@
-"""Tokenizers and chat templates: from a prompt, plain or conversational, to text and token ids."""
+"""Tokenizers and chat templates: from a plain or conversational prompt to text and token ids."""
 
 from __future__ import annotations
 
@@ -47,19 +47,18 @@ _BLOCK_KINDS = ("text", "image", "video", "audio")
 
 
 def load_tokenizer(path: str, *, chat_template: str | None = None, **kwargs: Any) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer of a model folder or hub name.
+    """Loads the tokenizer of a model directory or hub name.
 
-    LightRL never reads a mask off the pad token, so padding may share an id with another token. Where the tokenizer has
-    no pad token, its unknown token is used, or else its end-of-sequence token, and a warning says which.
+    A tokenizer without a pad token pads with its unknown token, or else its end-of-sequence token. LightRL never reads
+    a mask off the pad token.
 
     Args:
-        path: folder or hub name.
-        chat_template: Jinja text, or a file of it, in place of the tokenizer's own; None leaves that.
-        **kwargs: further arguments of `AutoTokenizer.from_pretrained`.
+        path: Model directory or hub name.
+        chat_template: Jinja text, or a file of it; defaults to the tokenizer's own template.
+        **kwargs: Further arguments of `AutoTokenizer.from_pretrained`.
 
     Raises:
-        ValueError: the template is no Jinja, the folder does not exist or holds no tokenizer, or the tokenizer has no
-            end-of-sequence token.
+        ValueError: The template is not Jinja, there is no tokenizer, or it has no end-of-sequence token.
     """
     template = None if chat_template is None else read_chat_template(chat_template, "chat_template")
     local = Path(path).expanduser()
@@ -84,7 +83,7 @@ def load_tokenizer(path: str, *, chat_template: str | None = None, **kwargs: Any
 
 
 def why_not_there(error: BaseException) -> str:
-    """Why transformers found nothing in a folder or on the hub, by the errors behind the one that it raised."""
+    """Why transformers found nothing in a folder or on the hub, from the causes of the error it raised."""
     causes: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in causes:
@@ -129,10 +128,10 @@ def render_prompt(
     template_kwargs: Mapping[str, Any] | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> tuple[str, bool]:
-    """The text that a prompt is tokenised from.
+    """The text of a prompt, and whether the template made it (its special tokens are then in the text).
 
     Args:
-        tokenizer: Its chat template is used.
+        tokenizer: Tokenizer with the chat template.
         prompt: A string, or a conversation as a list of {"role": ..., "content": ...}. A string becomes the user's
             turn if the template is applied. A conversation that ends with an assistant turn is continued there.
         system_prompt: Content of a system turn in front of the conversation.
@@ -140,12 +139,9 @@ def render_prompt(
         template_kwargs: Further variables of the template, such as `enable_thinking`.
         tools: JSON schemas from `as_tools`. Only conversations can have tools.
 
-    Returns:
-        the text, and whether the template made it (its special tokens are then in the text).
-
     Raises:
-        ValueError: a template is needed and the tokenizer has none, the prompt is neither string nor conversation, a
-            string is rendered already, or the template leaves tools or tool calls out.
+        ValueError: A missing template, a prompt that is neither string nor conversation or is rendered already, or a
+            template that leaves out tools or calls.
     """
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if isinstance(prompt, str) and (chat_template is False or (chat_template == "auto" and not has_template)):
@@ -186,18 +182,17 @@ def apply_template(
 ) -> str:
     """The text that the tokenizer's chat template makes of a conversation.
 
-    Templates differ in how they read a message with tool calls: arguments as an object or as JSON text, no content as
-    "" or None. The first form whose text shows every call is used.
+    Templates read arguments of tool calls as an object or as JSON text, and no content as "" or None. The first form
+    whose text shows every call is used.
 
     Args:
-        tokenizer: With a chat template.
-        messages: From `as_messages`.
+        tokenizer: Tokenizer with a chat template.
+        messages: Messages from `as_messages`.
         tools: JSON schemas from `as_tools`.
         **options: Further arguments of `apply_chat_template`, and variables of the template.
 
     Raises:
-        ValueError: the template raises an error, for example because roles do not alternate, or leaves tools or tool
-            calls out.
+        ValueError: The template raises an error, or leaves out tools or calls.
     """
     calls = [call["function"] for message in messages for call in message.get("tool_calls") or ()]
     template = str(tokenizer.chat_template)
@@ -348,14 +343,8 @@ def require_unrendered(tokenizer: PreTrainedTokenizerBase, prompt: Any, chat_tem
 
 @dataclass(frozen=True)
 class _Frame:
-    """What a chat template writes around turns.
-
-    Attributes:
-        tokens: special tokens, except those that begin and end a text.
-        start: the token that begins a text, or "".
-        head: the last line in front of a user's content, or "" if it is shorter than four characters.
-        tail: what follows a user's content when the assistant is to answer, or "" likewise.
-    """
+    """What a chat template writes around turns: special tokens, the token that begins a text, and the texts before and
+    after a user's content, "" if shorter than four characters."""
 
     tokens: tuple[str, ...]
     start: str
@@ -509,7 +498,7 @@ def _require_content(content: Any) -> None:
 
 
 def require_text(text: str) -> None:
-    """Raises a `ValueError` where a string holds half of a surrogate pair, which no tokenizer takes."""
+    """Raises a `ValueError` about a string with half of a surrogate pair, which no tokenizer takes."""
     if text.isascii():
         return
     try:
@@ -527,13 +516,10 @@ def _short(value: Any) -> str:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, templated: bool) -> list[int]:
-    """Token ids of a prompt's text.
+    """Token ids of a text from `render_prompt`.
 
-    Args:
-        tokenizer: the tokenizer.
-        text: from `render_prompt`.
-        templated: a template's text holds its special tokens already; a plain one gets those the tokenizer adds, such
-            as a beginning-of-sequence token, but no end-of-sequence token: it is there to be continued.
+    A template's text has its special tokens already. A plain one gets those that the tokenizer adds at its beginning,
+    and no end-of-sequence token.
     """
     require_text(text)
     plain = list(tokenizer(text, add_special_tokens=False)["input_ids"])
