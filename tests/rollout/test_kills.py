@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import http.client
 import os
 import signal
 import subprocess
@@ -12,7 +11,6 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 import torch
@@ -22,8 +20,8 @@ from lightrl.data.prompts import PromptSource
 from lightrl.engines.base import EngineDiedError, EngineRestartedError
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.environments import AgentProgram, EnvironmentFailedError
-from tests.environments.test_endpoint import ends, listening
-from tests.rollout.tasks import Letters, fit, talk
+from tests.environments.test_endpoint import listening
+from tests.rollout.tasks import Letters, fit
 from tests.waiting import gone, until
 
 HERE = Path(__file__).resolve().parent
@@ -134,40 +132,6 @@ def test_an_environment_whose_process_is_killed_at_any_phase_is_made_again(
     assert keep.metrics[0]["rollout/retried"] == (phase != "close"), "what it brought is complete before it closes"
     assert torch.equal(keep.rollouts[0].token_ids, unharmed)
     assert len(Sandboxed.pids) == 16 + (phase != "close") and all(gone(pid) for pid in Sandboxed.pids)
-
-
-def test_an_endpoint_killed_at_each_phase_is_started_again_and_the_seeds_are_the_same(path: str) -> None:
-    def run(phases: tuple[str, ...]) -> Any:
-        left = set(phases)
-
-        def main(row: dict[str, Any], base_url: str, api_key: str) -> float:
-            def at(phase: str) -> None:
-                if phase == row["word"] and phase in left:
-                    left.remove(phase)
-                    (endpoint,) = [thread for thread in threading.enumerate() if thread.name == "endpoint"]
-                    ends(endpoint)
-
-            at("start")
-            half = http.client.HTTPConnection(urlsplit(base_url).netloc)
-            half.putrequest("POST", "/v1/chat/completions")
-            half.putheader("content-length", "100")
-            half.putheader("x-api-key", api_key)
-            half.endheaders(b'{"messages"')
-            at("asking")
-            half.close()
-            reward = talk(row, base_url, api_key, lambda turn: at("between turns"))
-            at("end")
-            return reward
-
-        rows = [{"prompt": f"say {phase}", "word": phase} for phase in PHASES]
-        made = AgentProgram(main, max_environments=1, max_retries=len(PHASES))
-        _, keep = fit(path, rollouts_per_epoch=1, group_size=2, prompts=PromptSource(rows=rows), made=made)
-        assert not left
-        return keep
-
-    quiet, killed = run(()), run(PHASES)
-    assert killed.metrics[0]["rollout/retried"] >= len(PHASES) and killed.metrics[0]["rollout/stop_failure"] == 0
-    assert torch.equal(killed.rollouts[0].token_ids, quiet.rollouts[0].token_ids)
 
 
 class Struck(Letters):

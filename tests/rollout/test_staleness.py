@@ -185,7 +185,9 @@ def serial(side_model: str) -> list[list[str]]:
     return [rollouts.prompts for rollouts in run(side_model)[1].rollouts]
 
 
-@pytest.mark.parametrize("schedule", [Ahead(), Ahead(3), InFlight(), InFlight(3)], ids=str)
+@pytest.mark.parametrize(
+    "schedule", [Ahead(), Ahead(3), InFlight(), InFlight(3)], ids=["ahead", "ahead-3", "in-flight", "in-flight-3"]
+)
 def test_every_schedule_samples_the_same_prompts_and_no_more(
     schedule: Schedule, side_model: str, serial: list[list[str]]
 ) -> None:
