@@ -66,7 +66,7 @@ def test_a_broken_file_in_a_folder_or_a_stream_is_named(tmp_path: Path, tokenize
     (tmp_path / "b.jsonl").write_bytes(GOOD + b"{\n")
     with pytest.raises(ValueError, match=r"b\.jsonl, line 2: "):
         RowSource(path=str(tmp_path)).read()
-    with pytest.raises(ValueError, match=r"b\.jsonl, line 2: "):
+    with pytest.raises(ValueError, match=r"b\.jsonl.* line 2 "):
         stream = PromptSource(path=str(tmp_path / "b.jsonl"), streaming=True).load(tokenizer, shuffle=False)
         stream.batch(0, 2)
 

@@ -63,7 +63,7 @@ def test_margins(tokenizer: Any) -> None:
     pairs = PreferenceSource(rows=rows, margin_column="better_by").tokenized(tokenizer)
     assert loader(pairs, 2).collate(pairs)["margin"].tolist() == [0.5, 1.5]
     for bad in (None, "much", float("nan"), True):
-        with pytest.raises(ValueError, match="row 1: the margin must be a finite number"):
+        with pytest.raises(ValueError, match="row 1: better_by="):
             PreferenceSource(rows=[rows[0], {**rows[1], "better_by": bad}], margin_column="better_by").tokenized(
                 tokenizer
             )
@@ -154,7 +154,7 @@ def test_pairs_of_equal_sides_are_refused_or_warned_of(tokenizer: Any) -> None:
         assert len(PreferenceSource(rows=[*ROWS, equal]).tokenized(tokenizer)) == 3
 
 
-@pytest.mark.parametrize(("margin", "message"), [(-5.0, "the margin is -5.0: below 0"), (1e30, "at most 1e.06")])
+@pytest.mark.parametrize(("margin", "message"), [(-5.0, "the margin is -5.0: below 0"), (1e30, "margin=1e.30")])
 def test_margins_that_make_no_sense_are_named_by_their_row(tokenizer: Any, margin: float, message: str) -> None:
     rows = [{**ROWS[0], "margin": 1.0}, {**ROWS[1], "margin": margin}]
     with pytest.raises(ValueError, match=f"list, row 1: .*{message}"):
