@@ -18,7 +18,9 @@ from datasets import IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from lightrl.compat.arguments import at_least, fraction
-from lightrl.data.prompts import OpenSource, PromptSet, PromptSource, Reading, open_source
+from lightrl.data.opened_sources import OpenSource, Reading, open_source
+from lightrl.data.prompt_sets import PromptSet
+from lightrl.data.prompts import PromptSource
 from lightrl.records import Prompts
 
 

@@ -107,13 +107,14 @@ def with_progress(items: Sequence[T], label: str) -> Iterator[T]:
 
 def _entries(file: Path, sep: str) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
     """(line, its text if the row is one line of JSON, row) of each row."""
-    with file.open("rb") as opened:
-        packed = opened.read(2) == b"\x1f\x8b"
+    with file.open("rb") as start:
+        packed = start.read(2) == b"\x1f\x8b"
     line = 0
+    opened: Any
     try:
         with gzip.open(file) if packed else file.open("rb") as opened:
             if suffix_of(file) == ".csv":
-                text = io.TextIOWrapper(opened, encoding="utf-8-sig", newline="")  # type: ignore[arg-type]
+                text = io.TextIOWrapper(opened, encoding="utf-8-sig", newline="")
                 for line, row in _cells(text, sep):
                     yield line, b"", row
                 return

@@ -17,7 +17,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightrl.compat.arguments import above, at_least
 from lightrl.compat.lightning import run_seed
 from lightrl.data.processing import load_processor
-from lightrl.data.prompts import PromptMixture, PromptSet, PromptSource, prompt_source
+from lightrl.data.prompt_sets import PromptSet
+from lightrl.data.prompts import PromptMixture, PromptSource, prompt_source
 from lightrl.data.templates import load_tokenizer
 from lightrl.distributed.strategies import gather_objects
 from lightrl.engines.base import Engine

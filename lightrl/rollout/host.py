@@ -9,7 +9,6 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightrl.distributed.fsdp2 import FSDP2Strategy
 from lightrl.engines.base import Engine, StaleWeightsError
 from lightrl.models.lora import adapts_media
 from lightrl.records import EngineContext, GenerationRequest, Prompts, SamplingParams
@@ -54,7 +53,7 @@ class EngineHost:
         """What the run tells the engine."""
         trainer: Any = self.module.trainer
         spec, actor = self.module.actor_spec, getattr(self.module, "actor", None)
-        computed = trainer.strategy.param_dtype if isinstance(trainer.strategy, FSDP2Strategy) else None
+        computed = getattr(trainer.strategy, "param_dtype", None)  # FSDP2Strategy's
         # Engines put an adapter on the weights of the model's directory, and on the language model alone.
         merged = spec.lora is None or spec.lora.quantize_4bit or (actor is not None and adapts_media(actor.lm))
         return EngineContext(

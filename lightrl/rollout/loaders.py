@@ -10,7 +10,8 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightrl.compat.arguments import at_least, imported
-from lightrl.data.prompts import PromptMixture, PromptSet, PromptSource, prompt_source, rendered_like
+from lightrl.data.prompt_sets import PromptSet
+from lightrl.data.prompts import PromptMixture, PromptSource, prompt_source, rendered_like
 from lightrl.records import Prompts, Rollouts, SamplingParams
 from lightrl.rewards.scorer import RewardScorer
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lightrl.data.prompts import PromptSet
+from lightrl.data.prompt_sets import PromptSet
 from lightrl.distributed.strategies import gather_objects
 from lightrl.environments.episodes import Episode, Task, request_seed
 from lightrl.models.turns import ending_turns
