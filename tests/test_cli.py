@@ -354,7 +354,6 @@ LATE: dict[str, dict[str, Any]] = {
     "minibatch_size=3": {"model": {"updates": {"minibatch_size": 3}}},
     "the 64 that the model holds": {"data": {"sampling": {"max_new_tokens": 99}}},
     "freeze=['*']": {"model": {"actor": {"path": "MODEL", "freeze": ["*"]}}},
-    "kwargs (nonsense)": {"model": {"actor": {"path": "MODEL", "kwargs": {"nonsense": 1}}}},
     "lora.target_modules=['nope']": {"model": {"actor": {"path": "MODEL", "lora": {"target_modules": ["nope"]}}}},
 }
 OF_THE_PARSER: dict[str, dict[str, Any]] = {

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
-import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from transformers import PreTrainedTokenizerBase
@@ -17,7 +16,8 @@ from lightrl.compat.arguments import at_least, one_of
 from lightrl.data.files import with_progress
 from lightrl.data.processing import ConversationSource, arranged, encode_prompt, load_processor
 from lightrl.data.prompts import rendered_like
-from lightrl.data.rows import Encoded, MediaError, RowError, RowSource, shuffled_order
+from lightrl.data.rows import Encoded, MediaError, RowError, RowSource
+from lightrl.data.sft_loader import Row, SFTLoader
 from lightrl.data.templates import (
     apply_template,
     as_messages,
@@ -28,13 +28,9 @@ from lightrl.data.templates import (
 )
 from lightrl.models.loading import positions_of, require_vocabulary
 from lightrl.models.turns import end_of_turn, ended_turn
-from lightrl.ops.masking import pad_rows
 
 if TYPE_CHECKING:
     from lightrl.data.processor import MediaProcessor
-
-Row = tuple[list[int], list[int]] | tuple[list[int], list[int], list[bool]]
-"""Prompt tokens and completion tokens; which of the latter are trained if they are not all."""
 
 FLAGS = ("train", "weight", "loss_mask")
 """Keys of a message that say whether its turn is trained: true or 1, false or 0."""
@@ -389,89 +385,6 @@ def check_positions(source: RowSource, lengths: Mapping[int, int], positions: tu
         f"{source.label}: {len(long)} of {len(lengths)} rows have more than the {longest} tokens that the model was "
         f"made for, the first: {first}. Beyond them it gets worse. {way_out}"
     )
-
-
-@dataclass(eq=False)
-class SFTLoader:
-    """Batches of tokenised rows, in an order that depends on (seed, pass) alone; resumes within a pass.
-
-    Batch: `token_ids` (B, T) int64, right-padded; `attention_mask` (B, T) bool, True on real tokens; `response_mask`
-    (B, T) bool, True on trained completion tokens, the end of each turn included; with a model that takes images and
-    the like also `inputs`, B dictionaries of extra model inputs.
-
-    Args:
-        rows: Rows from `SFTSource.tokenized`.
-        batch_size: B, per rank.
-        pad_token_id: Padding token.
-        seed: Seed of the order.
-        train: Shuffle, and leave rows that do not fill a batch on every rank to another pass. Otherwise every row once,
-            in order; a rank that runs out of rows repeats one with an empty `response_mask`.
-        rank: Rank of this process.
-        world_size: Number of processes.
-    """
-
-    rows: Sequence[Row]
-    batch_size: int
-    pad_token_id: int
-    _: KW_ONLY
-    seed: int = 0
-    train: bool = True
-    rank: int = 0
-    world_size: int = 1
-    epoch: int = field(default=0, init=False)
-    position: int = field(default=0, init=False)
-
-    def __post_init__(self) -> None:
-        if self.train and len(self) == 0:
-            raise ValueError(
-                f"batch_size={self.batch_size} on {self.world_size} rank(s) needs {self.batch_size * self.world_size} "
-                f"rows, there are {len(self.rows)}: make it smaller."
-            )
-
-    def __len__(self) -> int:
-        whole = self.batch_size * self.world_size
-        return len(self.rows) // whole if self.train else -(-len(self.rows) // whole)
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        if not self.train:
-            self.position = 0
-        elif self.position >= len(self):
-            self.epoch, self.position = self.epoch + 1, 0
-        order = shuffled_order(len(self.rows), self.seed, self.epoch) if self.train else range(len(self.rows))
-        while self.position < len(self):
-            whole = self.batch_size * self.world_size
-            picks = order[self.position * whole : (self.position + 1) * whole][self.rank :: self.world_size]
-            self.position += 1
-            batch = self.collate([self.rows[int(i)] for i in picks])
-            makers = getattr(self.rows, "inputs", [])
-            if makers:
-                batch["inputs"] = [makers[int(i)]() for i in picks] or [makers[0]()]
-            yield batch
-
-    def collate(self, rows: Sequence[Row]) -> dict[str, Any]:
-        """Lays rows out as a batch."""
-        idle = not rows
-        rows = rows or [self.rows[0]]
-        mask = [
-            [False] * len(prompt)
-            + [not idle and trained for trained in (chosen[0] if chosen else [True] * len(completion))]
-            for prompt, completion, *chosen in rows
-        ]
-        tokens = [row[0] + row[1] for row in rows]
-        return {
-            "token_ids": pad_rows(tokens, self.pad_token_id, torch.long),
-            "attention_mask": pad_rows([[1] * len(row) for row in mask], 0, torch.bool),
-            "response_mask": pad_rows(mask, 0, torch.bool),
-        }
-
-    def state_dict(self) -> dict[str, int]:
-        """The place in the rows; at the end of a pass that is the start of the next."""
-        passes, position = divmod(self.position, len(self))
-        return {"epoch": self.epoch + passes, "position": position}
-
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Continues at that place."""
-        self.epoch, self.position = state_dict["epoch"], state_dict["position"]
 
 
 class SFTDataModule(LightningDataModule):

@@ -15,10 +15,7 @@ from weakref import WeakKeyDictionary
 from huggingface_hub.constants import HF_HUB_OFFLINE
 from huggingface_hub.errors import (
     GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
     LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
     RepositoryNotFoundError,
 )
 from jinja2 import TemplateError
@@ -100,23 +97,6 @@ def why_not_there(error: BaseException) -> str:
     if "valid JSON" in str(error):
         return str(error)
     return "not there, neither in a folder nor on the hub."
-
-
-def why_not_pushed(error: BaseException) -> str:
-    """Why the hub did not take something, and what to do, by the error that `huggingface_hub` raised."""
-    if isinstance(error, OfflineModeIsEnabled):
-        return "the hub is switched off (HF_HUB_OFFLINE): unset it, or write a folder with save_pretrained."
-    said = " ".join(str(error).split())[:300]
-    if isinstance(error, HFValidationError):
-        return f"this cannot be the name of a repository (organisation/name): {said}"
-    if isinstance(error, HfHubHTTPError):
-        return (
-            f"the hub refuses: {said} Check the name, and that the token (HF_TOKEN, `hf auth login`) may write there."
-        )
-    return (
-        f"the hub cannot be reached, or the upload broke off ({type(error).__name__}: {said}). Try again, or write a "
-        "folder with save_pretrained and upload it where there is a network: `hf upload NAME FOLDER`."
-    )
 
 
 def render_prompt(

@@ -222,8 +222,8 @@ class SequenceEstimator(AdvantageEstimator):
     def estimate(self, given: AdvantageInput) -> tuple[Tensor, None]:
         advantages = self.sequence_advantages(given)
         if advantages.shape != given.scores.shape:
-            shapes = f"{tuple(advantages.shape)} for {len(given.scores)} sequences"
-            raise ValueError(f"advantage={type(self).__name__}: advantages of shape {shapes}: give one per sequence.")
+            found, name = tuple(advantages.shape), type(self).__name__
+            raise ValueError(f"advantage={name}: advantages of shape {found}. Return one per sequence.")
         return spread(advantages, given.mask), None
 
     @abstractmethod
@@ -250,7 +250,7 @@ class GAE(AdvantageEstimator):
     Raises:
         ValueError: an argument is out of range; on call, `values` is missing.
 
-    Source: https://arxiv.org/abs/1506.02438; see `lightrl.ops.advantages.gae` for how others differ.
+    Source: https://arxiv.org/abs/1506.02438. `lightrl.ops.advantages.gae` says how others differ.
     """
 
     needs_critic = True
