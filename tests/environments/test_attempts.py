@@ -570,7 +570,7 @@ def test_no_more_environments_than_allowed_live_at_once_and_all_are_closed() -> 
 
 def test_an_environment_is_closed_when_its_attempt_is_cancelled() -> None:
     closed = []
-    stepping = asyncio.Event()
+    stepping = threading.Event()
 
     class Stuck(Script):
         async def step(self, reply: Reply) -> Step:
@@ -587,7 +587,8 @@ def test_an_environment_is_closed_when_its_attempt_is_cancelled() -> None:
 
     async def cancel() -> None:
         run = asyncio.ensure_future(alone(attempts, ScriptedEngine([said("hi")]), {}, SAMPLING))
-        await stepping.wait()
+        while not stepping.is_set():  # set on the environments' loop
+            await asyncio.sleep(0.01)
         run.cancel()
         with pytest.raises(asyncio.CancelledError):
             await run
