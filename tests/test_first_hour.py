@@ -104,7 +104,7 @@ def test_doctor_reads_the_rows_of_supervised_runs(config: Callable[..., str], mo
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "1+1=", "sum": "2"}\n' * 5)
     for name, kind, text in (
         ("rows.jsonl", "problem", "the completion must be a string"),
-        ("nowhere.jsonl", "problem", "there is no such file"),
+        ("nowhere.jsonl", "problem", "no such file"),
         ("pairs.jsonl", "ok", "rows: 5, 2 batches of 2"),
     ):
         data = {"train": {"path": name, "completion_column": "sum"}, "batch_size": 2}
@@ -211,7 +211,6 @@ def test_the_console_is_quiet_and_v_brings_everything_back(config: Callable[...,
     noise = (
         "💡 Tip",
         "Loading weights",
-        "Generating train split",
         "LightningCLI's args",
         "deprecated",
         "Total length of `list`",

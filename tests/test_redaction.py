@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from jsonargparse import Namespace
 
@@ -83,7 +84,7 @@ def test_a_token_that_a_server_quotes_is_not_shown(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("LIGHTRL_SERVER_API_KEY", "hunter2-of-the-engine")
     reward = RemoteReward("http://127.0.0.1:9/score", token_env="JUDGE_TOKEN")
     with pytest.raises(RewardError) as refused:
-        reward._decoded(401, f"{'x' * 190} hunter2-of-the-judge".encode())
+        reward._decoded(httpx.Response(401, content=f"{'x' * 190} hunter2-of-the-judge".encode()))
     assert "hunter2" not in str(refused.value) and "401" in str(refused.value)
     connection = Connection("ServerEngine", ["http://127.0.0.1:9"], PROTOCOLS, "vllm", None, 1.0, 1.0, 0.01)
     with pytest.raises(ValueError, match="No healthy server"):

@@ -230,7 +230,8 @@ class RewardModelSpec:
         chat_template: Jinja text, or a file of it, that the own tokenizer renders [user: prompt, assistant: completion]
             with; "default" is the tokenizer's; null scores prompt + completion as plain text.
         max_length: Maximum text length in tokens; longer texts lose their start. null is the model's limit.
-        layout, long_rope: See `ModelSpec`.
+        layout: See `ModelSpec`.
+        long_rope: See `ModelSpec`.
         kwargs: Further arguments of `from_pretrained`.
         labels: Score only rows with one of these in `label_column`; null scores all.
         label_column: Dataset column with the label.

@@ -41,7 +41,7 @@ def test_lora_base_is_the_reference_and_only_adapters_are_saved(model_path: str)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="bitsandbytes' 4-bit weights are there with CUDA")
 def test_a_quantised_base_is_refused_without_cuda(model_path: str) -> None:
     spec = ModelSpec(model_path, lora=LoraSpec(r=2, quantize_4bit=True))
-    with pytest.raises(ValueError, match="quantize_4bit=True needs a CUDA device: set it to false"):
+    with pytest.raises(ValueError, match="quantize_4bit=True"):
         fit(PPOLightningModule(spec, optimizer=adam))
 
 

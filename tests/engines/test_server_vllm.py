@@ -121,7 +121,7 @@ def agrees_everywhere(engine: ServerEngine, model: torch.nn.Module) -> None:
     sequence = [2 + (7 * i) % 40 for i in range(70)]
     for server in engine._pool.servers:
         ours = reference_logprobs(model, sequence)
-        theirs = engine._connection.loop.run(engine._connection.protocol.logprobs(server, sequence))
+        theirs = engine._connection.loop.run(engine._connection.protocol.scores(server, sequence, 0)).logprobs
         assert torch.allclose(torch.tensor(theirs), ours, atol=5e-5)
     for i, group in ask(engine, PROMPTS, SAMPLING, num_completions=3, seeds=[1, 2, 3, 4]):
         assert group.policy_version == engine.policy_version

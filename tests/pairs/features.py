@@ -169,7 +169,7 @@ class Refusal:
 REFUSALS = [
     Refusal(
         "a critic with an algorithm other than PPO",
-        "it has none. Drop the argument",
+        "has no critic. Drop the argument",
         lambda s: s.get("algorithm") not in ("PPO", None) and s.get("critic") not in ("none", None),
     ),
     Refusal(
@@ -204,7 +204,7 @@ REFUSALS = [
     ),
     Refusal(
         "dynamic_sampling_rounds with one attempt per prompt",
-        "drops groups without reward spread",
+        "has no spread",
         lambda s: s.get("group") == "1" and s.get("refills") == "yes",
     ),
     Refusal(
@@ -229,7 +229,7 @@ REFUSALS = [
     ),
     Refusal(
         "OffloadModels without a reference or critic of its own",
-        "OffloadModels: .* of its own to move",
+        "OffloadModels: .* to move",
         lambda s: (
             s.get("callback") == "OffloadModels"
             and s.get("critic") in ("none", "shared")

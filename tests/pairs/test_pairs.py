@@ -56,6 +56,7 @@ def test_pairs_of_features_train_or_are_refused(part: int) -> None:
     assert sum(outcome == "trained" for outcome in outcomes.values()) > len(outcomes) / 2
 
 
+@pytest.mark.long
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # engines and ranks start ten times slower on a busy machine
