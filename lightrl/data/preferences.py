@@ -16,7 +16,8 @@ from transformers import PreTrainedTokenizerBase
 from lightrl.compat.arguments import at_least, one_of
 from lightrl.data.processing import columns_with_media
 from lightrl.data.rows import COLUMNS, RowSource, selected
-from lightrl.data.sft import SFTDataModule, SFTLoader, SFTSource, check_positions
+from lightrl.data.sft import SFTDataModule, SFTSource, check_positions
+from lightrl.data.sft_loader import SFTLoader
 from lightrl.data.templates import ChatTemplate, as_messages, load_tokenizer
 from lightrl.models.loading import positions_of, require_vocabulary
 from lightrl.models.turns import text_ids

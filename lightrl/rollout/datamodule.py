@@ -36,7 +36,7 @@ from lightrl.rollout.schedules import OnPolicy, Schedule
 
 if TYPE_CHECKING:
     from lightrl.data.curriculum import PromptCurriculum
-    from lightrl.data.sft import SFTLoader
+    from lightrl.data.sft_loader import SFTLoader
     from lightrl.rollout.ptx import PTXSource
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightrl.compat.arguments import at_least
-from lightrl.data.sft import SFTLoader, SFTSource
+from lightrl.data.sft import SFTSource
+from lightrl.data.sft_loader import SFTLoader
 
 
 @dataclass
