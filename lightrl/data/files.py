@@ -24,6 +24,10 @@ BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parqu
 T = TypeVar("T")
 
 
+class BrokenFileError(ValueError):
+    """A data file that cannot be read; names the file and the line."""
+
+
 class FileRows(Sequence[Any]):
     """Rows of files in memory. Lines of JSONL are decoded when they are read.
 
@@ -131,7 +135,8 @@ def _entries(file: Path, sep: str) -> Iterator[tuple[int, bytes, dict[str, Any]]
                     yield line, raw if line > 1 else b"", row
     except (ValueError, RecursionError, OSError, EOFError, csv.Error) as error:
         at = getattr(error, "line", line)
-        raise ValueError(f"{file}, line {at}: {one_line(error)}. Correct or drop it.") from error
+        what = " ".join(f"{type(error).__name__}: {error}".split())[:300]  # causes of JSON errors are internal
+        raise BrokenFileError(f"{file}, line {at}: {what}. Correct or drop it.") from error
 
 
 def _whole(content: bytes) -> list[Any] | None:

@@ -26,7 +26,16 @@ from datasets import (
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightrl.compat.arguments import at_least, one_of
-from lightrl.data.files import BUILDERS, iterate_files, nth_line, one_line, read_files, suffix_of, with_progress
+from lightrl.data.files import (
+    BUILDERS,
+    BrokenFileError,
+    iterate_files,
+    nth_line,
+    one_line,
+    read_files,
+    suffix_of,
+    with_progress,
+)
 from lightrl.records import Media
 
 # As the command line reads them: text is tried first, else "007" in quotes would become a number.
@@ -186,6 +195,8 @@ class RowSource:
             for row in data:
                 yield entered(row)
                 count += 1
+        except BrokenFileError:
+            raise
         except Exception as error:
             raise ValueError(f"{self.label}: reading stopped after {count} rows: {one_line(error)}") from error
 
