@@ -21,26 +21,27 @@ def eval_metrics(rollouts: Rollouts, success_reward: float) -> dict[str, Tensor]
         with G > 1 completions per prompt `eval/pass@k` (k = 1, 2, 4, ... G) and `eval/maj@G`. With several sets of
         prompts, the names begin with `eval/<set>/`.
     """
-    within = f"eval/{rollouts.eval_set}/" if rollouts.eval_set else "eval/"
     lengths = trajectory_lengths(rollouts.response_mask, rollouts.trajectory_ids)
     firsts = first_rows(rollouts.trajectory_ids)
     if len(firsts) < len(rollouts):
         rollouts, lengths = rollouts.select(firsts), lengths[firsts]
     metrics = {
-        f"{within}reward": rollouts.rewards[rollouts.rewards.isfinite()],
-        f"{within}length": lengths.float(),
-        f"{within}truncated_fraction": rollouts.truncated.float(),
+        "eval/reward": rollouts.rewards[rollouts.rewards.isfinite()],
+        "eval/length": lengths.float(),
+        "eval/truncated_fraction": rollouts.truncated.float(),
     }
     for name, part in rollouts.reward_parts.items():
-        metrics[f"{within}reward/{name}"] = part[part.isfinite()]
+        metrics[f"eval/reward/{name}"] = part[part.isfinite()]
     groups = [(rollouts.group_ids == g).nonzero().squeeze(1) for g in rollouts.group_ids.unique()]
     size = max(len(rows) for rows in groups)
     if size > 1:
         success = (rollouts.rewards >= success_reward).float()
         for k in (2**i for i in range(size.bit_length())):
             rates = [pass_at_k(len(rows), int(success[rows].sum()), min(k, len(rows))) for rows in groups]
-            metrics[f"{within}pass@{k}"] = torch.tensor(rates)
-        metrics[f"{within}maj@{size}"] = torch.tensor([_majority(rollouts, rows, success) for rows in groups])
+            metrics[f"eval/pass@{k}"] = torch.tensor(rates)
+        metrics[f"eval/maj@{size}"] = torch.tensor([_majority(rollouts, rows, success) for rows in groups])
+    if rollouts.eval_set:
+        return {name.replace("eval/", f"eval/{rollouts.eval_set}/", 1): values for name, values in metrics.items()}
     return metrics
 
 

@@ -96,6 +96,7 @@ def chunked_logprobs(
 
 
 def chunks(total: int, size: int) -> Iterator[slice]:
+    """Slices of at most `size` that cover `total` tokens."""
     return (slice(i, min(i + size, total)) for i in range(0, total, size))
 
 

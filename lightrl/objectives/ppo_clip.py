@@ -197,6 +197,7 @@ def token_log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Ten
 
 
 def on_mask(mask: Tensor, x: Tensor) -> Tensor:
+    """`x` on the mask, 0 elsewhere."""
     return torch.where(mask, x, torch.zeros_like(x))
 
 
@@ -217,6 +218,7 @@ def ratio_metrics(given: LossInput, ratio: Tensor) -> Metrics:
 
 @torch.no_grad()
 def clip_metrics(clipped: ClippedLoss, mask: Tensor) -> Metrics:
+    """(B, T) indicators of tokens whose gradient a clip takes away, below, above, and either."""
     return {
         "policy/clip_fraction_low": (clipped.low & mask).float(),
         "policy/clip_fraction_high": (clipped.high & mask).float(),
@@ -225,8 +227,9 @@ def clip_metrics(clipped: ClippedLoss, mask: Tensor) -> Metrics:
 
 
 def clip_bounds(owner: str, eps_low: float, eps_high: float) -> tuple[float, float]:
+    """Checks the bounds of a ratio clip."""
     fraction(f"{owner}.eps_low", eps_low, note="; the lower bound of the ratio is 1 - eps_low")
     at_least(f"{owner}.eps_high", eps_high, 0, "; the upper bound of the ratio is 1 + eps_high")
     if eps_low == eps_high == 0:
-        raise ValueError(f"{owner}.eps_low=0 with eps_high=0: every change is clipped, so nothing is learnt.")
+        raise ValueError(f"{owner}.eps_low=0 with eps_high=0: every change is clipped, so nothing is learned.")
     return eps_low, eps_high
