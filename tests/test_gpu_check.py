@@ -69,6 +69,7 @@ def test_a_result_that_is_no_number_fails_its_step(script: Any, monkeypatch: pyt
         script.main()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_every_step_runs_on_a_cpu_and_a_failure_stops_none(root: Path, tmp_path: Path) -> None:

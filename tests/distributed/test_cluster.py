@@ -66,6 +66,7 @@ def config(model: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.long
 def test_two_machines_train_together_on_shared_servers(tmp_path: Path, root: Path) -> None:
     """Rank 0 pushes, both ranks sample their own prompts on both servers with the same version of the weights."""
     model = quickstart_model(tmp_path / "model")

@@ -27,7 +27,8 @@ from tests.toys import OtherExperts, quickstart_model
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MIDDLE, END = f"rollout={ROLLOUTS // 2:06d}.ckpt", f"rollout={ROLLOUTS:06d}.ckpt"
-STRATEGIES = ["ddp", "fsdp2", pytest.param("zero1", marks=pytest.mark.long), "zero2", "zero3"]
+LONG_ONES = [pytest.param(name, marks=pytest.mark.long) for name in ("zero1", "zero2")]
+STRATEGIES = ["ddp", "fsdp2", *LONG_ONES, "zero3"]
 EXTRA = {
     "ddp": ["live", "experts", "unrewarded"],
     "fsdp2": ["offload", "bf16", "every", "live", f"lora@one/lora/{MIDDLE}"],
@@ -187,7 +188,7 @@ def test_a_live_model_is_sharded_as_its_folder_is(ranks: Any, one: dict[str, Any
         assert_same_weights(rank["weights"], one["ppo"]["weights"])
 
 
-@pytest.mark.parametrize("ranks", ["ddp", "zero2"], indirect=True)
+@pytest.mark.parametrize("ranks", ["ddp", LONG_ONES[1]], indirect=True)
 def test_experts_are_replayed_on_both_ranks(ranks: Any, place: Path) -> None:
     model, (_, steps) = str(place / "model"), ranks
     one, free = (train("experts", model, engine=engine) for engine in (OtherExperts(), TransformersEngine()))
@@ -200,7 +201,7 @@ def test_experts_are_replayed_on_both_ranks(ranks: Any, place: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("ranks", ["ddp", "zero2"], indirect=True)
+@pytest.mark.parametrize("ranks", ["ddp", LONG_ONES[1]], indirect=True)
 def test_an_update_is_skipped_where_no_rank_has_a_token_to_train(ranks: Any) -> None:
     """One that has none beside one that has takes part."""
     _, steps = ranks
@@ -211,7 +212,7 @@ def test_an_update_is_skipped_where_no_rank_has_a_token_to_train(ranks: Any) -> 
         assert len(rank["gaps"]) == ROLLOUTS and max(rank["gaps"]) < 1e-5
 
 
-@pytest.mark.parametrize("ranks", ["fsdp2", "zero2", "zero3"], indirect=True)
+@pytest.mark.parametrize("ranks", ["fsdp2", LONG_ONES[1], "zero3"], indirect=True)
 def test_reduced_every_micro_batch_is_reduced_once(ranks: Any) -> None:
     """Gradients in shards after each backward, and the same updates; also where one is skipped in the middle.
 

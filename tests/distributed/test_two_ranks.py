@@ -103,7 +103,12 @@ def run(kind: str, path: str, devices: int, strategy: str = "auto") -> Record:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "strategy"),
-    [("ppo", "ddp"), ("grpo", "ddp"), ("ppo", "fsdp2"), ("ppo", "context"), ("experts", "context")],
+    [
+        ("ppo", "ddp"),
+        ("ppo", "fsdp2"),
+        ("ppo", "context"),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in (("grpo", "ddp"), ("experts", "context"))),
+    ],
 )
 def test_two_ranks_equal_one(kind: str, strategy: str, tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32}

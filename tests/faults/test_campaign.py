@@ -18,6 +18,7 @@ from tests.faults.injection import Case
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_sample_of_faults_holds_every_invariant() -> None:
     """In a process of its own, which forks the runs."""
