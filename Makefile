@@ -19,7 +19,7 @@ export VENV OMP_NUM_THREADS
 .PHONY: quickstart test test-long faults long-haul pairs audit lint setup clean
 
 quickstart: setup
-	@$(VENV)/bin/lightrl quickstart
+	@env -u OMP_NUM_THREADS $(VENV)/bin/lightrl quickstart
 
 test: lint
 	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile
