@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -82,16 +83,20 @@ def test_a_stopped_core_is_told_and_ended(engine: VLLMEngine, tied_folder: Path,
     (core,) = engine.process_ids
     weights = load(tied_folder).named_parameters()
     engine._adapter.progress_timeout = BOUND
-    stream = engine.generate_all([PROMPTS.request(i, LONG, i, 20) for i in range(8)])
-    next(stream)
+    requests = [PROMPTS.request(i, LONG, i, 20) for i in range(8)]
     os.kill(core, signal.SIGSTOP)
     began = time.monotonic()
-    with pytest.raises(EngineDiedError, match="VLLMEngine.progress_timeout"):
-        if wait == "load_weights":
-            engine.load_weights(weights, policy_version=2)
-        elif wait == "logprobs":
-            engine.logprobs([[2, 5, 6]])
-        list(stream)
+    with ThreadPoolExecutor(1) as pool:
+        stream = pool.submit(lambda: list(engine.generate_all(requests)))
+        assert until(lambda: bool(engine._groups) or stream.done())
+        with pytest.raises(EngineDiedError, match="VLLMEngine.progress_timeout"):
+            if wait == "load_weights":
+                engine.load_weights(weights, policy_version=2)
+            elif wait == "logprobs":
+                engine.logprobs([[2, 5, 6]])
+            stream.result()
+        with pytest.raises(EngineDiedError):
+            stream.result()
     assert BOUND <= time.monotonic() - began < BOUND + SOON
     assert not engine.started and engine.policy_version == -1 and not psutil.pid_exists(core)
 
