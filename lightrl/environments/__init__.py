@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from lightrl.environments.canary import LedgerMismatch, check_trajectories
     from lightrl.environments.endpoint.program import AgentProgram
     from lightrl.environments.episodes import EnvironmentFailedError, Episode, SingleTurn, Task
+    from lightrl.environments.gym import GymnasiumEnvironment
     from lightrl.environments.ledger import Ledger
     from lightrl.environments.playing import EnvironmentEpisode
     from lightrl.environments.remote import MCPEnvironment, OpenEnvironment
@@ -22,6 +23,7 @@ __all__ = [
     "EnvironmentEpisode",
     "EnvironmentFailedError",
     "Episode",
+    "GymnasiumEnvironment",
     "Ledger",
     "LedgerMismatch",
     "MCPEnvironment",
@@ -35,5 +37,5 @@ __all__ = [
     "check_trajectories",
 ]
 
-_MODULES = ("episodes", "base", "canary", "ledger", "tools", "playing", "remote", "endpoint.program")
+_MODULES = ("episodes", "base", "canary", "ledger", "tools", "gym", "playing", "remote", "endpoint.program")
 __getattr__ = lazy_names(__name__, _MODULES, __all__)
