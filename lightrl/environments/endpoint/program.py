@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ from lightrl.compat.arguments import MAX_REWARD, imported, require_packages
 from lightrl.engines.background import in_background, in_thread
 from lightrl.environments import calling
 from lightrl.environments.endpoint import running
-from lightrl.environments.endpoint.running import ProgramBlockedError, ProgramError, Runner
+from lightrl.environments.endpoint.running import ProgramBlockedError, ProgramError, Worker, Workers, run_here
 from lightrl.environments.endpoint.session import Session
 from lightrl.environments.multi_turn import Attempt, MultiTurn
 from lightrl.records import StopReason, Trajectory
@@ -58,8 +57,10 @@ class AgentProgram(MultiTurn):
 
     Args:
         run: "file.py:main" or "package.module:main", or the function itself.
-        process: Runs each attempt in a separate process, which is killed with its children at the end. It also finds
-            the endpoint in `OPENAI_BASE_URL` and the like.
+        process: Runs each attempt in a separate process, which is killed with its children at the end. Processes that
+            have imported the program stay and fork one for each attempt, so that the import happens once, and no
+            attempt changes the variables, environment, or working folder of another. The program also finds the
+            endpoint in `OPENAI_BASE_URL` and the like.
         python: Interpreter of such processes; None for this one.
         env: Additional environment variables of such processes.
         max_turns: Maximum number of turns. A request beyond is rejected with status 403.
@@ -89,7 +90,8 @@ class AgentProgram(MultiTurn):
         if limit_reward is not None and not math.isfinite(limit_reward):
             raise ValueError(f"limit_reward={limit_reward}: must be a finite number or None.")
         require_packages("AgentProgram", "agents", "fastapi", "uvicorn")
-        self.runner: Runner
+        self.workers: Workers | None = None
+        self.function: Callable[..., Any] | None = None
         if process:
             place = run.rpartition(":")[0] if isinstance(run, str) else ""
             if not place or (place.endswith(".py") and not Path(place).exists()):
@@ -97,13 +99,13 @@ class AgentProgram(MultiTurn):
                     f'run={run!r}: process=True needs an existing program. Pass "file.py:main" or '
                     '"package.module:main".'
                 )
-            self.runner = partial(running.run_process, str(run), python, env)
+            self.workers = Workers(str(run), python, env)
         elif python is not None or env:
             raise ValueError(
                 f"python={python!r}, env={env!r}: belong to processes. Set process=True, or leave them out."
             )
         else:
-            self.runner = partial(running.run_here, imported("run:", run) if isinstance(run, str) else run)
+            self.function = imported("run:", run) if isinstance(run, str) else run
         self.limit_reward = limit_reward
         self._endpoint: Endpoint | None = None
         self._notified: set[str] = set()
@@ -141,19 +143,24 @@ class AgentProgram(MultiTurn):
             return self._endpoint
 
     async def close(self) -> None:
-        """Ends the endpoint."""
+        """Ends the endpoint and the processes of programs."""
+        if self.workers is not None:
+            await in_thread(self.workers.stop, "end of programs")
         endpoint, self._endpoint = self._endpoint, None
         if endpoint is not None:
             await in_thread(endpoint.stop, "endpoint's end")
 
     async def _play(self, session: Session, endpoint: Endpoint, row: Mapping[str, Any]) -> Trajectory:
         """Runs the program and makes a trajectory of its outcome."""
-        began = time.monotonic()
         stop: StopReason | None = None
         reward: float | None = None
-        key = endpoint.open(session)
+        worker = await self._worker(endpoint.base_url)
+        began = time.monotonic()
+        keys = [endpoint.open(session)]
+        if isinstance(worker, Worker):  # clients that the import made have its key
+            keys.append(endpoint.open(session, worker.key))
         broken = asyncio.ensure_future(session.broken.wait())
-        program = asyncio.ensure_future(self.runner(row, endpoint.base_url, key))
+        program = asyncio.ensure_future(self._run(worker, row, endpoint.base_url, keys[0]))
         try:
             while not program.done() and not broken.done():
                 left = None
@@ -168,10 +175,13 @@ class AgentProgram(MultiTurn):
                 reward = self._reward(program, session)
         finally:
             session.end()
-            endpoint.close(key)
+            for key in keys:
+                endpoint.close(key)
             broken.cancel()
             program.cancel()
             await asyncio.gather(program, broken, return_exceptions=True)
+            if isinstance(worker, Worker) and self.workers is not None:
+                self.workers.give(worker)
         if session.error is not None:
             raise session.error
         if not program.cancelled() and isinstance(error := program.exception(), ProgramBlockedError):
@@ -196,6 +206,26 @@ class AgentProgram(MultiTurn):
             metrics=session.metrics(time.monotonic() - began),
             raised_at=session.raised_at,
         )
+
+    async def _worker(self, base_url: str) -> Worker | ProgramError | None:
+        """A process for an attempt, or why there is none; None for programs of this process."""
+        if self.workers is None:
+            return None
+        try:
+            return await asyncio.wait_for(self.workers.take(base_url), self.max_seconds)
+        except ProgramError as error:
+            return error
+        except asyncio.TimeoutError:
+            return ProgramError(f"max_seconds={self.max_seconds:g}: importing it took longer. Raise max_seconds.")
+
+    async def _run(self, worker: Worker | ProgramError | None, row: Mapping[str, Any], base_url: str, key: str) -> Any:
+        """What the program returns."""
+        if isinstance(worker, ProgramError):
+            raise worker
+        if worker is not None:
+            return await worker.run(row, base_url, key)
+        assert self.function is not None
+        return await run_here(self.function, row, base_url, key)
 
     def _reward(self, program: asyncio.Future[Any], session: Session) -> float | None:
         """What the program returned; None if a limit made it raise.

@@ -103,9 +103,14 @@ class Endpoint:
             self._loop.close()
         self._socket.close()
 
-    def open(self, session: Session) -> str:
-        """The key of a session, which is answered from now on. The session fails if the endpoint has ended."""
-        key = f"sk-{secrets.token_urlsafe(32)}"
+    def open(self, session: Session, key: str | None = None) -> str:
+        """The key of a session, which is answered from now on. The session fails if the endpoint has ended.
+
+        Args:
+            session: Session.
+            key: Key; None for a new one.
+        """
+        key = key or f"sk-{secrets.token_urlsafe(32)}"
         with self._opening:
             self._opened += 1
             if self.ended:
