@@ -12,8 +12,9 @@ from lightrl.compat.lazy import lazy_names
 if TYPE_CHECKING:
     from lightrl.rewards.answers import extract_boxed, extract_gsm8k, extract_number
     from lightrl.rewards.base import Reward, RewardError, RewardFn, RewardSpec, RewardValues, load_reward, reward_name
-    from lightrl.rewards.judges import GenerativeJudge, RemoteReward
+    from lightrl.rewards.judges import GenerativeJudge
     from lightrl.rewards.maths import MathVerify
+    from lightrl.rewards.remote import RemoteReward
     from lightrl.rewards.rules import (
         CombinedReward,
         CosineLength,
@@ -58,5 +59,5 @@ _SCORER = ("RewardScorer", "ScoreHandle")  # the only names that need torch, and
 
 
 def __getattr__(name: str) -> Any:
-    modules = ("scorer",) if name in _SCORER else ("base", "answers", "rules", "maths", "judges", "server")
+    modules = ("scorer",) if name in _SCORER else ("base", "answers", "rules", "maths", "remote", "judges", "server")
     return lazy_names(__name__, modules, __all__)(name)
