@@ -12,9 +12,10 @@ from lightrl.compat.lazy import lazy_names
 if TYPE_CHECKING:
     from lightrl.rewards.answers import extract_boxed, extract_gsm8k, extract_number
     from lightrl.rewards.base import Reward, RewardError, RewardFn, RewardSpec, RewardValues, load_reward, reward_name
-    from lightrl.rewards.judges import GenerativeJudge
+    from lightrl.rewards.judges import GenerativeJudge, GroupRanking
     from lightrl.rewards.maths import MathVerify
     from lightrl.rewards.remote import RemoteReward
+    from lightrl.rewards.rubrics import Criterion, Rubric
     from lightrl.rewards.rules import (
         CombinedReward,
         CosineLength,
@@ -31,8 +32,10 @@ if TYPE_CHECKING:
 __all__ = [
     "CombinedReward",
     "CosineLength",
+    "Criterion",
     "ExactAnswer",
     "GenerativeJudge",
+    "GroupRanking",
     "LengthReward",
     "MathVerify",
     "ModelReward",
@@ -46,6 +49,7 @@ __all__ = [
     "RewardScorer",
     "RewardSpec",
     "RewardValues",
+    "Rubric",
     "ScoreHandle",
     "SoftOverlong",
     "extract_boxed",
@@ -59,5 +63,9 @@ _SCORER = ("RewardScorer", "ScoreHandle")  # the only names that need torch, and
 
 
 def __getattr__(name: str) -> Any:
-    modules = ("scorer",) if name in _SCORER else ("base", "answers", "rules", "maths", "remote", "judges", "server")
+    modules = (
+        ("scorer",)
+        if name in _SCORER
+        else ("base", "answers", "rules", "maths", "remote", "judges", "rubrics", "server")
+    )
     return lazy_names(__name__, modules, __all__)(name)

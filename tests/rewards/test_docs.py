@@ -30,7 +30,7 @@ def test_yaml(block):
 
 def test_python(capsys):
     code = re.findall(r"```python\n(.*?)```", TEXT, re.S)
-    assert len(BLOCKS) == 5 and len(code) == 2
+    assert len(BLOCKS) == 7 and len(code) == 2
     scope: dict = {}
     exec(code[0], scope)
     assert scope["short_and_right"](["p"] * 2, ["4 ", "5"], answer=[4, 4]) == [1.0, 0.0]
