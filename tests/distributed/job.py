@@ -2,8 +2,8 @@
 
     python -m tests.distributed.job STRATEGY MODEL FOLDER STEP...
 
-Lightning starts the second process by running the script again. Steps share the processes, which cost more to start
-than a tiny run takes. Each step leaves `FOLDER/STRATEGY-STEP-RANK.pt`.
+`tests.forks.ranks` starts both, or Lightning the second by running the script again. Steps share the processes, which
+cost more to start than a tiny run takes. Each step leaves `FOLDER/STRATEGY-STEP-RANK.pt`.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from lightrl.cli.export import export
 from lightrl.distributed.fsdp2 import ZeROStrategy
 from lightrl.distributed.strategies import refuse_unsupported
 from lightrl.engines import TransformersEngine
+from tests import forks
 from tests.distributed.job import ROLLOUTS, train
 from tests.toys import OtherExperts, quickstart_model
 
@@ -57,8 +58,9 @@ def one(place: Path) -> dict[str, Any]:
     return {kind: train(kind, model, place / "one" / kind) for kind in ("ppo", "lora", "broken")}
 
 
-def launch(place: Path, strategy: str, *steps: str, timeout: int = 400) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tests.distributed.job", strategy, str(place / "model"), str(place), *steps]
+def launch(place: Path, strategy: str, step: str, timeout: int = 400) -> subprocess.CompletedProcess[str]:
+    """One step, with the second rank started by Lightning."""
+    command = [sys.executable, "-m", "tests.distributed.job", strategy, str(place / "model"), str(place), step]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     # A group of their own to be ended as one; no session, in which the system may give them less than their share.
     own: Any = {"preexec_fn": os.setpgrp, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -91,8 +93,7 @@ def ranks(request: Any, place: Path, one: dict[str, Any]) -> Iterator[tuple[str,
     if name.startswith("zero"):
         compile_deepspeed()
     steps = ["ppo", "lora", "broken", f"ppo@{name}/ppo/{MIDDLE}", f"ppo@one/ppo/{MIDDLE}", *EXTRA.get(name, [])]
-    done = launch(place, name, *steps)
-    assert done.returncode == 0, done.stderr[-4000:]
+    forks.ranks("tests.distributed.job", name, str(place / "model"), str(place), *steps)
     files = {step: [place / f"{name}-{step.replace('/', '+')}-{rank}.pt" for rank in range(2)] for step in steps}
     yield name, {step: [torch.load(file, weights_only=True) for file in own] for step, own in files.items()}
 
@@ -259,8 +260,7 @@ def test_a_rank_that_dies_while_parts_are_saved_costs_that_checkpoint(
     folder = place / strategy / step
     dies(place, strategy, step, rank)
     assert {path.name for path in folder.glob("*.ckpt")} == {MIDDLE, "last.ckpt"}, "what is not whole has no name"
-    done = launch(place, strategy, f"{step}@last")
-    assert done.returncode == 0, done.stderr[-4000:]
+    forks.ranks("tests.distributed.job", strategy, str(place / "model"), str(place), f"{step}@last")
     assert {path.name for path in folder.iterdir()} >= {MIDDLE, END} and not [*folder.glob(".*.partial")]
     for number in range(2):
         rest = torch.load(place / f"{strategy}-{step}@last-{number}.pt", weights_only=True)
@@ -271,8 +271,7 @@ def test_a_rank_that_dies_while_parts_are_saved_costs_that_checkpoint(
 @pytest.mark.vllm
 def test_vllm_follows_on_both_ranks(place: Path) -> None:
     """An engine in each trainer process, fed from shards: its log-probs are the trainer's after every update."""
-    done = launch(place, "fsdp2", "vllm", "vllm-lora")
-    assert done.returncode == 0, done.stderr[-4000:]
+    forks.ranks("tests.distributed.job", "fsdp2", str(place / "model"), str(place), "vllm", "vllm-lora")
     for step in ("vllm", "vllm-lora"):
         both = [torch.load(place / f"fsdp2-{step}-{rank}.pt", weights_only=True) for rank in range(2)]
         for rank in both:
