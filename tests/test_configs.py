@@ -7,6 +7,7 @@ the place of theirs, by one more --config as a user would do it; overlays are me
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -150,7 +151,12 @@ def test_prints(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"lightrl fit --config configs/{config.parent.name}/{config.name}" in config.read_text()
 
 
-@pytest.mark.parametrize("config", WHOLE, ids=name)
+def marked(config: Path) -> Any:
+    """A recipe for another size, or with the examples of the test below, runs as its neighbor does."""
+    return pytest.param(config, marks=pytest.mark.long) if re.search("2.5_1.5b|vl_7b|few_shot", config.stem) else config
+
+
+@pytest.mark.parametrize("config", map(marked, WHOLE), ids=name)
 def test_runs_with_a_tiny_model(
     config: Path, place: Path, served: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -45,7 +45,7 @@ def test_what_cannot_run_is_refused_before_a_step(
     assert stop.value.code == 2 and message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("hangs", [False, True])
+@pytest.mark.parametrize("hangs", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_nothing_of_a_step_outlives_it(script: Any, hangs: bool, tmp_path: Path) -> None:
     """A step that leaves a process with its output open, and one that takes too long, which says how far it came."""
     step, pid = tmp_path / "step.py", tmp_path / "pid"

@@ -81,7 +81,10 @@ SCENES: dict[str, tuple[int | None, Callable[[], dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.parametrize("scene", SCENES)
+LONG = {"generating_after_an_epoch", "updating_last_of_epoch", "updating_sigterm", "evaluating"}
+
+
+@pytest.mark.parametrize("scene", [pytest.param(s, marks=pytest.mark.long) if s in LONG else s for s in SCENES])
 def test_interrupted_and_resumed_is_the_run_that_was_not(
     scene: str, model: str, whole: tuple[Any, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -110,7 +113,7 @@ def test_interrupted_and_resumed_is_the_run_that_was_not(
     assert rows(tmp_path, "resumed", "eval/reward") == evaluations[done:]
 
 
-@pytest.mark.parametrize("every_n", [1, 3])
+@pytest.mark.parametrize("every_n", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_an_evaluation_that_kill_9_cut_is_made_by_the_run_that_goes_on(
     every_n: int, model: str, whole: tuple[Any, Path], tmp_path: Path
 ) -> None:

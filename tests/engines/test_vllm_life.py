@@ -31,7 +31,7 @@ if __name__ == "__main__":
     torch.distributed.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=0, world_size=1)
     environment, set_num_threads = dict(os.environ), torch.set_num_threads
     gaps = []
-    for tied in (False, True, False):
+    for tied in (False, True):
         folder = Path(sys.argv[1]) / f"model{tied}"
         if not folder.exists():
             build_model(folder, tied=tied)

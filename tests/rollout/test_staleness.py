@@ -130,6 +130,7 @@ def test_the_next_rollout_is_sampled_during_the_update(side_engine: Any, side_mo
         assert watch.gap(module, number - 1, watch.rollouts[number]) < 1e-4
 
 
+@pytest.mark.long
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_a_killed_engine_is_started_again_with_the_policy_of_then(side_engine: Any, side_model: str) -> None:

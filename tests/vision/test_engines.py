@@ -73,7 +73,9 @@ def test_the_transformers_engine_agrees(folder_of: Any, family: str) -> None:
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("family", [*QWEN, "idefics3"])
+@pytest.mark.parametrize(
+    "family", ["qwen2_vl", "qwen3_vl", "idefics3", pytest.param("qwen2_5_vl", marks=pytest.mark.long)]
+)
 def test_vllm_agrees(folder_of: Any, family: str) -> None:
     pytest.importorskip("vllm")
     from lightrl.engines import VLLMEngine
