@@ -29,21 +29,21 @@ IMPORTED = (
 
 
 class Fork:
-    """A running `python -m module *arguments`; what it prints is in `said`."""
+    """A running `python -m module *arguments` in a session of its own; the file `said` gets what it prints."""
 
-    def __init__(self, module: str, *arguments: str, **environment: str) -> None:
-        self.said = tempfile.TemporaryFile("w+")  # noqa: SIM115
+    def __init__(self, module: str, *arguments: str, cwd: Path = ROOT, **environment: str) -> None:
+        self.said = tempfile.TemporaryFile()  # noqa: SIM115
         self.returncode: int | None = None
         env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
         self._status, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            request = json.dumps([[module, *arguments], env]).encode()
+            request = json.dumps([[module, *arguments], str(cwd), env]).encode()
             socket.send_fds(_origin(), [request], [self.said.fileno(), theirs.fileno()])
         self.pid = int(self._status.recv(32))
 
-    def poll(self, timeout: float = 0.0) -> int | None:
+    def poll(self, timeout: float = 1e-3) -> int | None:
         if self.returncode is None:
-            self._status.settimeout(timeout or 1e-3)
+            self._status.settimeout(timeout)
             try:
                 self.returncode = int(self._status.recv(32))
             except TimeoutError:
@@ -55,8 +55,7 @@ class Fork:
             os.kill(self.pid, signal.SIGKILL)
 
     def printed(self) -> str:
-        self.said.seek(0)
-        return self.said.read()
+        return os.pread(self.said.fileno(), 1 << 24, 0).decode(errors="replace")
 
 
 def run(module: str, *arguments: str, timeout: float = 400, **environment: str) -> int:
@@ -120,8 +119,10 @@ def _serve(requests: socket.socket) -> None:
         os.dup2(said, 1)
         os.dup2(said, 2)
         os.close(said)
+        os.setsid()
+        sys.argv, cwd, environment = json.loads(request)
+        os.chdir(cwd)
         os.environ.clear()
-        sys.argv, environment = json.loads(request)
         os.environ.update(environment)
         return
 

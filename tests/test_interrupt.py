@@ -20,6 +20,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from lightrl.algorithms.hooks import RLCallback
 from lightrl.callbacks import RolloutCheckpoint
 from lightrl.rollout import Evaluation
+from tests import forks
 from tests.test_resume import ROOT, Reward, assert_same, rows, run
 from tests.toys import quickstart_model, quiet_trainer
 
@@ -162,12 +163,8 @@ def test_ctrl_c_on_the_command_with_an_engine_of_its_own(tmp_path: Path) -> None
         "data": {"class_path": "RolloutDataModule", "init_args": data},
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-    command = [sys.executable, "-c", "from lightrl.cli import main; main()", "fit", "--config", "run.yaml"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with open(tmp_path / "errors", "w") as errors:
-        process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=errors, start_new_session=True)
-        status = process.wait(timeout=550)
-    said = (tmp_path / "errors").read_text()
+    process = forks.Fork("lightrl", "fit", "--config", "run.yaml", cwd=tmp_path)
+    status, said = process.poll(550), process.printed()
     assert status == 1, said[-3000:]
     assert "Traceback" not in said
     last = Path("logs/run/version_0/checkpoints/last.ckpt")

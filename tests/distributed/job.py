@@ -131,7 +131,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "every": {"options": {"reduce_every_micro_batch": True}, "callbacks": [Sharded()]},
     "every-broken": {"kind": "broken", "options": {"reduce_every_micro_batch": True}},
     "vllm": {"engine": VLLMEngine(max_model_len=24)},
-    "vllm-lora": {"kind": "lora", "engine": VLLMEngine(max_model_len=24)},
     "live": {"kind": "live"},
     "experts": {"kind": "experts", "engine": OtherExperts()},
     "unrewarded": {"rewards": [scores_run_out]},

@@ -34,7 +34,7 @@ EXTRA = {
     "ddp": ["live", "experts", "unrewarded"],
     "fsdp2": ["offload", "bf16", "every", "live", f"lora@one/lora/{MIDDLE}"],
     "zero2": ["every", "every-broken", "experts", "unrewarded"],
-    "zero3": ["every", "every-broken", "live"],
+    "zero3": ["live"],
 }
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(900)]  # the first may have to compile
@@ -213,7 +213,7 @@ def test_an_update_is_skipped_where_no_rank_has_a_token_to_train(ranks: Any) -> 
         assert len(rank["gaps"]) == ROLLOUTS and max(rank["gaps"]) < 1e-5
 
 
-@pytest.mark.parametrize("ranks", ["fsdp2", LONG_ONES[1], "zero3"], indirect=True)
+@pytest.mark.parametrize("ranks", ["fsdp2", LONG_ONES[1]], indirect=True)
 def test_reduced_every_micro_batch_is_reduced_once(ranks: Any) -> None:
     """Gradients in shards after each backward, and the same updates; also where one is skipped in the middle.
 
@@ -271,12 +271,11 @@ def test_a_rank_that_dies_while_parts_are_saved_costs_that_checkpoint(
 @pytest.mark.vllm
 def test_vllm_follows_on_both_ranks(place: Path) -> None:
     """An engine in each trainer process, fed from shards: its log-probs are the trainer's after every update."""
-    forks.ranks("tests.distributed.job", "fsdp2", str(place / "model"), str(place), "vllm", "vllm-lora")
-    for step in ("vllm", "vllm-lora"):
-        both = [torch.load(place / f"fsdp2-{step}-{rank}.pt", weights_only=True) for rank in range(2)]
-        for rank in both:
-            assert len(rank["gaps"]) == ROLLOUTS and 0 < max(rank["gaps"]) < 2e-5
-        assert_same_weights(both[0]["weights"], both[1]["weights"])
+    forks.ranks("tests.distributed.job", "fsdp2", str(place / "model"), str(place), "vllm")
+    both = [torch.load(place / f"fsdp2-vllm-{rank}.pt", weights_only=True) for rank in range(2)]
+    for rank in both:
+        assert len(rank["gaps"]) == ROLLOUTS and 0 < max(rank["gaps"]) < 2e-5
+    assert_same_weights(both[0]["weights"], both[1]["weights"])
 
 
 def test_a_rank_does_not_outlive_its_launcher(tmp_path: Path) -> None:

@@ -146,8 +146,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "program": {"program": talk},
     "staleness": {"schedule": Ahead()},
 }
-SHARDED = {"fsdp2": ("environment", "program", "staleness"), "zero2": ("environment", "program")}
-SHARDED["zero3"] = SHARDED["zero2"]
+SHARDED = {"fsdp2": ("program", "staleness"), "zero2": ("environment",), "zero3": ("program",)}
 COMPARED = ("rollout/turns", "rollout/stop_stop", "reward/mean")
 
 
