@@ -23,7 +23,6 @@ from lightrl.objectives import KLInReward
 from tests import forks
 from tests.toys import digits_reward, quickstart_model, quiet_trainer, sums_data
 
-ROOT = Path(__file__).parent.parent
 EPOCHS = 2
 
 
