@@ -61,7 +61,8 @@ def test_the_pipeline_briefly(root: Path, tmp_path: Path, monkeypatch: pytest.Mo
     rows = "--data.init_args.train.rows.init_args.size=512"
     step("sft", rows, "--trainer.limit_train_batches=4")
     few = [rows, "--trainer.limit_train_batches=4", "--trainer.limit_val_batches=1"]
-    trained = step("reward", f"--model.init_args.model.path={models['sft']}", *few)
+    held_out = "--data.init_args.val.rows.init_args.size=128"
+    trained = step("reward", f"--model.init_args.model.path={models['sft']}", held_out, *few)
     assert 0.3 < trained.trainer.callback_metrics["eval/accuracy"] <= 1.0
     actor = f"--model.init_args.actor.path={models['sft']}"
     judge = [{"name": "preference", "path": models["reward"], "tokenizer": "policy"}]
