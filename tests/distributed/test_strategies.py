@@ -28,8 +28,8 @@ from tests.toys import OtherExperts, quickstart_model
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MIDDLE, END = f"rollout={ROLLOUTS // 2:06d}.ckpt", f"rollout={ROLLOUTS:06d}.ckpt"
-LONG_ONES = [pytest.param(name, marks=pytest.mark.long) for name in ("zero1", "zero2")]
-STRATEGIES = ["ddp", "fsdp2", *LONG_ONES, "zero3"]
+LONG_ONES = [pytest.param(name, marks=pytest.mark.long) for name in ("zero1", "zero2", "zero3")]
+STRATEGIES = ["ddp", "fsdp2", *LONG_ONES]
 EXTRA = {
     "ddp": ["live", "experts", "unrewarded"],
     "fsdp2": ["offload", "bf16", "every", "live", f"lora@one/lora/{MIDDLE}"],
@@ -182,7 +182,7 @@ def test_fsdp2_options(ranks: Any, one: dict[str, Any]) -> None:
     assert torch.equal(rounded, steps["bf16"][1]["weights"]["model.embed_tokens.weight"])
 
 
-@pytest.mark.parametrize("ranks", ["ddp", "fsdp2", "zero3"], indirect=True)
+@pytest.mark.parametrize("ranks", ["ddp", "fsdp2", LONG_ONES[2]], indirect=True)
 def test_a_live_model_is_sharded_as_its_folder_is(ranks: Any, one: dict[str, Any]) -> None:
     _, steps = ranks
     for rank in steps["live"]:

@@ -18,7 +18,7 @@ from tests.pairs.arrays import BrokenError, covering_array, missing_pairs, refus
 from tests.pairs.features import FACTORS, REFUSALS, Settings, refusals
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-IN_CI = 32
+IN_CI = 24
 SLOW = (("engine", "vLLM"), ("ranks", "2"))
 
 

@@ -74,6 +74,7 @@ def test_vllm_in_this_process_samples_rows_whose_logprobs_are_those_trained(
     assert max(cached) > max(sorted(lengths)[: len(lengths) // 4])  # more than any first prompt is long
 
 
+@pytest.mark.long
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_an_engine_that_is_killed_in_the_middle_of_turns_is_started_again(vllm: Any, path: str) -> None:

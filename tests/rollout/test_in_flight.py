@@ -22,10 +22,10 @@ from lightrl.engines.transformers.decoding import Generation
 from lightrl.environments.episodes import Episode, Task, one_turn
 from lightrl.models.spec import LoraSpec, ModelSpec
 from lightrl.records import CompletionGroup, GenerationRequest, Rollouts, SamplingParams, Trajectory
-from lightrl.rollout import Evaluation, InFlight
+from lightrl.rollout import Ahead, Evaluation, InFlight
 from tests.models.test_routing import saved
-from tests.rollout.test_staleness import Watch, run, sgd
-from tests.toys import KeptEngine, ThreadEngine, quickstart_model, sums_data
+from tests.rollout.test_staleness import Watch, run, sgd, staleness
+from tests.toys import KeptEngine, ThreadEngine, digits_reward, quickstart_model, sums_data
 from tests.waiting import until
 
 FIRST = 4
@@ -283,6 +283,26 @@ def test_vllm_changes_weights_within_completions(cache: Any, plain: Any) -> None
         for version in {int(versions(rollouts).max()), first}:
             gap = worst(module, watch, rollouts, version, version)
             assert gap < 1e-4 if version == first or cache == "recompute" else gap > 1e-3
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_vllm_samples_the_next_rollout_during_the_update(plain: Any) -> None:
+    scored: list[int] = []
+
+    def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        scored.append(len(prompts))
+        return digits_reward(prompts, completions)
+
+    class Waits(RLCallback):
+        def on_experience_made(self, trainer: Any, module: Any, experience: Any) -> None:
+            groups = 4 * min(module.policy_version + 2, 4)
+            assert until(lambda: len(scored) >= groups), "the next rollout waits for the update"
+
+    module, watch = plain(Waits(), schedule=Ahead(), rewards=[reward])
+    assert staleness(watch) == [0, 1, 1, 1]
+    for number in (1, 3):
+        assert watch.gap(module, number - 1, watch.rollouts[number]) < 1e-4
 
 
 @pytest.mark.vllm

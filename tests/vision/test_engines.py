@@ -74,7 +74,7 @@ def test_the_transformers_engine_agrees(folder_of: Any, family: str) -> None:
 
 @pytest.mark.vllm
 @pytest.mark.parametrize(
-    "family", ["qwen2_vl", "qwen3_vl", "idefics3", pytest.param("qwen2_5_vl", marks=pytest.mark.long)]
+    "family", ["qwen2_vl", "idefics3", *(pytest.param(f, marks=pytest.mark.long) for f in ("qwen2_5_vl", "qwen3_vl"))]
 )
 def test_vllm_agrees(folder_of: Any, family: str) -> None:
     pytest.importorskip("vllm")
