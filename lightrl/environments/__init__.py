@@ -9,6 +9,7 @@ from lightrl.compat.lazy import lazy_names
 if TYPE_CHECKING:
     from lightrl.environments.base import Environment, Reply, Step, ToolCall
     from lightrl.environments.canary import LedgerMismatch, check_trajectories
+    from lightrl.environments.code_tools import BashTool, PythonTool
     from lightrl.environments.endpoint.program import AgentProgram
     from lightrl.environments.episodes import EnvironmentFailedError, Episode, SingleTurn, Task
     from lightrl.environments.gym import GymnasiumEnvironment
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AgentProgram",
+    "BashTool",
     "Environment",
     "EnvironmentEpisode",
     "EnvironmentFailedError",
@@ -28,6 +30,7 @@ __all__ = [
     "LedgerMismatch",
     "MCPEnvironment",
     "OpenEnvironment",
+    "PythonTool",
     "Reply",
     "SingleTurn",
     "Step",
@@ -37,5 +40,5 @@ __all__ = [
     "check_trajectories",
 ]
 
-_MODULES = ("episodes", "base", "canary", "ledger", "tools", "gym", "playing", "remote", "endpoint.program")
+_MODULES = ("episodes", "base", "canary", "ledger", "tools", "gym", "playing", "code_tools", "remote", "endpoint.program")
 __getattr__ = lazy_names(__name__, _MODULES, __all__)
