@@ -40,5 +40,6 @@ __all__ = [
     "check_trajectories",
 ]
 
-_MODULES = ("episodes", "base", "canary", "ledger", "tools", "gym", "playing", "code_tools", "remote", "endpoint.program")
+_MODULES = ("episodes", "base", "canary", "ledger", "tools", "gym", "playing", "remote", "code_tools")
+_MODULES += ("endpoint.program",)
 __getattr__ = lazy_names(__name__, _MODULES, __all__)
