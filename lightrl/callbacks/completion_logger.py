@@ -24,6 +24,7 @@ from torch import Tensor
 from lightrl.algorithms.experience import TrajectoryLayout, first_rows, trajectory_lengths
 from lightrl.algorithms.hooks import RLCallback
 from lightrl.callbacks.run_files import contact_sheet, describe, png, run_folder, write_once
+from lightrl.callbacks.traces import log_traces
 from lightrl.checkpoints.files import append_lines
 from lightrl.compat.arguments import at_least
 from lightrl.records import Experience, Rollouts
@@ -38,7 +39,8 @@ class CompletionLogger(RLCallback):
     """Logs a few completions every N rollouts, and those of the same first prompts at each evaluation.
 
     They go to a table in the terminal (rank 0), to every logger that takes tables (W&B, MLflow, Comet) or text
-    (TensorBoard), and in full to `samples.jsonl` in the run's folder, which `lightrl report` reads. Each line has
+    (TensorBoard), as conversations to those with a trace view (MLflow, Weave, trackio; see `log_traces`), and in full
+    to `samples.jsonl` in the run's folder, which `lightrl report` reads. Each line has
     `step` (-1 before training, see `EvaluateFirst`), `phase` (`train` or `eval`), `prompt` (as the engine got it),
     `completion`, `reward`, `reward_parts` (function -> value), `extra` (of `log_extra`), `num_tokens`, `truncated`, and
     in training `advantage` (mean over sampled tokens); with an environment also `turns`, `stop_reason`, and the
@@ -153,6 +155,7 @@ class CompletionLogger(RLCallback):
             append_lines(self._path, lines)
         for logger in trainer.loggers:
             log_samples(logger, f"samples/{phase}", records, sheets, step)
+            log_traces(logger, f"samples/{phase}", records, step)
         if self.terminal:
             print_table(trainer, samples_table(records, title, self.max_characters))
 
@@ -176,12 +179,12 @@ def _trying_out(trainer: Trainer) -> bool:
 
 def log_samples(logger: Any, name: str, records: list[dict[str, Any]], sheets: list[Any], step: int) -> None:
     """Logs records of `sample_records` and their images (None without) to a logger that takes tables or text."""
-    shown = [*COLUMNS, *(["media"] if any("media" in record for record in records) else [])]
+    shown = [*COLUMNS, *(column for column in ("media", "messages") if any(column in record for record in records))]
     parts = list(dict.fromkeys(name for record in records for name in _several(record)))
     extra = list(dict.fromkeys(name for record in records for name in record.get("extra", ())))
     rows = [
         [
-            *(record.get(column) for column in shown),
+            *(_cell(record.get(column)) for column in shown),
             *(record["reward_parts"].get(name) for name in parts),
             *(record.get("extra", {}).get(name) for name in extra),
         ]
@@ -209,6 +212,11 @@ def log_samples(logger: Any, name: str, records: list[dict[str, Any]], sheets: l
         logger.experiment.add_text(name, markdown_table(rows, shown), step)
         for key, sheet in pages.items():
             logger.experiment.add_image(key, np.asarray(sheet), step, dataformats="HWC")
+
+
+def _cell(value: Any) -> Any:
+    """A conversation as JSON, which every table holds; any other value unchanged."""
+    return json.dumps(value, default=str, ensure_ascii=False) if isinstance(value, list) else value
 
 
 def sample_records(
