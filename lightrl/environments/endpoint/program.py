@@ -105,7 +105,7 @@ class AgentProgram(MultiTurn):
                 f"python={python!r}, env={env!r}: belong to processes. Set process=True, or leave them out."
             )
         else:
-            self.function = imported("run:", run) if isinstance(run, str) else run
+            self.function = _imported(run) if isinstance(run, str) else run
         self.limit_reward = limit_reward
         self._endpoint: Endpoint | None = None
         self._notified: set[str] = set()
@@ -249,3 +249,12 @@ class AgentProgram(MultiTurn):
                 "size, or None."
             )
         return float(reward)
+
+
+def _imported(run: str) -> Any:
+    try:
+        return imported("run:", run)
+    except ValueError as error:
+        if "api_key" not in str(error):
+            raise
+        raise ValueError(f"{error} {_HINT} Or set process=True, where the import finds a key.") from error

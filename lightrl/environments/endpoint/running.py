@@ -21,7 +21,7 @@ from typing import IO, Any
 
 from lightrl.engines.background import in_background, in_thread
 from lightrl.environments.calling import LoopBlockedError, UserCode
-from lightrl.environments.endpoint.callers import enter
+from lightrl.environments.endpoint.callers import enter, leave
 from lightrl.rewards.base import message_of
 
 CHILD = Path(__file__).with_name("child.py")
@@ -58,6 +58,7 @@ async def run_here(function: Callable[..., Any], row: Mapping[str, Any], base_ur
         raise
     finally:
         code.close()
+        leave(api_key)
     if error is None:
         return value
     kind = ProgramBlockedError if isinstance(error, LoopBlockedError) else ProgramError

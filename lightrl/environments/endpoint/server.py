@@ -132,7 +132,7 @@ class Endpoint:
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         key = (key if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")).strip()
         session = self._sessions.get(key)
-        caller = None if request.client is None else key_of(request.client.port)
+        caller = None if request.client is None else key_of(request.client.port, request.scope["server"][1])
         if caller is not None and caller != key and session is not None and self._opened > 1:
             cause = UNTOLD if caller == UNKNOWN else MIXED_UP
             for mixed_up in filter(None, (session, self._sessions.get(caller))):
