@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +34,23 @@ _METADATA = (
     *("utime", "utimes", "futimesat", "utimensat", "setxattr", "lsetxattr", "fsetxattr", "setxattrat"),
     *("removexattr", "lremovexattr", "fremovexattr", "removexattrat"),
 )
-# Names of system calls and their numbers on x86-64 and 64-bit ARM: namespaces don't cover the kernel's keys, and memory
-# of these files and segments is no process's.
+# System calls with their numbers on x86-64 and 64-bit ARM. Namespaces or Landlock don't govern these: they reach keys of
+# the kernel, other processes of the user, names of files, or memory that belongs to no process.
 _KERNEL = {
     **{"ptrace": (101, 117), "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219)},
     **{"process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "perf_event_open": (298, 241)},
+    **{"setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setparam": (142, 118), "sched_setattr": (314, 274)},
+    **{"sched_setscheduler": (144, 119), "sched_setaffinity": (203, 122), "kcmp": (312, 272)},
+    **{"migrate_pages": (256, 238), "move_pages": (279, 239), "process_madvise": (440, 440)},
     **{"bpf": (321, 280), "userfaultfd": (323, 282), "io_uring_setup": (425, 425), "memfd_create": (319, 279)},
     **{"memfd_secret": (447, 447), "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190)},
+    **{"mq_open": (240, 180), "mq_unlink": (241, 181), "inotify_add_watch": (254, 27)},
     **{"unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41)},
     **{"open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430), "fsmount": (432, 432)},
 }
+# The largest first argument of others: the own process for `prlimit64`, no family of `socket` above AF_NETLINK.
+_LARGEST = {(302, 261): 0, (41, 198): 16}
+_EPERM, _ALLOW = (0x06, 0, 0, 0x50001), (0x06, 0, 0, 0x7FFF0000)
 _ENTRY_BYTES = 4096  # a file, even an empty one
 _LONGEST_PATH = 1024
 
@@ -82,6 +89,8 @@ def _run(job: dict[str, Any], root: Path, control: socket.socket, libc: Any) -> 
         (resource.RLIMIT_NOFILE, 256),
     ):
         resource.setrlimit(limit, (value, value))
+    # Not a limit of this process, which needs more address space than some programs may have.
+    job["command"] = ["sh", "-c", f'ulimit -v {job["memory"] // 1024}; exec "$@"', "sh", *job["command"]]
     deadline = time.monotonic() + job["timeout"]
     pid, wait = _MECHANISMS[job["mechanism"]](job, root, libc)
     reason = _watch(job, root, pid, deadline, control)
@@ -190,12 +199,29 @@ def _environment(scratch: Path) -> dict[str, str]:
     return {**paths, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
+def _filter(names: Iterable[str]) -> bytes:
+    """A seccomp filter that rejects system calls, and arguments of others."""
+    column = {"x86_64": 0, "aarch64": 1}[platform.machine()]
+    architecture = (0xC000003E, 0xC00000B7)[column]
+    rules = [(0x20, 0, 0, 4), (0x15, 1, 0, architecture), (0x06, 0, 0, 0x80000000), (0x20, 0, 0, 0)]
+    rules += [(0x35, 0, 1, 0x40000000), _EPERM]  # numbers of x32
+    for name in names:
+        rules += [(0x15, 0, 1, _KERNEL[name][column]), _EPERM]
+    for numbers, largest in _LARGEST.items():
+        rules += [(0x15, 0, 4, numbers[column]), (0x20, 0, 0, 16), (0x25, 0, 1, largest), _EPERM, _ALLOW]
+    return b"".join(struct.pack("HBBI", *rule) for rule in [*rules, _ALLOW])
+
+
 def _sandlock(job: dict[str, Any], root: Path, libc: Any) -> tuple[int, Callable[[], int]]:
     sys.path.append(job["sandlock"])
     import sandlock
 
     for capability in range(64):
         libc.prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP: root's program has no more rights than another's
+    rules = ctypes.create_string_buffer(code := _filter([]), len(code))
+    program = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(rules))
+    if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, program, 0, 0):  # PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP
+        raise OSError(ctypes.get_errno(), "seccomp")
     scratch = root / "scratch"
     readable = [*_SYSTEM, *_DEVICES, "/proc", *job["readable"], str(root / "program")]
     process = sandlock.Sandbox(
@@ -209,8 +235,6 @@ def _sandlock(job: dict[str, Any], root: Path, libc: Any) -> tuple[int, Callable
         env=_environment(scratch),
         cwd=str(scratch),
     ).popen(job["command"])
-    with contextlib.suppress(ProcessLookupError):
-        resource.prlimit(process.pid, resource.RLIMIT_AS, (job["memory"], job["memory"]))
 
     def wait() -> int:
         result = process.wait(timeout=5.0)
@@ -221,39 +245,21 @@ def _sandlock(job: dict[str, Any], root: Path, libc: Any) -> tuple[int, Callable
 
 
 def _bubblewrap(job: dict[str, Any], root: Path, libc: Any) -> tuple[int, Callable[[], int]]:
-    scratch, program = str(root / "scratch"), str(root / "program")
+    scratch, program, shm = (str(root / name) for name in ("scratch", "program", "shm"))
     options = ["--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--hostname", "sandbox"]
     for path in (*_SYSTEM, *job["readable"], program):
         options += ["--ro-bind-try", path, path]
-    options += ["--proc", "/proc", "--dev", "/dev", "--bind", scratch, scratch]
-    options += ["--bind", str(root / "shm"), "/dev/shm", "--remount-ro", "/dev", "--remount-ro", "/"]
+    options += ["--proc", "/proc", "--dev", "/dev", "--bind", scratch, scratch, "--bind", shm, "/dev/shm"]
+    for path in ("/dev", "/proc", "/"):  # root could write to /proc/sys
+        options += ["--remount-ro", path]
     for name, value in _environment(root / "scratch").items():
         options += ["--setenv", name, value]
-    column = {"x86_64": 0, "aarch64": 1}[platform.machine()]
-    architecture = (0xC000003E, 0xC00000B7)[column]
-    rules = [(0x20, 0, 0, 4), (0x15, 1, 0, architecture), (0x06, 0, 0, 0x80000000), (0x20, 0, 0, 0)]
-    rules += [(0x35, 0, 1, 0x40000000), (0x06, 0, 0, 0x50001)]  # the x32 numbers; 0x50001 is EPERM
-    for numbers in _KERNEL.values():
-        rules += [(0x15, 0, 1, numbers[column]), (0x06, 0, 0, 0x50001)]
-    with tempfile.TemporaryFile(dir=root) as seccomp:
-        seccomp.write(b"".join(struct.pack("HBBI", *rule) for rule in [*rules, (0x06, 0, 0, 0x7FFF0000)]))
-        seccomp.seek(0)
-        limits = (job["memory"], job["memory"])
-        process = subprocess.Popen(
-            [
-                job["bubblewrap"],
-                *options,
-                "--seccomp",
-                str(seccomp.fileno()),
-                "--chdir",
-                scratch,
-                "--",
-                *job["command"],
-            ],
-            pass_fds=[seccomp.fileno()],
-            env={},
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, limits),
-        )
+    with tempfile.TemporaryFile(dir=root) as rules:
+        rules.write(_filter(_KERNEL))
+        rules.seek(0)
+        options += ["--seccomp", str(rules.fileno()), "--chdir", scratch, "--"]
+        command = [job["bubblewrap"], *options, *job["command"]]
+        process = subprocess.Popen(command, pass_fds=[rules.fileno()], env={})
     return process.pid, process.wait
 
 

@@ -85,10 +85,11 @@ def outside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
 
 ESCAPES = {
     "tcp": "socket.create_connection(('127.0.0.1', {port}), 1)",
-    "udp": "assert socket.socket(type=socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', {udp}))",
+    "udp": "socket.socket(type=socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', {udp})); raise OSError('see below')",
     "unix socket": "socket.socket(socket.AF_UNIX).connect('{folder}/server')",
     "abstract socket": "socket.socket(socket.AF_UNIX).connect({abstract!r})",
     "raw socket": "socket.socket(socket.AF_PACKET, socket.SOCK_RAW)",
+    "hypervisor": "socket.socket(40).connect((2, 9999))",
     "listen": "s = socket.socket(); s.bind(('0.0.0.0', {port})); s.listen(); assert 0",
     "read": "open('{folder}/secret').read()",
     "write": "open('{folder}/new', 'w')",
@@ -131,6 +132,9 @@ ESCAPES = {
     "limits of the trainer": "resource.prlimit({pid}, resource.RLIMIT_NOFILE, (0, 0))",
     "higher limits": "resource.setrlimit(resource.RLIMIT_AS, (-1, -1)); assert resource.getrlimit(resource.RLIMIT_AS) == (-1, -1)",
     "memory file": "os.memfd_create('x')",
+    "message queue": "assert ctypes.CDLL(None).syscall(240, b'lightrl', 0o102, 0o600, 0) >= 0",
+    "names of files": "n = ctypes.CDLL(None); assert n.inotify_add_watch(n.inotify_init(), b'{folder}', 0x100) >= 0",
+    "file by handle": "assert ctypes.CDLL(None, use_errno=True).syscall(304, -100, b'x' * 64, 0) >= 0",
     "shared memory": "assert ctypes.CDLL(None).shmget(0, 1 << 30, 0o1600) >= 0",
 }
 HEAD = "import ctypes, os, resource, socket, stat, sys, time\ntry:\n    {}\nexcept BaseException as error:\n    print('held', repr(error))\nelse:\n    print('ESCAPED')\n"
@@ -142,6 +146,7 @@ def test_a_program_reaches_nothing_outside(box: Sandbox, outside: dict[str, Any]
     os.utime(secret, (1.0, 1.0))
     programs = {name: HEAD.format(code.format(**outside)) for name, code in ESCAPES.items()}
     script = "import os, subprocess, sys\nos.environ['ABOVE'] = str(os.getppid())\nfor name, code in PROGRAMS.items():\n    r = subprocess.run([sys.executable, '-I', '-S', '-c', code], stdin=0, capture_output=True, text=True)\n    print(name, '|', r.stdout.strip(), r.stderr.strip()[-100:])\n"
+    box.timeout = 60.0
     result = box.run_python(f"PROGRAMS = {programs!r}\n{script}")
     lines = result.stdout.splitlines()
     assert result.reason == "exit" and len(lines) == len(ESCAPES), result
