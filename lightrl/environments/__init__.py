@@ -40,6 +40,8 @@ __all__ = [
     "check_trajectories",
 ]
 
-_MODULES = ("episodes", "base", "canary", "ledger", "tools", "gym", "playing", "remote", "code_tools")
-_MODULES += ("endpoint.program",)
+_MODULES = (
+    *("episodes", "base", "canary", "ledger", "tools", "gym", "playing", "remote", "code_tools"),
+    "endpoint.program",
+)
 __getattr__ = lazy_names(__name__, _MODULES, __all__)

@@ -25,8 +25,10 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/group", "/etc/ld.so.cache")
-_SYSTEM += ("/etc/localtime", "/etc/nsswitch.conf", "/etc/passwd")
+_SYSTEM = (
+    *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/group", "/etc/ld.so.cache"),
+    *("/etc/localtime", "/etc/nsswitch.conf", "/etc/passwd"),
+)
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 # Landlock does not govern metadata: without these, a program could change the mode of each of its user's files.
 _METADATA = (
@@ -34,8 +36,8 @@ _METADATA = (
     *("utime", "utimes", "futimesat", "utimensat", "setxattr", "lsetxattr", "fsetxattr", "setxattrat"),
     *("removexattr", "lremovexattr", "fremovexattr", "removexattrat"),
 )
-# System calls with their numbers on x86-64 and 64-bit ARM. Namespaces or Landlock don't govern these: they reach keys of
-# the kernel, other processes of the user, names of files, or memory that belongs to no process.
+# System calls with their numbers on x86-64 and 64-bit ARM. Namespaces or Landlock don't govern these: they reach keys
+# of the kernel, other processes of the user, names of files, or memory that belongs to no process.
 _KERNEL = {
     **{"ptrace": (101, 117), "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219)},
     **{"process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "perf_event_open": (298, 241)},
