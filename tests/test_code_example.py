@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import subprocess
 from pathlib import Path
@@ -24,7 +25,7 @@ def test_every_task_can_be_solved_and_none_by_another_answer() -> None:
     sums = [row for row in rows if " plus " in row["prompt"] or "the sum of a and b" in row["prompt"]]
     reward = CodeTests(test_timeout=1.0)
     code = "def add(a, b=1): return a + b\nplus = add_one = add"
-    assert reward([code] * len(sums), tests=[row["tests"] for row in sums]) == [1.0] * len(sums)
+    assert asyncio.run(reward([code] * len(sums), tests=[row["tests"] for row in sums])) == [1.0] * len(sums)
     assert all(len(row["tests"]) == 4 for row in rows)
 
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import functools
 import json
 import os
 import re
 import subprocess
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from lightrl.compat.arguments import above, at_least
+from lightrl.engines.background import in_thread
 from lightrl.rewards.base import Reward, RewardError
 from lightrl.rewards.rules import column_of
 from lightrl.rewards.sandbox import Sandbox
@@ -70,30 +72,32 @@ class CodeTests(Reward):
         self.test_timeout = above("CodeTests.test_timeout", test_timeout, note=" seconds")
         self.sandbox = sandbox or Sandbox(timeout=30.0)
         at_least("CodeTests.concurrency", concurrency, 1, or_none="for the number of CPUs")
-        self._threads = ThreadPoolExecutor(concurrency or os.cpu_count(), "code-tests")
+        self._slots = threading.Semaphore(concurrency or os.cpu_count() or 1)
 
-    def __call__(
+    async def __call__(
         self, completions: Sequence[str], log_metric: Callable[[str, float], None] | None = None, **columns: Any
     ) -> list[float | None]:
         tests = [parse_tests(cell) for cell in column_of(columns, self.column)]
-        shares = list(self._threads.map(self._passed, completions, tests))
+        shares = await asyncio.gather(*map(self._share, completions, tests))
         if log_metric is not None and shares:
             log_metric("all_passed", shares.count(1.0) / len(shares))
             log_metric("unusable", shares.count(None) / len(shares))
         return [float(share == 1.0) if self.all_or_nothing and share is not None else share for share in shares]
 
-    def close(self) -> None:
-        self._threads.shutdown()
-
-    def _passed(self, completion: str, tests: list[str] | list[tuple[str, str]] | None) -> float | None:
+    async def _share(self, completion: str, tests: list[Any] | None) -> float | None:
         if tests is None:
             return None
-        code = extract_code(completion)
-        pairs = [test for test in tests if not isinstance(test, str)]
-        results = self._outputs(code, pairs) if pairs else self._verdicts(code, tests)
+        share, error = await in_thread(functools.partial(self._passed, extract_code(completion), tests), "code-tests")
+        if error is not None:
+            raise error
+        return share
+
+    def _passed(self, code: str, tests: list[Any]) -> float:
+        with self._slots:
+            results = self._verdicts(code, tests) if isinstance(tests[0], str) else self._outputs(code, tests)
         return sum(results) / len(tests)
 
-    def _verdicts(self, code: str, tests: Any) -> list[bool]:
+    def _verdicts(self, code: str, tests: list[str]) -> list[bool]:
         """Which tests passed, until the tests ended."""
         (answers, tell), (requests, ask) = os.pipe(), os.pipe()
         streams = [answers, tell, requests, ask]
@@ -142,7 +146,7 @@ def _lines(text: str | None) -> list[str] | None:
     return None if text is None else [line.rstrip() for line in text.rstrip().splitlines()]
 
 
-def parse_tests(cell: Any) -> list[str] | list[tuple[str, str]] | None:
+def parse_tests(cell: Any) -> list[Any] | None:
     """A row's tests as snippets or as pairs of input and output; None if there are none that can be used.
 
     Raises:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from typing import Any
@@ -31,7 +32,7 @@ def reward() -> CodeTests:
 
 
 def scores(reward: CodeTests, codes: list[str], tests: list[Any]) -> list[float | None]:
-    return reward(codes, tests=tests)
+    return asyncio.run(reward(codes, tests=tests))
 
 
 def fenced(code: str) -> str:
@@ -179,14 +180,14 @@ def test_a_slow_test_costs_only_itself_and_the_share_is_of_all_tests(reward: Cod
 def test_metrics_and_rows_without_usable_tests(reward: CodeTests) -> None:
     logged: dict[str, float] = {}
     code = "def add(a, b): return a + b"
-    values = reward([code] * 3, tests=[ADD, None, "assert add("], log_metric=logged.__setitem__)
+    values = asyncio.run(reward([code] * 3, tests=[ADD, None, "assert add("], log_metric=logged.__setitem__))
     assert values == [1.0, None, None]
     assert logged == {"all_passed": 1 / 3, "unusable": 2 / 3}
     for wrong in (3, [], [1], [{"input": "1"}], {"tests": []}):
         with pytest.raises(RewardError, match="tests="):
             parse_tests(wrong)
     with pytest.raises(RewardError, match="column="):
-        reward([code])
+        asyncio.run(reward([code]))
 
 
 def test_tests_end_with_an_assert() -> None:
@@ -212,8 +213,6 @@ async def _called(tool: Any, name: str, **arguments: str) -> str:
 
 
 def test_code_tools_answer_with_output_and_errors() -> None:
-    import asyncio
-
     assert asyncio.run(_called(PythonTool(), "python", code="print(6 * 7)")) == "42"
     assert "ZeroDivisionError" in asyncio.run(_called(PythonTool(), "python", code="1 / 0"))
     assert asyncio.run(_called(BashTool(), "bash", script="echo $((6 * 7)); exit 3")) == "42\n[exit code 3]"
