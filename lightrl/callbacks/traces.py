@@ -68,9 +68,9 @@ def _exchanges(turns: list[dict[str, Any]]) -> Iterator[tuple[list[dict[str, Any
 def _to_mlflow(logger: MLFlowLogger, name: str, turns: list[dict[str, Any]], facts: dict[str, Any]) -> None:
     import mlflow
 
-    run, experiment = logger.run_id, logger.experiment_id  # opens the run, and points mlflow to its store
     if not hasattr(mlflow, "start_span_no_context"):  # mlflow 2
         return
+    run, experiment = logger.run_id, logger.experiment_id  # opens the run, and points mlflow to its store
     first = next((i for i, turn in enumerate(turns) if turn.get("role") == "assistant"), len(turns))
     root = mlflow.start_span_no_context(
         name.rpartition("/")[0],
