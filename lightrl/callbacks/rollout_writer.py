@@ -171,7 +171,7 @@ def trajectory_records(rollouts: Rollouts, experience: Experience, tokenizer: An
             ids = experience.token_ids[i, :n].tolist()
             row: dict[str, Any] = {"token_ids": ids, "turns": turn_ids[i, :n].tolist()}
             if tokenizer is not None:
-                row["tokens"] = texts_of_tokens(ids, pieces, tokenizer)
+                row["tokens"] = texts_of_tokens(ids, pieces, tokenizer, row["turns"])
                 row["special"] = [place for place, token in enumerate(ids) if token in special]
             row["policy_versions"] = versions[i, :n].tolist()
             row |= {name: [_number(x) for x in values[i, :n].tolist()] for name, values in of_tokens.items()}
@@ -199,13 +199,14 @@ def trajectory_records(rollouts: Rollouts, experience: Experience, tokenizer: An
     return records
 
 
-def texts_of_tokens(ids: list[int], pieces: dict[int, str], tokenizer: Any) -> list[str]:
+def texts_of_tokens(ids: list[int], pieces: dict[int, str], tokenizer: Any, turns: list[int]) -> list[str]:
     """Texts of tokens that together are the text: a character of several tokens is in the last of them.
 
     Args:
         ids: Token ids.
         pieces: Token id -> text of the token alone, which may lack a space or be half of an emoji.
         tokenizer: The policy's.
+        turns: Turn of each token; a character that a turn cuts short stays in that turn.
     """
     alone = [pieces[token] for token in ids]
     if "".join(alone) == tokenizer.decode(ids, clean_up_tokenization_spaces=False):
@@ -214,7 +215,8 @@ def texts_of_tokens(ids: list[int], pieces: dict[int, str], tokenizer: Any) -> l
     for place in range(1, len(ids) + 1):
         before = tokenizer.decode(ids[start:done], clean_up_tokenization_spaces=False)
         text = tokenizer.decode(ids[start:place], clean_up_tokenization_spaces=False)
-        if text.endswith("\ufffd") and place < len(ids) and place - done < 8:  # bytes of a character that is not over
+        over = place == len(ids) or turns[place] != turns[place - 1] or place - done >= 8
+        if text.endswith("\ufffd") and not over:  # bytes of a character
             texts.append("")
             continue
         texts.append(text[len(before) :])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
@@ -25,6 +25,7 @@ def log_traces(logger: Any, name: str, records: list[dict[str, Any]], step: int)
         records: Records of `sample_records`.
         step: Step of the metrics.
     """
+    send: Callable[[Any, str, list[dict[str, Any]], dict[str, Any]], None]
     if isinstance(logger, MLFlowLogger):
         send = _to_mlflow
     elif isinstance(logger, WandbLogger):

@@ -41,9 +41,12 @@ def test_texts_of_tokens_join_to_the_text_with_whole_characters(make: object) ->
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     pieces = {token: tokenizer.decode([token]) for token in ids}
     assert "".join(pieces[token] for token in ids) != text, "tokens alone are not enough"
-    texts = texts_of_tokens(ids, pieces, tokenizer)
+    texts = texts_of_tokens(ids, pieces, tokenizer, [0] * len(ids))
     assert len(texts) == len(ids) and "".join(texts) == text == tokenizer.decode(ids)
     assert sum("😀" in piece for piece in texts) == 1 and "" in texts and texts[-1] == "<|end|>"
     cut = ids[: next(i for i, piece in enumerate(texts) if "😀" in piece)]  # by max_new_tokens, within the emoji
-    ends = texts_of_tokens(cut, pieces, tokenizer)
+    ends = texts_of_tokens(cut, pieces, tokenizer, [0] * len(cut))
     assert len(ends) == len(cut) and "".join(ends) == tokenizer.decode(cut)
+    end = tokenizer("<|end|>", add_special_tokens=False)["input_ids"]
+    both = texts_of_tokens(cut + end, {**pieces, end[0]: "<|end|>"}, tokenizer, [0] * len(cut) + [-1] * len(end))
+    assert both[: len(cut)] == ends and "".join(both[len(cut) :]).strip() == "<|end|>"
