@@ -9,10 +9,13 @@ import pytest
 import yaml
 from jsonargparse import ArgumentParser
 
+import lightrl.rewards
 from lightrl.rewards import RewardScorer
 from lightrl.rewards.sandbox import mechanism
 
 TEXT = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
+for name in lightrl.rewards.__all__:  # as the command does, so that YAML may name any class without its module
+    getattr(lightrl.rewards, name)
 BLOCKS = re.findall(r"```yaml\n(.*?)```", TEXT, re.S)
 
 
