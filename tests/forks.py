@@ -64,12 +64,17 @@ def run(module: str, *arguments: str, timeout: float = 400, **environment: str) 
 
 
 def ranks(module: str, *arguments: str, timeout: float = 400) -> None:
-    """Two ranks of one run, started as `torchrun` starts them; both must end well."""
+    """Two ranks of one run; both must end well."""
+    _together(start_ranks(module, *arguments), timeout, check=True)
+
+
+def start_ranks(module: str, *arguments: str) -> list[Fork]:
+    """Starts two ranks as `torchrun` does."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "NODE_RANK": "0"}
-    _together([Fork(module, *arguments, **world, LOCAL_RANK=rank) for rank in "01"], timeout, check=True)
+    return [Fork(module, *arguments, **world, LOCAL_RANK=rank) for rank in "01"]
 
 
 def _together(forks: list[Fork], timeout: float, check: bool = False) -> int:

@@ -2,8 +2,7 @@
 
     python -m tests.distributed.job STRATEGY MODEL FOLDER STEP...
 
-`tests.forks.ranks` starts both, or Lightning the second by running the script again. Steps share the processes, which
-cost more to start than a tiny run takes. Each step leaves `FOLDER/STRATEGY-STEP-RANK.pt`.
+`tests.forks` starts both. Steps share the processes. Each step leaves `FOLDER/STRATEGY-STEP-RANK.pt`.
 """
 
 from __future__ import annotations
@@ -203,7 +202,6 @@ def train(
 def main(strategy: str, path: str, folder: Path, steps: list[str]) -> None:
     """Runs each step: KIND or the name of an entry of `VARIANTS`, or either with @CHECKPOINT or @last to go on."""
     torch.set_num_threads(1)
-    (folder / f"pid-{os.environ.get('LOCAL_RANK', '0')}").write_text(str(os.getpid()))
     for step in steps:
         kind, _, source = step.partition("@")
         variant = VARIANTS.get(kind, {})

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
@@ -25,6 +24,7 @@ from lightrl.engines import TransformersEngine
 from tests import forks
 from tests.distributed.job import ROLLOUTS, train
 from tests.toys import OtherExperts, quickstart_model
+from tests.waiting import gone
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MIDDLE, END = f"rollout={ROLLOUTS // 2:06d}.ckpt", f"rollout={ROLLOUTS:06d}.ckpt"
@@ -56,21 +56,6 @@ def one(place: Path) -> dict[str, Any]:
     torch.set_num_threads(1)
     model = str(place / "model")
     return {kind: train(kind, model, place / "one" / kind) for kind in ("ppo", "lora", "broken")}
-
-
-def launch(place: Path, strategy: str, step: str, timeout: int = 400) -> subprocess.CompletedProcess[str]:
-    """One step, with the second rank started by Lightning."""
-    command = [sys.executable, "-m", "tests.distributed.job", strategy, str(place / "model"), str(place), step]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    # A group of their own to be ended as one; no session, in which the system may give them less than their share.
-    own: Any = {"preexec_fn": os.setpgrp, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **own) as process:
-        try:
-            out, err = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # the other rank, too
-            raise
-    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 @functools.cache
@@ -227,22 +212,16 @@ def test_reduced_every_micro_batch_is_reduced_once(ranks: Any) -> None:
                 torch.testing.assert_close(always["weights"][parameter], value, atol=3e-6, rtol=0)
 
 
-def alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 def dies(place: Path, strategy: str, step: str, rank: int) -> None:
-    """Runs a step in which a rank is killed: the other one ends within a minute, with an error."""
-    begin = time.perf_counter()
-    done = launch(place, strategy, step, timeout=550)
-    assert done.returncode != 0
-    survivor = int((place / f"pid-{1 - rank}").read_text())
-    while alive(survivor) and time.perf_counter() - begin < 250:
-        time.sleep(0.2)
-    assert not alive(survivor), "the other rank hangs"
+    """Runs a step in which a rank is killed: the other one ends, with an error."""
+    both = forks.start_ranks("tests.distributed.job", strategy, str(place / "model"), str(place), step)
+    try:
+        assert both[rank].poll(400) == -signal.SIGKILL, both[rank].printed()[-4000:]
+        survivor = both[1 - rank]
+        assert survivor.poll(250), f"the other rank hangs or ends well: {survivor.printed()[-4000:]}"
+    finally:
+        for process in both:
+            process.kill()
     assert not (place / f"{strategy}-{step}-{1 - rank}.pt").exists()
 
 
@@ -289,13 +268,10 @@ def test_a_rank_does_not_outlive_its_launcher(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", launcher], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     pid, up = int(process.stdout.readline()), process.stdout.readline()
-    assert up == "up\n" and alive(pid)
+    assert up == "up\n"
     process.kill()
     process.wait()
-    begin = time.perf_counter()
-    while alive(pid) and time.perf_counter() - begin < 100:
-        time.sleep(0.1)
-    assert not alive(pid)
+    assert gone(pid)
 
 
 def test_refuses_what_would_train_apart() -> None:
