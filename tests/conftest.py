@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import tempfile
@@ -40,6 +41,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.path for item in items if any(item.get_closest_marker(name) for name in ("vllm", "slow", "distributed"))
     }
     items.sort(key=lambda item: item.path in late)
+
+
+def pytest_collection_finish() -> None:
+    """A collection of garbage need not walk through all that imports have made."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import json
 import os
@@ -149,6 +150,7 @@ def _more(requests: socket.socket) -> bool:
 if __name__ == "__main__":
     for name in IMPORTED:
         importlib.import_module(name)
+    gc.freeze()
     _serve(socket.socket(fileno=0))
     import torch
 
