@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lightrl.compat.arguments import at_least
-from tests.pairs.__main__ import BEGIN, changes
+from tests.pairs.__main__ import changes
 from tests.pairs.arrays import BrokenError, covering_array, missing_pairs, refused_settings, run
 from tests.pairs.features import FACTORS, REFUSALS, Settings, refusals
 
@@ -107,14 +107,6 @@ def test_a_run_that_is_not_refused_but_should_be_is_found(monkeypatch: pytest.Mo
 def test_the_canary_does_not_ask_about_pictures_that_it_cannot_show() -> None:
     plain = {name: levels[0] for name, levels in FACTORS.items()} | {"algorithm": "GRPO"}
     assert run(plain | {"rows": "image", "callback": "TrajectoryLogprobCheck"}) == "trained"
-
-
-def test_the_page_lists_every_refusal() -> None:
-    text = (ROOT / "docs" / "feature_pairs.md").read_text()
-    assert BEGIN in text
-    assert [f"- {refusal.name}" for refusal in REFUSALS] == [
-        line for line in text.splitlines() if line.startswith("- ")
-    ]
 
 
 @pytest.mark.long
