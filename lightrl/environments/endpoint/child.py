@@ -1,8 +1,8 @@
 """Plays attempts with a program's function: `python child.py PROGRAM`.
 
 The program is imported once. Each attempt runs in a fork, which finds modules, environment variables, and the working
-folder as the import left them, and ends with all that it started. If the import started threads, which a fork would
-lack, this process itself plays one attempt and ends.
+folder as the import left them, and ends with all that it started. If the import started threads or uses a GPU, which a
+fork would lack, this process itself plays one attempt and ends.
 
 Standard input has a line per attempt: the folder with its `call.json`, where `log` and `result.json` are written. The
 end of the input ends everything. Standard output answers with "ready", then with an exit code per attempt. The file is
@@ -21,7 +21,9 @@ import select
 import signal
 import sys
 import threading
+import time
 import traceback
+from collections.abc import Collection
 from pathlib import Path
 from typing import IO, Any
 
@@ -32,6 +34,7 @@ PR_SET_CHILD_SUBREAPER = 36
 def _end_with(stream: IO[bytes]) -> None:
     """Kills this process and its children when the stream ends."""
     stream.read()
+    _sweep()
     os.killpg(0, signal.SIGKILL)
 
 
@@ -76,6 +79,7 @@ def _play(function: Any, folder: Path, lifeline: IO[bytes]) -> None:
     sys.stderr.flush()
     (folder / "part").write_text(written)
     (folder / "part").replace(folder / "result.json")
+    _sweep()
     os._exit(0)  # a program's threads and exit handlers would keep the process, and the run waits for its end
 
 
@@ -105,19 +109,36 @@ def _fork(function: Any, folder: Path, calls: IO[bytes], wake: int, parent: int)
         os.kill(pid, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     os.close(here)
-    while left := _children() - before:  # those that left its group are adopted
-        for one in left:
-            with contextlib.suppress(OSError):
-                os.kill(one, signal.SIGKILL)
-                os.waitpid(one, 0)
+    _sweep(before)  # those that left its group are adopted
     return code
 
 
 def _children() -> set[int]:
     """Child processes of this one, as far as the system tells."""
-    with contextlib.suppress(OSError):
-        return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
-    return set()
+    found = set()
+    for file in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found |= set(map(int, file.read_text().split()))
+    return found
+
+
+def _sweep(spared: Collection[int] = ()) -> None:
+    """Kills child processes, and their children, which this process then adopts."""
+    for _ in range(200):  # one that can't be killed is left
+        left = _children() - {*spared}
+        for one in left:
+            with contextlib.suppress(OSError):
+                os.kill(one, signal.SIGKILL)
+                os.waitpid(one, os.WNOHANG)
+        if not left:
+            break
+        time.sleep(0.005)
+
+
+def _forks() -> bool:
+    """Whether a fork has all that the import made: no threads, no GPU."""
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    return threading.active_count() == 1 and not (cuda is not None and cuda.is_initialized())
 
 
 def main(run: str) -> None:
@@ -128,10 +149,10 @@ def main(run: str) -> None:
     os.dup2(nothing, 0)
     os.close(nothing)
     os.dup2(2, 1)
-    function = _load(run)
-    print("ready", file=answers, flush=True)
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    function = _load(run)
+    print("ready", file=answers, flush=True)
     there, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
@@ -141,10 +162,11 @@ def main(run: str) -> None:
             continue
         if not (folder := calls.readline().decode().rstrip("\n")):
             break
-        if threading.active_count() > 1:
+        if not _forks():
             _play(function, Path(folder), calls)
         print(_fork(function, Path(folder), calls, there, parent), file=answers, flush=True)
-    os.killpg(0, signal.SIGKILL)  # with what the import started
+    _sweep()  # what the import started
+    os.killpg(0, signal.SIGKILL)
 
 
 if __name__ == "__main__":
