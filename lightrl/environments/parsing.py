@@ -29,6 +29,7 @@ OWN_PARSER = "smollm2"
 
 # What a chat template with tools writes around a call -> vLLM's parser of it, or our own.
 TOOL_PARSERS = {
+    "form='smollm2'": OWN_PARSER,  # of the training template
     "<tool_call>[": OWN_PARSER,
     "<function=": "qwen3_coder",
     "[TOOL_CALLS]": "mistral",

@@ -180,7 +180,10 @@ def play(
         loop.run(episode.close())
         loop.close()
     if check.played and all(p.reward == 0 for p in check.played):
-        check.notes.append("every reward was 0. Play a script that earns one with --replies.")
+        fix = (
+            "Play a script that earns one with --replies." if engine is None else "It learns from attempts that differ."
+        )
+        check.notes.append(f"every reward was 0. {fix}")
     check.notes = list(dict.fromkeys(check.notes))
     return check
 

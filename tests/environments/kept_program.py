@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy
 import openai
 
 NOTES = Path(os.environ["NOTES"])
@@ -27,6 +28,8 @@ def main(row: dict[str, Any], base_url: str, api_key: str) -> float:
         client = CLIENT if key is None else openai.OpenAI(base_url=base_url, api_key=key)
         SAID.append({"role": "user", "content": f"Hello {len(SAID)}"})
         client.chat.completions.create(model="m", messages=SAID[-1:])
+    with NOTES.open("a") as file:
+        file.write(f"draw {numpy.random.randint(1 << 60)}\n")
     os.environ["LEFT"] = "1"
     os.chdir("/")
     if row.get("child"):  # in a session, and so a group, of its own

@@ -41,6 +41,7 @@ def test_processes_import_once_and_every_attempt_finds_them_clean(tmp_path: Path
     played = play_all(tmp_path / "notes", [{}, {}, {}], number=2)
     assert [(t.failure, sum(t.turn_rewards), t.metrics["turns"]) for t in played] == [(None, 1.0, 2.0)] * 6
     imports = noted(tmp_path / "notes", "import")
+    assert len(set(noted(tmp_path / "notes", "draw"))) == 6  # not what the import's generator would draw in each
     assert len(imports) <= 2 and all(gone(pid) for pid in imports)
 
 

@@ -98,10 +98,10 @@ def _fork(function: Any, folder: Path, calls: IO[bytes], wake: int, parent: int)
         _play(function, folder, os.fdopen(there, "rb"))
     os.close(there)
     while os.getppid() == parent and not os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-        ready = select.select([calls, wake], [], [], 5)[0]
+        ready = select.select([calls.fileno(), wake], [], [], 5)[0]
         if wake in ready:
             os.read(wake, 4096)
-        if calls in ready:
+        if calls.fileno() in ready:
             break
     with contextlib.suppress(OSError):  # it ended, or has no group yet
         os.killpg(pid, signal.SIGKILL)
