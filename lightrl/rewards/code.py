@@ -7,7 +7,6 @@ import asyncio
 import functools
 import json
 import os
-import re
 import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -20,13 +19,24 @@ from lightrl.rewards.base import Reward, RewardError
 from lightrl.rewards.rules import column_of
 from lightrl.rewards.sandbox import Sandbox
 
-_BLOCK = re.compile(r"(?ims)^[ \t]*```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)(?:^[ \t]*```|\Z)")
+_FENCES = ("```", "```python", "```python3", "```py")
 
 
 def extract_code(completion: str) -> str:
     """The last fenced Python block of a completion; without one, the whole completion."""
-    blocks = _BLOCK.findall(completion)
-    return blocks[-1] if blocks else completion
+    found: list[str] | None = None
+    block: list[str] | None = None
+    for line in completion.split("\n"):
+        fence = line.strip().lower()
+        if not fence.startswith("```"):
+            if block is not None:
+                block.append(line)
+        elif block is not None:  # the end
+            block = None
+        else:
+            block = []
+            found = block if fence in _FENCES else found
+    return completion if found is None else "\n".join(found)
 
 
 class CodeTests(Reward):
@@ -126,8 +136,11 @@ class CodeTests(Reward):
             running.end()
         try:
             outputs = json.loads(said)
-            return [_lines(text) == _lines(output) for text, (_, output) in zip(outputs, pairs, strict=True)]
-        except (ValueError, TypeError, RecursionError):
+            return [
+                isinstance(text, str) and _lines(text) == _lines(output)
+                for text, (_, output) in zip(outputs, pairs, strict=True)
+            ]
+        except (ValueError, TypeError, RecursionError):  # what the completion's code wrote in its place
             return []
 
     def _started(self, role: str, stdin: int, stdout: int, stderr: int, code: str = "", **job: Any) -> Any:
@@ -142,8 +155,8 @@ def _driver() -> str:
     return Path(__file__).with_name("code_driver.py").read_text()
 
 
-def _lines(text: str | None) -> list[str] | None:
-    return None if text is None else [line.rstrip() for line in text.rstrip().splitlines()]
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
 def parse_tests(cell: Any) -> list[Any] | None:

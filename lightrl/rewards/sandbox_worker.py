@@ -73,7 +73,8 @@ def main() -> None:
         ended = {"error": f"{type(error).__name__}: {error}"}
     finally:
         _kill_all()
-        _remove(root)
+        with contextlib.suppress(OSError):
+            _remove(root)
     with contextlib.suppress(OSError):
         control.send(json.dumps(ended).encode() + b"\n", socket.MSG_NOSIGNAL)
     os._exit(0)  # sandlock's own end would wait for what has ended
@@ -86,7 +87,10 @@ def _run(job: dict[str, Any], root: Path, control: socket.socket, libc: Any) -> 
         (root / "program" / name).write_bytes(text.encode(errors="surrogatepass"))
     for limit, value in (
         (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_CPU, int(4 * job["timeout"]) + 10),  # the last resort if this process is killed
+        (
+            resource.RLIMIT_CPU,
+            int(job["timeout"] * (os.cpu_count() or 1)) + 10,
+        ),  # if this process is killed
         (resource.RLIMIT_FSIZE, job["disk"]),
         (resource.RLIMIT_NOFILE, 256),
     ):
@@ -139,8 +143,8 @@ def _usage(pid: int) -> tuple[int, int]:
     """Bytes of memory that a process fills, and of files without a name that it has open."""
     memory = deleted = 0
     with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith(("RssAnon", "RssShmem")):
+        for line in Path(f"/proc/{pid}/status").read_bytes().splitlines():
+            if line.startswith((b"RssAnon", b"RssShmem")):
                 memory += 1024 * int(line.split()[1])
         for descriptor in os.listdir(f"/proc/{pid}/fd"):
             found = os.stat(f"/proc/{pid}/fd/{descriptor}")

@@ -160,6 +160,7 @@ SHADY = {  # per cheat its code and the test that it would pass if it ran next t
     "nothing printed": ("import os\nos._exit(0)", [{"input": "", "output": ""}, {"input": "", "output": "1"}]),
     "printed twice": ("print(3)\nprint('[\"3\"]')", [{"input": "", "output": "3"}]),
     "printed list": ("import os\nfor n in range(3, 20):\n    try: os.write(n, b'[\"3\"]')\n    except OSError: pass\nprint(4)", [{"input": "", "output": "3"}]),
+    "printed garbage": ("import os\nos.write(1, b'3')\nfor n in range(3, 20):\n    try: os.write(n, b'[[], 3]')\n    except OSError: pass\nos.kill(os.getppid(), 9)", [{"input": "", "output": "3"}] * 2),
     "fails after printing": ("print(3)\nraise ValueError", [{"input": "", "output": "3"}]),
 }  # fmt: skip
 
@@ -199,7 +200,8 @@ def test_tests_end_with_an_assert() -> None:
 
 def test_the_last_python_block_counts() -> None:
     two = "```python\nfirst\n```\nand\n```py\nsecond\n```\nRun it:\n```bash\npython x.py\n```"
-    assert extract_code(two) == "second\n"
+    assert extract_code(two) == extract_code(two + "\nThat is all.\n") == "second"
+    assert extract_code("```" + " " * 200_000) == ""
     assert extract_code("```\nopen to the end") == "open to the end"
     assert extract_code("def f(): pass") == "def f(): pass"
 
