@@ -45,7 +45,7 @@ def test_sandbox(capsys):
     need_sandbox()
     (code,) = re.findall(r"```python\n(from lightrl.rewards import SandboxedPython\n.*?)```", TEXT, re.S)
     exec(code, {})
-    assert capsys.readouterr().out == "cba 0 exit\nZeroDivisionError: division by zero\n"
+    assert capsys.readouterr().out == "cba 0 exit\n['ZeroDivisionError: division by zero', '[exit code 1]']\n"
 
 
 def test_python(capsys):

@@ -161,7 +161,7 @@ LIMITS = {
     "memory": ("x = []\nwhile True: x.append(b'1' * (10 << 20))", "MemoryError"),
     "memory of many": ("import os, time\nfor i in range(6):\n    if os.fork() == 0:\n        x = b'1' * (60 << 20)\n        time.sleep(60)\ntime.sleep(60)", "memory"),
     "shared memory": ("import mmap\nx = []\nwhile True:\n    x.append(mmap.mmap(-1, 10 << 20)); x[-1].write(b'1' * (10 << 20))", "memory"),
-    "fork bomb": ("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass", "timeout processes"),  # more are not started, or end it
+    "fork bomb": ("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass", "timeout processes memory"),  # whichever comes first
     "one file": ("open('x', 'wb').write(b'1' * (20 << 20))", "disk"),
     "many files": ("import time\nfor i in range(10_000): open(str(i), 'w')\ntime.sleep(60)", "disk"),
     "files without a name": ("import os, time\nx = [open(str(i), 'wb') for i in range(4)]\nfor f in x: os.unlink(f.name), f.write(b'1' * (8 << 20)), f.flush()\ntime.sleep(60)", "disk"),
