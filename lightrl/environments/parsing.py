@@ -7,7 +7,7 @@ import json
 import logging
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -63,6 +63,22 @@ class ReplyParser(ABC):
             tools: JSON schemas of the tools.
             truncated: Whether a limit cut it.
         """
+
+    def grammar(self, tools: Tools, names: Sequence[str] | None, structured: Mapping[str, Any]) -> dict[str, Any]:
+        """What a constrained reply must match, as vLLM's `structured_outputs`.
+
+        Args:
+            tools: JSON schemas of the tools.
+            names: Tools of which the reply must call one, all if empty. None allows any call, or `structured`.
+            structured: What a reply without a call must match, as vLLM's `structured_outputs`.
+
+        Raises:
+            ValueError: The parser's format of calls has no grammar.
+        """
+        raise ValueError(
+            f"{type(self).__name__} has no grammar of tool calls. Set episode.tool_parser to vLLM's parser of "
+            'the model\'s family, such as "hermes", or episode.constrained to "free".'
+        )
 
     def read(self, prompt_ids: Sequence[int], completion: Completion, tools: Tools, bridge: Bridge) -> Reply:
         """The reply of a completion. If a part of it can't be read, it has `errors`, and all of it is content."""
@@ -141,6 +157,7 @@ class VLLMParser(ReplyParser):
         self._tools: Any = None
         if tool_parser:
             self._tools = _json_calls if own else vllm_parsers.tool_parser(tool_parser, tokenizer)
+        self.tool_parser = None if own else tool_parser
         self._reasoning = vllm_parsers.reasoning_parser(reasoning_parser, tokenizer) if reasoning_parser else None
 
     def parse(self, prompt_ids: Sequence[int], token_ids: Sequence[int], tools: Tools, *, truncated: bool) -> Reply:
@@ -169,6 +186,11 @@ class VLLMParser(ReplyParser):
         for name, arguments in calls:
             _add_call(reply, name, arguments, None)
         return reply
+
+    def grammar(self, tools: Tools, names: Sequence[str] | None, structured: Mapping[str, Any]) -> dict[str, Any]:
+        if self.tool_parser is None:
+            return super().grammar(tools, names, structured)
+        return vllm_parsers.tool_grammar(self.tool_parser, self.tokenizer, tools, names, structured)
 
 
 def _json_calls(text: str, tools: Tools) -> tuple[str, list[tuple[str, Any]]]:

@@ -322,8 +322,10 @@ class Collection:
 
     async def _ask(self, request: GenerationRequest) -> CompletionGroup:
         """Has the engine complete a request. Cancelling it cancels the request."""
-        if self._trained and request.sampling is not self.sampling:
+        if self._trained and request.trained and request.sampling is not self.sampling:
             self._check_asked(request.sampling)
+        if request.sampling.extra != self.sampling.extra:  # a wish of a program, which gets to know that it can't be
+            self._engine.check_request(request)
         if request.media:
             self._collector.asks_with_media(request)
         key = None

@@ -323,6 +323,8 @@ class VLLMEngine(SteppingEngine):
                 "directions within an image, and vLLM's attention on a CPU is causal. Use TransformersEngine."
             )
         check_lengths(request, limit=("engine's", limit), way_out="raise VLLMEngine.max_model_len")
+        if sampling.extra:
+            self._started().verify(lambda: sampling_params(sampling))
 
     def add(self, requests: list[GenerationRequest]) -> None:
         with self._serving() as adapter:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from lightning.pytorch.utilities import rank_zero_warn
 
@@ -18,7 +18,7 @@ from lightrl.engines.background import in_background, in_thread
 from lightrl.environments import calling
 from lightrl.environments.endpoint import running
 from lightrl.environments.endpoint.running import ProgramBlockedError, ProgramError, Worker, Workers, run_here
-from lightrl.environments.endpoint.session import Session
+from lightrl.environments.endpoint.session import Constrained, Session
 from lightrl.environments.multi_turn import Attempt, MultiTurn
 from lightrl.records import StopReason, Trajectory
 from lightrl.rewards.base import users_lines
@@ -45,8 +45,8 @@ class AgentProgram(MultiTurn):
     A request that continues one of the attempt's conversations word for word extends its row if that is proven to be
     exact. Any other begins a new row, with what was sampled before as context (sub-agents, compactions). The run's
     sampling settings apply: sampling parameters in a request have no effect, are counted (`ignored_parameters`), and
-    named once in a warning. Members that would change the completion, and unknown ones, are rejected as the provider
-    rejects them. A server on 127.0.0.1 answers, from the first attempt until `close`.
+    named once in a warning. Unknown members are rejected as the provider rejects them. A server answers, from the first
+    attempt until `close`.
 
     Each attempt has its own key, which is void after its end. A request with the key of another attempt ends the run,
     and so does a reward from a program that sent no request.
@@ -67,6 +67,15 @@ class AgentProgram(MultiTurn):
         max_seconds: Seconds that the program may take, without those of the engine; None for no limit.
         limit_reward: Reward of an attempt that a limit ended before the program returned one; None leaves it to the
             reward functions.
+        constrained: What becomes of replies that a request constrains (a forced tool, `response_format`). "mask" uses
+            the engine's structured outputs, leaves the tokens out of the loss, and counts such turns
+            (`constrained_turns`). "free" samples and trains them like all others, as if the request did not ask.
+            "reject" rejects the request.
+        bind: Address that the server listens on. The default is reachable from this machine only; "0.0.0.0" also from
+            containers and other machines. Keys protect the policy, but traffic is not encrypted.
+        port: Port of the server; 0 for a free one.
+        url: Base URL by which programs reach the server, with `{port}` for the port, such as
+            "http://host.docker.internal:{port}/v1". Defaults to the address.
         limits: Other arguments of `MultiTurn`. A conversation longer than `max_tokens` is rejected as too long for the
             context; the program may shorten it and continue.
 
@@ -84,11 +93,17 @@ class AgentProgram(MultiTurn):
         max_turns: int = 32,
         max_seconds: float | None = 600.0,
         limit_reward: float | None = 0.0,
+        constrained: Constrained = "mask",
+        bind: str = "127.0.0.1",
+        port: int = 0,
+        url: str | None = None,
         **limits: Any,
     ) -> None:
         super().__init__(max_turns=max_turns, max_seconds=max_seconds, **limits)
         if limit_reward is not None and not math.isfinite(limit_reward):
             raise ValueError(f"limit_reward={limit_reward}: must be a finite number or None.")
+        if constrained not in get_args(Constrained):
+            raise ValueError(f"constrained={constrained!r}: unknown. Use one of {', '.join(get_args(Constrained))}.")
         require_packages("AgentProgram", "agents", "fastapi", "uvicorn")
         self.workers: Workers | None = None
         self.function: Callable[..., Any] | None = None
@@ -107,6 +122,8 @@ class AgentProgram(MultiTurn):
         else:
             self.function = _imported(run) if isinstance(run, str) else run
         self.limit_reward = limit_reward
+        self.constrained = constrained
+        self.address = (bind, port, url)
         self._endpoint: Endpoint | None = None
         self._notified: set[str] = set()
 
@@ -128,6 +145,7 @@ class AgentProgram(MultiTurn):
             name=attempt.name,
             template_kwargs=self.variables(attempt.row),
             notify=self._notify,
+            constrained=self.constrained,
         )
         return await self._play(session, self._served(), attempt.row)
 
@@ -139,7 +157,7 @@ class AgentProgram(MultiTurn):
 
                 if self._endpoint is not None:
                     in_background(self._endpoint.stop, "endpoint's end")
-                self._endpoint = Endpoint()
+                self._endpoint = Endpoint(*self.address)
             return self._endpoint
 
     async def close(self) -> None:
