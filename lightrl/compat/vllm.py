@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager, nullcontext, suppress
+from functools import cached_property
 from multiprocessing import resource_tracker
 from typing import Any
 
@@ -30,10 +31,10 @@ import torch
 from torch import Tensor
 
 from lightrl.compat.torch import page_lock
+from lightrl.compat.vllm_grammars import Grammars
 
 PRIVATE = {
     "vllm.v1.engine.llm_engine:LLMEngine.add_request": "requests of our own ids join while others run",
-    "vllm.sampling_params:SamplingParams.verify": "a program's request is rejected before it is queued",
     "vllm.v1.engine.llm_engine:LLMEngine.step": "groups come out as they finish",
     "vllm.v1.engine.llm_engine:LLMEngine.abort_request": "cancelled and abandoned requests",
     "vllm.v1.engine.output_processor:OutputProcessor.__init__": "request_states has what came of a request so far",
@@ -354,22 +355,10 @@ class VLLMAdapter:
         with _deaths_translated():
             self.engine.add_request(request_id, prompt, params, lora_request=self._lora)
 
-    def verify(self, make: Callable[[], Any]) -> None:
-        """Checks a request's parameters as `add` does, before anything else is asked.
-
-        Raises:
-            ValueError: They are invalid, or what constrains the reply has no grammar.
-        """
-        config = self.engine.vllm_config
-        try:
-            make().verify(
-                config.model_config,
-                config.speculative_config,
-                config.structured_outputs_config,
-                self.llm.get_tokenizer(),
-            )
-        except Exception as error:  # on hostile schemas nearly anything is raised
-            raise ValueError(f"vLLM rejects the request: {str(error) or type(error).__name__}") from error
+    @cached_property
+    def grammars(self) -> Grammars:
+        """Grammars of constrained requests."""
+        return Grammars(self.engine)
 
     def step(self, give_up: Callable[[], bool] = lambda: False) -> list[Any]:
         """Runs the engine once; finished requests.

@@ -16,7 +16,8 @@ from anthropic import beta_tool
 from openai.types.beta import response_create_params as responses_beta
 from openai.types.responses import response_create_params, response_input_item_param
 
-from lightrl.environments.endpoint import anthropic_messages, openai_apis, responses as responses_api
+from lightrl.environments.endpoint import anthropic_messages, openai_apis
+from lightrl.environments.endpoint import responses as responses_api
 from lightrl.environments.endpoint.api import TEXT_BLOCK, Api, Members
 from lightrl.environments.endpoint.requests import RefusedError
 from lightrl.records import SamplingParams

@@ -67,10 +67,10 @@ class AgentProgram(MultiTurn):
         max_seconds: Seconds that the program may take, without those of the engine; None for no limit.
         limit_reward: Reward of an attempt that a limit ended before the program returned one; None leaves it to the
             reward functions.
-        constrained: What becomes of replies that a request constrains (a forced tool, `response_format`). "mask" uses
-            the engine's structured outputs, leaves the tokens out of the loss, and counts such turns
-            (`constrained_turns`). "free" samples and trains them like all others, as if the request did not ask.
-            "reject" rejects the request.
+        constrained: What becomes of replies that a request constrains (a forced tool, `response_format`). "engine" uses
+            the engine's structured outputs. Such turns are counted (`constrained_turns`), and left out of the loss
+            (`masked_turns`) unless the engine records which tokens were left. "free" samples and trains them like all
+            others, as if the request did not ask. "reject" rejects the request.
         bind: Address that the server listens on. The default is reachable from this machine only; "0.0.0.0" also from
             containers and other machines. Keys protect the policy, but traffic is not encrypted.
         port: Port of the server; 0 for a free one.
@@ -93,7 +93,7 @@ class AgentProgram(MultiTurn):
         max_turns: int = 32,
         max_seconds: float | None = 600.0,
         limit_reward: float | None = 0.0,
-        constrained: Constrained = "mask",
+        constrained: Constrained = "engine",
         bind: str = "127.0.0.1",
         port: int = 0,
         url: str | None = None,

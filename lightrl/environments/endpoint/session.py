@@ -20,8 +20,9 @@ from lightrl.environments.ledger import Ledger
 from lightrl.environments.parsing import ReplyParser
 from lightrl.records import Completion, CompletionGroup, GenerationRequest, SamplingParams, StopReason, TrajectoryRow
 
-_COUNTS = ("tool_calls", "parse_errors", "refused_requests", "ignored_parameters", "constrained_turns")
-Constrained = Literal["mask", "free", "reject"]
+_COUNTS = ("tool_calls", "parse_errors", "refused_requests", "ignored_parameters")
+_COUNTS += ("constrained_turns", "masked_turns")
+Constrained = Literal["engine", "free", "reject"]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -47,9 +48,9 @@ class Session:
         name: Name of the attempt in messages.
         template_kwargs: Variables of the chat template.
         notify: Gets what a user should read once.
-        constrained: What becomes of replies that a program constrains (a forced tool, a JSON schema). "mask" has the
-            engine constrain them, and leaves their tokens out of the loss; "free" samples and trains them like all
-            others; "reject" rejects the request.
+        constrained: What becomes of replies that a program constrains (a forced tool, a JSON schema). "engine" has the
+            engine constrain them, and leaves their tokens out of the loss unless it records what they were drawn from;
+            "free" samples and trains them like all others; "reject" rejects the request.
 
     Attributes:
         broken: Set if something failed or the run must end.
@@ -70,7 +71,7 @@ class Session:
     name: str
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     notify: Callable[[str], None] = lambda message: None
-    constrained: Constrained = "mask"
+    constrained: Constrained = "engine"
 
     def __post_init__(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -301,8 +302,15 @@ class Session:
         reply, stop = cut(reply, asked.stop, len(begun))
         if asked.single:
             reply = replace(reply, tool_calls=reply.tool_calls[:1])
-        trained = group.request.trained
-        self._counts["constrained_turns"] += not trained
+        trained = group.request.trained or completion.support is not None
+        self._counts["constrained_turns"] += not group.request.trained
+        self._counts["masked_turns"] += not trained
+        if not trained:
+            self.notify(
+                "The program's requests constrain replies, and the engine does not record what their tokens were drawn "
+                'from, so these are not trained (masked_turns). Set episode.constrained to "free" to sample and train '
+                "them without the constraint."
+            )
         stream.ledger.sampled(completion, group.versions(0), reply.message(), turn=number, trained=trained)
         ended = self.bridge.ends_turn(completion.token_ids)
         stream.sampled = None if ended or reply.tool_calls else sampled
@@ -354,10 +362,6 @@ class Session:
         if self.constrained == "free":
             self._ignore([wish])
             return {}, wish
-        self.notify(
-            f"The program's requests constrain replies by {wish}. The tokens of such turns are not trained "
-            '(constrained_turns). Set episode.constrained to "free" to sample and train them without the constraint.'
-        )
         if not asked.tools:
             return dict(asked.structured), wish
         try:
