@@ -326,8 +326,8 @@ class GenerationRequest:
             caches hold what was computed then, may ignore it.
         begun: the G completions as far as they were sampled before; those that are "suspended" continue, with the
             current weights, which also recompute their keys and values. Empty: all begin.
-        trained: Whether its tokens are trained. If False, `sampling` may constrain them, and only those with a `support`
-            are.
+        trained: Whether its tokens are trained. If False, `sampling` may constrain them, and only completions with a
+            `support` are.
     """
 
     token_ids: list[int]

@@ -18,11 +18,12 @@ pytest.importorskip("vllm")
 pytestmark = pytest.mark.vllm
 
 from lightrl.compat import vllm as trainer_side  # noqa: E402 - vLLM is asked for first
+from lightrl.compat import vllm_grammars as grammars_side  # noqa: E402
 from lightrl.compat import vllm_parsers as parsers_side  # noqa: E402
 from lightrl.compat import vllm_worker as worker_side  # noqa: E402
 
 ROOT = Path(__file__).parents[2] / "lightrl"
-NAMES = {**trainer_side.PRIVATE, **worker_side.PRIVATE, **parsers_side.PRIVATE}
+NAMES = {**trainer_side.PRIVATE, **worker_side.PRIVATE, **parsers_side.PRIVATE, **grammars_side.PRIVATE}
 
 PARAMETERS = {
     "vllm.v1.engine.llm_engine:LLMEngine.add_request": ["request_id", "prompt", "params", "lora_request"],
