@@ -123,7 +123,6 @@ class Bridge(ABC):
         return encode_marked(tokenizer, marked["content"])
 
     def ends_turn(self, token_ids: Sequence[int]) -> bool:
-        """Whether the last token is a special one."""
         return bool(token_ids) and token_ids[-1] in self._special
 
     @abstractmethod

@@ -207,7 +207,7 @@ def completion(output: Any, request: GenerationRequest, place: int) -> Completio
         None if taken is None else Routes(torch.from_numpy(taken.astype("uint8" if taken.max() < 256 else "int16")))
     )
     ended = output.finish_reason != "abort" and (output.finish_reason == "stop" or begun + len(tokens) == most)
-    reason = output.finish_reason if ended else "suspended"
+    reason: Any = output.finish_reason if ended else "suspended"
     return Completion(tokens, logprobs, output.text, reason, routes=routes, top=top)
 
 

@@ -20,8 +20,10 @@ from lightrl.environments.ledger import Ledger
 from lightrl.environments.parsing import ReplyParser
 from lightrl.records import Completion, CompletionGroup, GenerationRequest, SamplingParams, StopReason, TrajectoryRow
 
-_COUNTS = ("tool_calls", "parse_errors", "refused_requests", "ignored_parameters")
-_COUNTS += ("constrained_turns", "masked_turns")
+_COUNTS = (
+    *("tool_calls", "parse_errors", "refused_requests", "ignored_parameters", "constrained_turns"),
+    "masked_turns",
+)
 Constrained = Literal["engine", "free", "reject"]
 
 
@@ -232,7 +234,7 @@ class Session:
                     "unsupported_value",
                 )
         structured, wish = self._structured(asked)
-        extra = {"structured_outputs": structured} if structured else {}
+        extra: dict[str, Any] = {"structured_outputs": structured} if structured else {}
         if asked.top_logprobs:
             extra["logprobs"] = asked.top_logprobs
         number = heapq.heappop(self._free) if self._free else self._numbers
@@ -403,7 +405,7 @@ class Session:
 
     def _begun(self, messages: list[Message], tools: list[dict[str, Any]]) -> tuple[Stream, list[int]]:
         """The conversation that a request continues, or a new one, and the tokens to ask the engine with."""
-        found = [(stream, *rest) for stream in self._streams if (rest := stream.rest(messages, tools)) is not None]
+        found = [(stream, *left) for stream in self._streams if (left := stream.rest(messages, tools)) is not None]
         try:
             if found:
                 stream, rest, more = max(found, key=lambda each: len(each[0].ledger.messages))

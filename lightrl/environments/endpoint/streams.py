@@ -75,5 +75,7 @@ def cut(reply: Reply, stops: Sequence[str], start: int) -> tuple[Reply, str | No
         found = [(place, -len(stop), stop) for stop in stops if (place := text.find(stop, first)) >= 0]
         if found:
             place, _, stop = min(found)
-            return replace(reply, **{name: text[:place], **({"content": ""} if name == "reasoning" else {})}), stop
+            if name == "content":
+                return replace(reply, content=text[:place]), stop
+            return replace(reply, reasoning=text[:place], content=""), stop
     return reply, None
