@@ -17,8 +17,8 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from lightrl.callbacks.progress import brief, clock, count, evaluations_left, headline, result_line, rollouts_in_all
 from lightrl.compat.lightning import refresh_pace, show_pace, stop_bar
+from lightrl.ops.progress import brief, clock, count, evaluations_left, headline, result_line, rollouts_in_all
 from lightrl.records import Rollouts
 
 IN_PROGRESS_BAR = {"reward/mean": "reward", "kl/ref": "kl"}

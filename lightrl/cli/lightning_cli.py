@@ -28,7 +28,7 @@ import lightrl.environments
 import lightrl.objectives
 import lightrl.rewards
 import lightrl.rollout
-from lightrl.algorithms.run_record import versions
+from lightrl.algorithms.run_record import hardware, versions
 from lightrl.algorithms.saving import SavesPretrained
 from lightrl.algorithms.schedule import LRSchedule
 from lightrl.callbacks import ThroughputMonitor
@@ -174,7 +174,7 @@ class LightRLCLI(YamlCLI):
         del given["config"]  # files, merged by now
         command = shlex.join(["lightrl", *redact_arguments(sys.argv[1:])])
         for logger in self.trainer.loggers:
-            logger.log_hyperparams({**given, "versions": versions(), "command": command})
+            logger.log_hyperparams({**given, "versions": versions(), "hardware": hardware(), "command": command})
 
     def before_validate(self) -> None:
         """Has SIGTERM and the like end the command; locks the loggers' folders."""

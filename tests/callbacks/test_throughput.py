@@ -16,8 +16,8 @@ from lightning.pytorch.callbacks import Callback, RichProgressBar, TQDMProgressB
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightrl.callbacks import throughput
-from lightrl.callbacks.progress import clock, evaluations_left, headline, result_line, rollouts_in_all
 from lightrl.callbacks.throughput import EvaluateFirst, ThroughputMonitor
+from lightrl.ops.progress import clock, evaluations_left, headline, result_line, rollouts_in_all
 from lightrl.records import Rollouts
 from tests.callbacks.toys import Loader, LoggingModule
 
