@@ -64,8 +64,9 @@ def test_the_page_begins_with_what_was_run_and_the_result(tmp_path: Path) -> Non
     run = write_run(tmp_path, [*rows, {"step": 3, "eval/reward": 0.578}], samples)
     assert "eval accuracy 0.12 -&gt; 0.58 in 4 rollouts, 0:40" in report(run).read_text()  # of a run that goes on
     (run / "hparams.yaml").write_text(
-        "model: {class_path: lightrl.GRPOLightningModule, init_args: {actor: {path: org/SmolLM2}, optimizer: {init_args: "
-        "{lr: 2.0e-05}}}}\ndata: {init_args: {prompts: {init_args: {rows: {class_path: a.Rows, init_args: {size: 9}}}}, "
+        "model: {class_path: lightrl.GRPOLightningModule, init_args: {actor: {path: org/SmolLM2}, "
+        "optimizer: {init_args: {lr: 2.0e-05}}}}\n"
+        "data: {init_args: {prompts: {init_args: {rows: {class_path: a.Rows, init_args: {size: 9}}}}, "
         "group_size: 8, engine: {class_path: lightrl.VLLMEngine}, evaluation: {prompts: held_out.jsonl}}}\n"
         "hardware: 2 cores of <EPYC>\ncommand: lightrl fit --config x.yaml\nresult: eval accuracy 0.1 -> 0.6\n"
     )

@@ -42,8 +42,8 @@ def test_records_of_training_and_evaluation(
     # "1+1=" takes positions 0..3, so "2" is at 4; "[b]2+2=" takes 0..6, "4\n" is at 7 and 8; "[/red]33" at 4..11
     assert [r["advantage"] for r in records[:3]] == [4.0, 7.5, 7.5]
     assert records[0] == {
-        "step": 1, "phase": "train", "prompt": "1+1=", "question": "1+1=", "completion": "2", "reward": 1.0, "reward_parts": {"exact": 1.0},
-        "num_tokens": 1, "truncated": False, "advantage": 4.0,
+        "step": 1, "phase": "train", "prompt": "1+1=", "question": "1+1=", "completion": "2", "reward": 1.0,
+        "reward_parts": {"exact": 1.0}, "num_tokens": 1, "truncated": False, "advantage": 4.0,
     }  # fmt: skip
     assert "advantage" not in records[-1]
 
@@ -175,7 +175,7 @@ CHAT = [
     [
         (CHAT, "What is 47 + 98?"),
         ([*CHAT, {"role": "assistant", "content": "It is"}], "What is 47 + 98?"),
-        ([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}], "[image]\nWhat is it?"),
+        ([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}], "[image]\nWhat?"),
         ([{"role": "system", "content": "Only a system prompt"}], "Only a system prompt"),
         ("few-shot text", "few-shot text"),
         (None, "<|im_start|>system..."),
