@@ -11,7 +11,7 @@ from lightrl.cli.config_files import expand_configs
 def check_env(
     config: str, rows: int = 2, replies: list[str] | None = None, seed: int = 0, model: str | None = None
 ) -> None:
-    """Plays the environment or program of a configuration with scripted replies. Exit code 1 if it has a fault.
+    """Play the environment or program of a configuration with scripted replies. Exit code 1 if it has a fault.
 
     Prints what each script said at the first row, its calls of tools, and the tokens that would be trained. Then for
     each script: why it ended, its reward, trained tokens, seconds per step; whether the chat template extends what was

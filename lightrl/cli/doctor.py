@@ -24,7 +24,7 @@ PLAIN = ("", "I do not know.")
 
 
 def doctor(config: str | None = None) -> None:
-    """Checks the installation, and with a configuration the run that it describes, without starting it.
+    """Check the installation, or validate a configuration without starting its run.
 
     Installation: versions against LightRL's ranges, devices, vLLM. Run: whether it builds, tokenizer, lengths of
     prompts, reward functions on three rows, and memory as in `lightrl plan`; for supervised runs the rows. Exit code 1

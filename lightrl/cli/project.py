@@ -17,7 +17,7 @@ def init(
     task: Literal["agent", "grpo", "program", "rlhf", "sft", "vlm"] = "grpo",
     model: str | None = None,
 ) -> None:
-    """Writes a small project to change and run: configuration, reward function or tools, some rows, a README.
+    """Write a small project to change and run: configuration, reward function or tools, some rows, a README.
 
     Args:
         dir: Folder to write. Existing files are never overwritten.

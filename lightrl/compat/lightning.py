@@ -27,6 +27,16 @@ def run_seed() -> int:
 class YamlCLI(LightningCLI):
     """`LightningCLI`, but on resume a checkpoint's hyperparameters do not override the YAML."""
 
+    def help_of(self, subcommand: str) -> tuple[str, str | None]:
+        """Description of a subcommand, and its usage in place of a list of all options (None); override it."""
+        return "", None
+
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> Any:
+        kwargs["description"], usage = self.help_of(subcommand)
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        parser.usage = usage
+        return parser
+
     def _parse_ckpt_path(self) -> None:
         """Lightning would merge the checkpoint's hyperparameters over the given YAML; here YAML is what counts."""
 

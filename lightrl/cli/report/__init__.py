@@ -26,7 +26,7 @@ def report(
     out: Path | str | None = None,
     others: Sequence[Path | str] = (),
 ) -> Path:
-    """Draws a run, or several on one page, and prints the page's path as the last line.
+    """Draw a run, or several on one page, and print the page's path as the last line.
 
     Args:
         run_dir: Folder of a run logged by Lightning's `CSVLogger`: it holds `metrics.csv`, or `version_*` folders that

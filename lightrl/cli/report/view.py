@@ -23,7 +23,7 @@ def view(
     out: Path | str | None = None,
     max_trajectories: int = 2000,
 ) -> Path:
-    """Writes a run's trajectories as one HTML page and prints its path as the last line.
+    """Write a run's trajectories as one HTML page and print its path as the last line.
 
     Args:
         run_dir: Folder of a run with the callback `RolloutWriter`, its `rollouts` folder, or one `rollout=...`.
