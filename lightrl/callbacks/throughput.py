@@ -58,7 +58,7 @@ class ThroughputMonitor(Callback):
         self._reset()
 
     def _reset(self) -> None:
-        self._start = self._paused = self._said = 0.0
+        self._start = self._paused = 0.0
         self._begun = time.perf_counter()
         self._earlier = 0.0  # seconds before the run was resumed
         self._steps: deque[float] = deque(maxlen=10)
@@ -81,43 +81,35 @@ class ThroughputMonitor(Callback):
         bar: Any = trainer.progress_bar_callback
         if self.progress_bar and bar is not None and bar.is_enabled and trainer.is_global_zero:
             show_pace(bar, self.pace)
-            if hasattr(trainer.datamodule, "progress"):  # type: ignore[attr-defined]
-                threading.Thread(target=self._show, args=(trainer, self._ended), name="progress", daemon=True).start()
+            threading.Thread(target=self._show, args=(trainer, bar, self._ended), name="progress", daemon=True).start()
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: Any) -> None:
         """Ends it."""
         self._ended.set()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Ends it."""
-        self._ended.set()
+    on_exception = teardown
 
     def pace(self) -> dict[str, str]:
         """Seconds per rollout and the time left, as the progress bar shows them."""
-        if not self._steps:
-            return {}
-        shown = {f"s/{self._unit}": brief(median(self._steps))}
+        shown = {f"s/{self._unit}": brief(median(self._steps))} if self._steps else {}
         if self._left is not None:
             shown["left"] = clock(max(self._left - (time.perf_counter() - self._start), 0.0))
         return shown
 
-    def _show(self, trainer: Any, ended: threading.Event) -> None:
+    def _show(self, trainer: Any, bar: Any, ended: threading.Event) -> None:
         """Until `ended` is set: updates the progress bar, or writes lines if there is no terminal."""
-        terminal = sys.stdout.isatty() or "ipykernel" in sys.modules
+        terminal, said = sys.stdout.isatty() or "ipykernel" in sys.modules, time.perf_counter()
         while not ended.wait(TICK):
-            done, total, details = trainer.datamodule.progress or (0, 0, "")
-            evaluates = trainer.sanity_checking or trainer.evaluating
-            details = f" ({details})" if details else ""
+            done, total, details = getattr(trainer.datamodule, "progress", None) or (0, 0, "")
+            doing = "Evaluating" if trainer.sanity_checking or trainer.evaluating else "Sampling"
+            now = f"{doing} ({details})" if details else doing if total else ""
             if terminal:
-                now = f"{'Evaluating' if evaluates else 'Sampling'}{details}" if total else ""
-                refresh_pace(trainer.progress_bar_callback, trainer, self.pace(), now, done, total)
-            elif total and time.perf_counter() - self._said > LINES:
-                name = "Evaluation" if evaluates else f"Rollout {self._done + 1}"
-                self._say(f"{name}: {done} of {total} prompts done{details}")
-
-    def _say(self, line: str) -> None:
-        self._said = time.perf_counter()
-        rank_zero_info(line)
+                refresh_pace(bar, trainer, self.pace(), now, done, total)
+            elif time.perf_counter() - said > LINES and (now or self._steps):
+                said = time.perf_counter()
+                numbers = {**({now: f"{done}/{total}"} if now else {}), **self.pace(), **getattr(bar, "shown", {})}
+                told = ", ".join(f"{name} {value}" for name, value in numbers.items())
+                rank_zero_info(f"After {count(self._done, self._unit)}: {told}")
 
     # ---- what is measured --------------------------------------------------------------------------------------
 
@@ -131,20 +123,14 @@ class ThroughputMonitor(Callback):
         self._paused = time.perf_counter()
 
     def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *numbers: int
     ) -> None:
         """Notes whether each reward is 0 or 1, so that their mean is an accuracy."""
         rewards = batch.rewards if isinstance(batch, Rollouts) else torch.zeros(0)
         self._binary &= bool(((rewards == 0) | (rewards == 1) | rewards.isnan()).all())
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restarts the clock."""
+        """Restarts the clock, and keeps the numbers of a whole evaluation."""
         seconds = time.perf_counter() - self._paused
         self._start += seconds
         if not trainer.sanity_checking:
@@ -152,19 +138,18 @@ class ThroughputMonitor(Callback):
             self._note({k: v for k, v in trainer.callback_metrics.items() if k.startswith("eval/")})
 
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Takes the evaluation before training, if it is a whole one."""
+        """Keeps those of an evaluation before training."""
         if trainer.num_sanity_val_steps == float("inf"):
             self._note({k: v for k, v in trainer.callback_metrics.items() if k.startswith("eval/")})
 
     def _note(self, metrics: Mapping[str, Any]) -> None:
         """Keeps the run's first and last evaluation; the training rewards until there is one."""
         evaluated = any(name.startswith("eval/") for name in metrics)
-        if self._evaluated and not evaluated:
-            return
-        numbers = {name: float(value) for name, value in metrics.items()}
-        if numbers and (not self._first or evaluated > self._evaluated):
-            self._first_at, self._first = self._done, numbers
-        self._evaluated, self._last = evaluated, numbers or self._last
+        if metrics and evaluated >= self._evaluated:
+            self._last = {name: float(value) for name, value in metrics.items()}
+            if not self._first or evaluated > self._evaluated:
+                self._first_at, self._first = self._done, self._last
+            self._evaluated = evaluated
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -194,7 +179,7 @@ class ThroughputMonitor(Callback):
             pl_module.log_dict(shown, on_step=True, on_epoch=False, prog_bar=True, logger=False, batch_size=len(mask))
 
     def _keep_time(self, trainer: Trainer, seconds: float, batch: Any, results: Mapping[str, Any]) -> None:
-        """Estimates the time left, and without a terminal writes a line."""
+        """Estimates the time left."""
         self._unit = "rollout" if isinstance(batch, Rollouts) else "batch"
         self._done = done = trainer.fit_loop.total_batch_idx + 1
         if not self._warm and self._steps:
@@ -202,16 +187,9 @@ class ThroughputMonitor(Callback):
         self._steps.append(seconds)
         logged = {**trainer.callback_metrics, **results}
         self._note({name: logged[name] for name in ("reward/mean", "loss/sft") if name in logged})
-        total = rollouts_in_all(trainer, done)
-        if total is not None:
+        if (total := rollouts_in_all(trainer, done)) is not None:
             evaluations = evaluations_left(trainer, done, total) * self._evaluation
             self._left = max(total - done, 0) * median(self._steps) + evaluations
-        if not self._ended.is_set() and not sys.stdout.isatty() and time.perf_counter() - self._said > LINES:
-            reward = f"reward {brief(float(results['reward/mean']))}" if "reward/mean" in results else ""
-            pace = [f"{v} {k}" for k, v in self.pace().items()]
-            self._say(
-                f"{self._unit} {done}{'' if total is None else f'/{total}'}: {', '.join(filter(None, [reward, *pace]))}"
-            )
 
     # ---- the result --------------------------------------------------------------------------------------------
 

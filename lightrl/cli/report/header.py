@@ -36,41 +36,34 @@ def result(run: Run, before: Run | None) -> str:
     """The line that the run ended with, or that of what it has logged so far; `before` as in `lightrl report`."""
     if before is None and "result" in run.settings:
         return str(run.settings["result"])
-    series = {name: {step: x for step, x in each.items() if x == x} for name, each in run.metrics.items()}
-    series = {name: each for name, each in series.items() if each}
-    binary = all(r.get("reward") in (0, 1, None) for r in run.samples if r["phase"] == "eval")
-    binary &= any(r["phase"] == "eval" for r in run.samples)
-    last = headline({name: list(each.values())[-1] for name, each in series.items()}, binary)
-    start = series if before is None else before.metrics
+    rewards = [record.get("reward") for record in run.samples if record["phase"] == "eval"]
+    binary = bool(rewards) and all(reward in (0, 1, None) for reward in rewards)
+    last = headline({name: list(each.values())[-1] for name, each in run.metrics.items()}, binary)
+    start = (before or run).metrics
     first = headline({name: next(iter(each.values())) for name, each in start.items()}, binary)
-    steps = [next(iter(each)) for name, each in series.items() if name.startswith("eval/")]
-    at = steps[0] + 1 if steps and before is None else 0
-    done = count(run.num_rollouts, "rollout" if "reward/mean" in series else "batch")
-    seconds = sum(series.get("time/step", {}).values())
-    return result_line(first, last, at, done, seconds) if last else ""
+    evaluated = [min(each) for name, each in run.metrics.items() if name.startswith("eval/")]
+    at = min(evaluated, default=-1) + 1 if before is None else 0
+    seconds = sum(x for x in run.metrics.get("time/step", {}).values() if x == x)
+    unit = "rollout" if "reward/mean" in run.metrics else "batch"
+    return result_line(first, last, at, count(run.num_rollouts, unit), seconds) if last else ""
 
 
 def _facts(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
     model, data = settings.get("model"), settings.get("data")
-    path = next((str(found) for role in ("actor", "model") if (found := _at(model, f"{role}.path"))), "")
-    evaluated = _at(data, "evaluation.prompts") or _at(data, "val")
-    sources = [
-        _source(_at(data, "prompts") or _at(data, "train")),
-        _source(evaluated) and f"evaluation: {_source(evaluated)}",
-    ]
+    evaluated = _source(_at(data, "evaluation.prompts") or _at(data, "val"))
+    sources = [_source(_at(data, "prompts") or _at(data, "train")), evaluated and f"evaluation: {evaluated}"]
     chosen = [_class(_at(data, "engine"))]
     for name, text in SETTINGS:
         value = next((x for part in (model, data) if (x := _at(part, name)) is not None), None)
         chosen += [] if value is None else [text.format(value)]
-    if (seed := settings.get("seed_everything")) is not None:
-        chosen.append(f"seed {seed}")
-    versions = settings.get("versions") if isinstance(settings.get("versions"), Mapping) else {}
     return [
-        ("Model", ", ".join(filter(None, [path, _class(model)]))),
+        (
+            "Model",
+            ", ".join(filter(None, [str(_at(model, "actor.path") or _at(model, "model.path") or ""), _class(model)])),
+        ),
         ("Data", "; ".join(filter(None, sources))),
         ("Settings", ", ".join(filter(None, chosen))),
         ("Hardware", str(settings.get("hardware") or "")),
-        ("Versions", ", ".join(f"{name} {version}" for name, version in (versions or {}).items())),
         ("Command", str(settings.get("command") or "")),
     ]
 
@@ -89,19 +82,11 @@ def _class(value: Any) -> str:
 
 def _source(value: Any) -> str:
     """Where rows come from, in a few words."""
-    if not isinstance(value, Mapping):
-        return str(value or "")[:LONGEST]
-    rows = _at(value, "rows")
-    if isinstance(rows, Mapping):
-        arguments = ", ".join(f"{k}={v}" for k, v in (rows.get("init_args") or {}).items() if v is not None)
-        return f"{_class(rows)}({arguments})"[:LONGEST]
-    named = _at(value, "path") or _at(value, "name") or rows
-    if named:
-        return str(named)[:LONGEST]
-    inner = (
-        value.get("sources")
-        or (value.get("init_args") or {}).get("source")
-        or (value.get("init_args") or {}).get("sources")
-    )
-    several = inner if isinstance(inner, list) else [inner] if inner else list(value.values())
-    return ", ".join(filter(None, (_source(each) for each in several if isinstance(each, Mapping | str))))[:LONGEST]
+    found = next((each for name in ("path", "name", "rows") if (each := _at(value, name))), None)
+    if isinstance(found, Mapping):
+        arguments = ", ".join(f"{k}={v}" for k, v in (found.get("init_args") or {}).items() if v is not None)
+        return f"{_class(found)}({arguments})"[:LONGEST]
+    inner = found or _at(value, "sources") or _at(value, "source") or value or ""
+    several = list(inner.values()) if isinstance(inner, Mapping) else inner if isinstance(inner, list) else []
+    parts = [_source(each) for each in several if isinstance(each, Mapping | str)]
+    return (", ".join(filter(None, parts)) if several else str(inner))[:LONGEST]
