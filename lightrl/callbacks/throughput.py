@@ -135,6 +135,7 @@ class ThroughputMonitor(Callback):
         self._start += seconds
         if not trainer.sanity_checking:
             self._evaluation = seconds
+            self._left = None if self._left is None else max(self._left - seconds, 0.0)
             self._note({k: v for k, v in trainer.callback_metrics.items() if k.startswith("eval/")})
 
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -148,7 +149,7 @@ class ThroughputMonitor(Callback):
         if metrics and evaluated >= self._evaluated:
             self._last = {name: float(value) for name, value in metrics.items()}
             if not self._first or evaluated > self._evaluated:
-                self._first_at, self._first = self._done, self._last
+                self._first_at, self._first = self._done * evaluated, self._last
             self._evaluated = evaluated
 
     def on_train_batch_end(
@@ -188,7 +189,7 @@ class ThroughputMonitor(Callback):
         logged = {**trainer.callback_metrics, **results}
         self._note({name: logged[name] for name in ("reward/mean", "loss/sft") if name in logged})
         if (total := rollouts_in_all(trainer, done)) is not None:
-            evaluations = evaluations_left(trainer, done, total) * self._evaluation
+            evaluations = evaluations_left(trainer, done - 1, total) * self._evaluation  # one may follow now
             self._left = max(total - done, 0) * median(self._steps) + evaluations
 
     # ---- the result --------------------------------------------------------------------------------------------

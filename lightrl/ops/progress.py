@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -57,9 +56,9 @@ def headline(metrics: Mapping[str, float], binary: bool) -> dict[str, float]:
         label = "accuracy" if score == "pass@1" or (score == "reward" and binary) else score
         found: dict[str, float] = {}
         for name, value in metrics.items():
-            match = re.fullmatch(rf"eval/(?:(?!reward/)(.+)/)?{re.escape(score)}", name)
-            if match and not math.isnan(value):
-                found[" ".join(["eval", *filter(None, match.groups()), label])] = value
+            kind, *named, last = name.split("/")  # a set of prompts may have a name
+            if kind == "eval" and last == score and named != ["reward"] and not math.isnan(value):
+                found[" ".join(["eval", *named, label])] = value
         if found:
             return found
     named = {"reward": "reward/mean", "loss": "loss/sft"}

@@ -194,7 +194,7 @@ def test_something_moves_during_a_rollout(
 
     trainer = make_trainer(ThroughputMonitor(), bar(), enable_progress_bar=True)
     module, data = Waits(), mock.Mock(progress=None)
-    monkeypatch.setattr(type(trainer), "datamodule", data)
+    trainer.datamodule = data  # type: ignore[attr-defined]
     trainer.fit(module, Loader([rollouts] * 2))
     assert len(shown) == 6 and all("Sampling" in text for text in shown)
     assert "it/s" not in getattr(trainer.progress_bar_callback, "BAR_FORMAT", "")
