@@ -83,11 +83,13 @@ class ThroughputMonitor(Callback):
             show_pace(bar, self.pace)
             threading.Thread(target=self._show, args=(trainer, bar, self._ended), name="progress", daemon=True).start()
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: Any) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Ends it."""
         self._ended.set()
 
-    on_exception = teardown
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Ends it."""
+        self._ended.set()
 
     def pace(self) -> dict[str, str]:
         """Seconds per rollout and the time left, as the progress bar shows them."""

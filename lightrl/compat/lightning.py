@@ -282,9 +282,9 @@ def refresh_pace(bar: Any, trainer: Any, pace: Mapping[str, str], now: str, done
     evaluates = trainer.sanity_checking or trainer.evaluating
     metrics = {**pace, **getattr(bar, "shown", {})}
     if isinstance(bar, RichProgressBar) and bar.progress is not None and not bar._progress_stopped:
-        own = {task.id: task for task in bar.progress.tasks}.get(getattr(bar, "now", None))
+        own = next((task for task in bar.progress.tasks if task.id == getattr(bar, "now", None)), None)
         if own is None and now:
-            bar.now = bar.progress.add_task(now, total=total, completed=done)
+            vars(bar)["now"] = bar.progress.add_task(now, total=total, completed=done)
         elif own is not None:
             bar.progress.update(own.id, description=now, total=total, completed=done, visible=bool(now))
         if bar._metric_component is not None and not evaluates:

@@ -117,7 +117,7 @@ def _bind_memory(nodes: list[int]) -> Any:
 if current_platform.is_cpu():
     if hasattr(torch.ops._C, "init_cpu_memory_env"):
         _bind = torch.ops._C.init_cpu_memory_env
-        torch.ops._C.init_cpu_memory_env = _bind_memory  # type: ignore[assignment]
+        torch.ops._C.init_cpu_memory_env = _bind_memory  # type: ignore[attr-defined]
     PunicaWrapperCPU.add_lora_logits = _add_lora_logits
     layer_utils.dispatch_cpu_unquantized_gemm = _keep_weight
     UnquantizedFusedMoEMethod._setup_kernel = _pack_experts

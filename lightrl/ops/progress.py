@@ -61,8 +61,8 @@ def headline(metrics: Mapping[str, float], binary: bool) -> dict[str, float]:
                 found[" ".join(["eval", *named, label])] = value
         if found:
             return found
-    named = {"reward": "reward/mean", "loss": "loss/sft"}
-    return next(({label: metrics[name]} for label, name in named.items() if name in metrics), {})
+    training = {"reward": "reward/mean", "loss": "loss/sft"}
+    return next(({label: metrics[name]} for label, name in training.items() if name in metrics), {})
 
 
 def result_line(first: Mapping[str, float], last: Mapping[str, float], at: int, done: str, seconds: float) -> str:

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import Callback, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.demos.boring_classes import BoringModel
 
@@ -192,9 +193,13 @@ def test_something_moves_during_a_rollout(
                 return str(own.train_progress_bar.postfix)
             return " ".join(f"{t.description} {int(t.completed)}/{t.total}" for t in own.progress.tasks)
 
+    class Data(LightningDataModule):
+        progress = None
+
+        def train_dataloader(self) -> Loader:
+            return Loader([rollouts] * 2)
+
     trainer = make_trainer(ThroughputMonitor(), bar(), enable_progress_bar=True)
-    module, data = Waits(), mock.Mock(progress=None)
-    trainer.datamodule = data  # type: ignore[attr-defined]
-    trainer.fit(module, Loader([rollouts] * 2))
+    trainer.fit(Waits(), datamodule=Data())
     assert len(shown) == 6 and all("Sampling" in text for text in shown)
     assert "it/s" not in getattr(trainer.progress_bar_callback, "BAR_FORMAT", "")
