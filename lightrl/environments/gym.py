@@ -75,7 +75,7 @@ class GymnasiumEnvironment(Environment):
             return reply.content
         try:
             action = json.loads(reply.content)
-            fits = space.contains(action)
+            fits = space.contains(action)  # type: ignore[union-attr] # `_is_of` has found a space
         except (ValueError, TypeError):
             fits = False
         if not fits:
