@@ -22,10 +22,10 @@ quickstart: setup
 	@env -u OMP_NUM_THREADS $(VENV)/bin/lightrl quickstart
 
 test: lint
-	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile
+	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-long: setup
-	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m long
+	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m long
 
 faults: setup
 	$(VENV)/bin/python -m tests.faults.campaign --cases $(CASES) --workers $(WORKERS) --results outputs/faults.jsonl --table docs/reliability.md

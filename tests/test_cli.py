@@ -340,11 +340,8 @@ def engine(name: str, **arguments: Any) -> dict[str, Any]:
 EARLY: dict[str, dict[str, Any]] = {
     "prompt_column='question'": {"data": {"prompts": {"rows": ARITHMETIC, "prompt_column": "question"}}},
     "path='./nosuch.jsonl'": {"data": {"prompts": {"path": "./nosuch.jsonl"}}},
-    "group_size=1": {"data": {"group_size": 1}},
     "'./nosuch'": {"model": {"actor": {"path": "./nosuch"}}},
-    "sampling.temperature=0": {"data": {"sampling": {"temperature": 0.0}}},
     "coef=-1.0": {"model": {"kl": {"class_path": "KLInLoss", "init_args": {"coef": -1.0}}}},
-    "dtype='float99'": {"model": {"actor": {"path": "x", "dtype": "float99"}}},
     "'ExactAnswer'": {"data": {"rewards": ["ExactAnwser"]}},
     "'nosuch.py:f'": {"data": {"rewards": ["nosuch.py:f"]}},
     "NO_SUCH_VARIABLE": {"model": {"actor": {"path": "${env:NO_SUCH_VARIABLE}"}}},
@@ -358,17 +355,13 @@ LATE: dict[str, dict[str, Any]] = {
 }
 OF_THE_PARSER: dict[str, dict[str, Any]] = {
     "group_size": {"data": {"group_size": "x"}},
-    "sampling.temperature": {"data": {"sampling": {"temperature": "hot"}}},
     "Did you mean 'group_size'?": {"data": {"groupsize": 3}},
-    "Did you mean 'temperature'?": {"data": {"sampling": {"temprature": 1}}},
-    "Did you mean 'max_epochs'?": {"trainer": {"max_epoch": 1}},
     "Did you mean 'run_dir'?": {"run_diir": "x"},
     "Did you mean 'VLLMEngine'?": {"data": {"engine": "VLMEngine"}},
     "abstract": {"data": {"engine": "lightrl.engines.base.Engine"}},
 }
 OF_LIGHTNING: dict[str, dict[str, Any]] = {
     "strategy='foo'": {"trainer": {"strategy": "foo"}},
-    "devices=99999": {"trainer": {"devices": 99999}},
     "save_top_k=-5": {"trainer": {"callbacks": [{"class_path": "ModelCheckpoint", "init_args": {"save_top_k": -5}}]}},
     "default_root_dir='/proc/x/run'": {"trainer": {"default_root_dir": "/proc/x/run"}},
 }
@@ -398,7 +391,6 @@ def test_a_mistake_is_one_line(
         ("--trainer.max_epochz=3", "Did you mean 'max_epochs'?"),
         ("--data.init_args.sampling.max_new_tokenz=4", "Did you mean 'max_new_tokens'?"),
         ("--model=NoSuchModule", "NoSuchModule"),
-        ("--config=nosuch.yaml", "--config=nosuch.yaml"),
         ("--model.init_args.actor.path=nobody/nothing", "model path 'nobody/nothing'"),
     ],
 )
@@ -415,19 +407,18 @@ def test_a_folder_that_may_not_be_written_to_is_named(
     assert "'/sys/kernel/lightrl" in message and message.count("\n") == 1
 
 
-@pytest.mark.parametrize("kind", ["cut", "missing", "flipped"])
+@pytest.mark.parametrize("kind", ["missing", "flipped"])
 def test_a_checkpoint_that_cannot_be_read_is_one_message(
     kind: str, write: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "checkpoints"
     config = checkpointed(write, "GRPOLightningModule", folder)
     path = folder / "last.ckpt"
-    if kind in ("cut", "flipped"):
+    if kind == "flipped":
         main(["fit", "--config", config])
         content = bytearray(path.read_bytes())
-        if kind == "flipped":
-            content[len(content) // 2] ^= 1
-        path.write_bytes(content if kind == "flipped" else content[: len(content) // 2])
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
     message = refused(capsys, "--config", config, "--ckpt_path", str(path))
     assert "last.ckpt" in message and message.count("\n") == 1
 

@@ -30,12 +30,14 @@ def site(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere(site: Path) -> None:
     for page in site.rglob("*.html"):
         loaded = re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="(https?:[^"]+)"', page.read_text())
         assert not loaded, (page, loaded)
 
 
+@pytest.mark.long
 def test_the_api_reference_holds_classes_with_their_arguments(site: Path) -> None:
     page = (site / "reference/algorithms/index.html").read_text()
     assert 'id="lightrl.algorithms.PPOLightningModule"' in page and "off_policy_correction" in page

@@ -8,13 +8,10 @@ import subprocess
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-
-from tests.waiting import gone
 
 
 @pytest.fixture
@@ -43,30 +40,6 @@ def test_what_cannot_run_is_refused_before_a_step(
     with pytest.raises(SystemExit) as stop:
         script.main()
     assert stop.value.code == 2 and message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("hangs", [False, True])
-def test_nothing_of_a_step_outlives_it(script: Any, hangs: bool, tmp_path: Path) -> None:
-    """A step that leaves a process with its output open, and one that takes too long, which says how far it came."""
-    step, pid = tmp_path / "step.py", tmp_path / "pid"
-    step.write_text(
-        "import pathlib, subprocess, sys, time\n"
-        "left = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(900)'])\n"
-        f"pathlib.Path({str(pid)!r}).write_text(str(left.pid))\n"
-        "print('came so far', flush=True)\n" + ("time.sleep(900)" if hangs else "print('RESULT {\"x\": 1}')")
-    )
-    script.__file__, script.SECONDS = str(step), {"versions": 15 if hangs else 600}
-    found = script.outcome("versions", SimpleNamespace(device="cpu", tiny=True))
-    assert gone(int(pid.read_text()))
-    assert found["ok"] is not hangs
-    assert found["result"] == ("came so far\n\ntook more than 15 s" if hangs else {"x": 1})
-
-
-def test_a_result_that_is_no_number_fails_its_step(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(script.STEPS, "head", lambda args: {"gap": float("nan")})
-    monkeypatch.setattr(sys, "argv", ["gpu_check", "--device", "cpu", "--tiny", "--step", "head"])
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        script.main()
 
 
 @pytest.mark.long

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,8 +18,10 @@ from lightning.pytorch.callbacks import EarlyStopping
 from lightrl.algorithms.hooks import RLCallback
 from lightrl.callbacks import RolloutCheckpoint
 from lightrl.rollout import Evaluation
-from tests.test_resume import ROOT, Reward, assert_same, rows, run
+from tests import forks
+from tests.test_resume import Reward, assert_same, rows, run
 from tests.toys import quickstart_model, quiet_trainer
+from tests.waiting import until
 
 
 def send(signum: int) -> Callable[[], None]:
@@ -81,7 +81,10 @@ SCENES: dict[str, tuple[int | None, Callable[[], dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.parametrize("scene", SCENES)
+LONG = {"generating_after_an_epoch", "updating_last_of_epoch", "updating_sigterm", "evaluating"}
+
+
+@pytest.mark.parametrize("scene", [pytest.param(s, marks=pytest.mark.long) if s in LONG else s for s in SCENES])
 def test_interrupted_and_resumed_is_the_run_that_was_not(
     scene: str, model: str, whole: tuple[Any, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -110,7 +113,7 @@ def test_interrupted_and_resumed_is_the_run_that_was_not(
     assert rows(tmp_path, "resumed", "eval/reward") == evaluations[done:]
 
 
-@pytest.mark.parametrize("every_n", [1, 3])
+@pytest.mark.parametrize("every_n", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_an_evaluation_that_kill_9_cut_is_made_by_the_run_that_goes_on(
     every_n: int, model: str, whole: tuple[Any, Path], tmp_path: Path
 ) -> None:
@@ -159,12 +162,8 @@ def test_ctrl_c_on_the_command_with_an_engine_of_its_own(tmp_path: Path) -> None
         "data": {"class_path": "RolloutDataModule", "init_args": data},
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-    command = [sys.executable, "-c", "from lightrl.cli import main; main()", "fit", "--config", "run.yaml"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with open(tmp_path / "errors", "w") as errors:
-        process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=errors, start_new_session=True)
-        status = process.wait(timeout=550)
-    said = (tmp_path / "errors").read_text()
+    process = forks.Fork("lightrl", "fit", "--config", "run.yaml", cwd=tmp_path)
+    status, said = process.poll(550), process.printed()
     assert status == 1, said[-3000:]
     assert "Traceback" not in said
     last = Path("logs/run/version_0/checkpoints/last.ckpt")
@@ -176,63 +175,15 @@ def test_ctrl_c_on_the_command_with_an_engine_of_its_own(tmp_path: Path) -> None
         time.sleep(0.05)
 
 
-HANGING = """
-import ctypes, os, signal, sys
-
-signal.signal(signal.SIGINT, signal.default_int_handler)  # which is ignored in the background of a script
-
-def hang():
-    try:
-        os.kill(os.getpid(), signal.SIGINT)
-        os.getpid()  # Python calls the handler here at the latest
-    except KeyboardInterrupt:
-        pass
-    print("hangs", flush=True)
-    lock = ctypes.create_string_buffer(64)
-    for _ in range(2):
-        ctypes.CDLL(None).pthread_mutex_lock(lock)
-
-class Loading:
-    def find_spec(self, name, *args):
-        if name == "lightrl.cli.config_files":
-            hang()
-
-if len(sys.argv) == 1:
-    from lightrl.__main__ import command
-
-    sys.meta_path.insert(0, Loading())
-    command()
-
-from lightning.pytorch import Callback
-from lightrl.algorithms import GRPOLightningModule
-from lightrl.callbacks import RolloutCheckpoint, WeightSync
-from tests.toys import quiet_trainer, sums_data
-
-class During(Callback):
-    def on_train_batch_end(self, *args):
-        hang()
-
-callbacks = [WeightSync(), During(), RolloutCheckpoint(dirpath=sys.argv[2])]
-trainer = quiet_trainer(callbacks=callbacks, enable_checkpointing=True)
-trainer.fit(GRPOLightningModule(sys.argv[1]), sums_data())
-"""
-
-
 @pytest.mark.parametrize("during", ["load", "update"])
 def test_a_second_ctrl_c_ends_the_process_wherever_it_hangs(during: str, model: str, tmp_path: Path) -> None:
-    (tmp_path / "hanging.py").write_text(HANGING)
-    command = [sys.executable, "hanging.py", *([] if during == "load" else [model, str(tmp_path)])]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with open(tmp_path / "errors", "w") as errors:
-        process = subprocess.Popen(
-            command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
-        )
+    process = forks.Fork("tests.hanging", *([] if during == "load" else [model, str(tmp_path)]))
     try:
-        assert process.stdout is not None
-        assert "hangs\n" in process.stdout, (tmp_path / "errors").read_text()[-3000:]
+        assert until(lambda: "hangs\n" in process.printed() or process.poll() is not None, 300)
+        assert "hangs\n" in process.printed(), process.printed()[-3000:]
         time.sleep(1)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=60) == -signal.SIGINT
+        os.kill(process.pid, signal.SIGINT)
+        assert process.poll(60) == -signal.SIGINT
     finally:
         process.kill()
 

@@ -166,7 +166,7 @@ def test_the_python_block_builds(model: str, tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1="}\n')
     (tmp_path / "rewards.py").write_text("def correct(completions, **_):\n    return [1.0 for _ in completions]\n")
-    (block,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    block, _ = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     names: dict[str, Any] = {}
     exec(block.replace("MODEL", model), names)
     assert names["data"].rollouts_per_epoch is None and names["module"].lr_scheduler_factory.warmup == 0.03

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,12 +16,8 @@ GAIN = {"first_run": 0.4, "environment": 0.3}
 """How much `reward/mean` rises at least, from the first rollout to the mean of the last five."""
 
 
-def marked(path: Path) -> Any:
-    """Environments are trained in many other tests; the first run of a newcomer is tried each time."""
-    return pytest.param(path, marks=pytest.mark.long) if path.stem == "environment" else path
-
-
-@pytest.mark.parametrize("path", map(marked, NOTEBOOKS), ids=lambda path: path.stem)
+@pytest.mark.long
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_and_its_policy_learns(path: Path, tmp_path: Path) -> None:
     pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")

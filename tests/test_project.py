@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -38,7 +39,7 @@ def _in_scratch_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_task_has_a_template() -> None:
-    assert TASKS == ("agent", "grpo", "rlhf", "sft", "vlm")
+    assert TASKS == ("agent", "grpo", "program", "rlhf", "sft", "vlm")
 
 
 def test_the_grpo_project_runs_with_rows_and_reward_of_ones_own(
@@ -74,6 +75,25 @@ def test_the_agent_project_is_checked_runs_and_is_looked_at(
     assert "factory: tools.Calculator" in (tmp_path / "mine/outputs/agent/config.yaml").read_text()
     main(["view", "outputs/agent"])
     assert list((tmp_path / "mine/outputs/agent").rglob("*.html"))
+
+
+def test_the_program_project_is_checked_and_runs_as_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_model(tmp_path / "model")
+    main(["init", "mine", "--task", "program", "--model", str(tmp_path / "model")])
+    monkeypatch.chdir(tmp_path / "mine")
+    monkeypatch.syspath_prepend(str(tmp_path / "mine"))
+    tests = runpy.run_path("test_agent.py")
+    for name in (name for name in tests if name.startswith("test_")):
+        tests[name]()
+    said = capsys.readouterr().out
+    assert "calls calculate(" in said and "tool: 2" in said and "No problem found." in said
+    random_init = "--model.init_args.actor.random_init=true"
+    sizes = ["--data.init_args.group_size=2", "--data.init_args.prompts_per_rollout=2"]
+    length = "--data.init_args.episode.init_args.max_tokens=400"
+    main(["fit", "--config", "config.yaml", random_init, length, *sizes, *SMALL, *ROLLOUTS])
+    assert (tmp_path / "mine/outputs/program/model/model.safetensors").is_file()
 
 
 def test_the_rlhf_project_goes_through_its_three_steps(

@@ -58,6 +58,41 @@ def test_the_page_is_whole_and_needs_nothing_else(tmp_path: Path, capsys: pytest
     assert "before training" in text and "after rollout 6" in text and "reward 1 ↑" in text
 
 
+def test_the_page_begins_with_what_was_run_and_the_result(tmp_path: Path) -> None:
+    rows = [{"step": -1, "eval/reward": 0.125}, *({**row, "time/step": 10} for row in training(0, 4))]
+    samples = [sample(step, "eval", "p", "c", float(step)) for step in (0, 1)]
+    run = write_run(tmp_path, [*rows, {"step": 3, "eval/reward": 0.578}], samples)
+    assert "eval accuracy 0.12 -&gt; 0.58 in 4 rollouts, 0:40" in report(run).read_text()  # of a run that goes on
+    (run / "hparams.yaml").write_text(
+        "model: {class_path: lightrl.GRPOLightningModule, init_args: {actor: {path: org/SmolLM2}, "
+        "optimizer: {init_args: {lr: 2.0e-05}}}}\n"
+        "data: {init_args: {prompts: {init_args: {rows: {class_path: a.Rows, init_args: {size: 9}}}}, "
+        "group_size: 8, engine: {class_path: lightrl.VLLMEngine}, evaluation: {prompts: held_out.jsonl}}}\n"
+        "hardware: 2 cores of <EPYC>\ncommand: lightrl fit --config x.yaml\nresult: eval accuracy 0.1 -> 0.6\n"
+    )
+    page = report(run).read_text()
+    head = page[: page.index("class=tiles")]
+    for text in (
+        *("org/SmolLM2, GRPOLightningModule", "Rows(size=9); evaluation: held_out.jsonl", "learning rate 2e-05"),
+        *("VLLMEngine", "8 completions per prompt", "2 cores of &lt;EPYC&gt;", "lightrl fit --config x.yaml"),
+        "eval accuracy 0.1 -&gt; 0.6",
+    ):
+        assert text in head
+    (run / "hparams.yaml").write_text("model: !!python/object:x.Y {}\n")
+    assert "0.12 -&gt; 0.58" in report(run).read_text()
+
+
+def test_prompts_whose_completion_changed_come_first(tmp_path: Path) -> None:
+    same = [sample(step, "eval", f"same {i}", "c", 0.0) for step in (0, 9) for i in range(20)]
+    moved = [sample(0, "eval", "better", "7", 0.0), sample(9, "eval", "better", "2", 1.0)]
+    asked = [{**each, "question": "1+1=?", "prompt": f"<|user|>{each['prompt']}"} for each in moved]
+    samples = sorted([*same, *asked], key=lambda record: record["step"])
+    page = report(write_run(tmp_path, training(0, 10), samples)).read_text()
+    assert "1 of 21 completions changed; the reward rose on 1 and fell on 0" in page
+    assert "<pre>1+1=?</pre>" in page and "<summary>as the model saw it</summary><pre>&lt;|user|&gt;better" in page
+    assert "same 1" not in page
+
+
 def test_a_resumed_run_is_joined_by_step(tmp_path: Path) -> None:
     """Steps 4 and 5 of the first part came after the checkpoint: the second part, which did them again, counts."""
     write_run(tmp_path / "version_0", training(0, 6), [sample(s, "train", "p", "old", 0.0) for s in (1, 5)])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,9 +20,9 @@ from lightrl.algorithms import CriticSpec, PPOLightningModule, RLOOLightningModu
 from lightrl.algorithms.settings import Updates
 from lightrl.callbacks import AdaptiveKL, RewardNormalization, RolloutCheckpoint, ThroughputMonitor, WeightSync
 from lightrl.objectives import KLInReward
+from tests import forks
 from tests.toys import digits_reward, quickstart_model, quiet_trainer, sums_data
 
-ROOT = Path(__file__).parent.parent
 EPOCHS = 2
 
 
@@ -113,20 +112,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def killed(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """Folders of runs that were killed, by SIGKILL, in the rollout of that number; they run beside one another."""
-    folders, processes = {}, {}
-    for number in (3, 4):
-        folders[number] = tmp_path_factory.mktemp(f"killed{number}")
-        code = (
-            "import pathlib, torch; torch.set_num_threads(1); from tests.test_resume import Reward, die, run; "
-            f"run(pathlib.Path({str(folders[number])!r}), {model!r}, Reward({number}, die))"
-        )
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-c", code]
-        processes[number] = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-    for process in processes.values():
-        _, errors = process.communicate(timeout=550)
-        assert process.returncode == -signal.SIGKILL, errors[-3000:]
+    """Folders of runs that were killed, by SIGKILL, in the rollout of that number."""
+    folders = {number: tmp_path_factory.mktemp(f"killed{number}") for number in (3, 4)}
+    for number, folder in folders.items():
+        assert forks.run(__name__, str(folder), model, str(number)) == -signal.SIGKILL
     return folders
 
 
@@ -207,3 +196,7 @@ def test_a_table_of_ones_own_keeps_what_its_logger_wrote_before_a_fit(model: str
     with (tmp_path / "mine" / "metrics.csv").open() as file:
         written = [(row["step"], row["before"]) for row in csv.DictReader(file)]
     assert written == [("10", "0.0"), ("0", ""), ("11", "1.0"), ("0", "")]
+
+
+if __name__ == "__main__":
+    run(Path(sys.argv[1]), sys.argv[2], Reward(int(sys.argv[3]), die))

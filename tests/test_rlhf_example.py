@@ -58,14 +58,21 @@ def test_the_pipeline_briefly(root: Path, tmp_path: Path, monkeypatch: pytest.Mo
         options += [f"--trainer.callbacks={callbacks}", *extra]
         return run(["fit", f"--config=examples/rlhf/{name}.yaml", *options])
 
-    step("sft", "--trainer.limit_train_batches=4")
-    few = ["--trainer.limit_train_batches=4", "--trainer.limit_val_batches=1"]
-    trained = step("reward", f"--model.init_args.model.path={models['sft']}", *few)
+    rows = "--data.init_args.train.rows.init_args.size=512"
+    step("sft", rows, "--trainer.limit_train_batches=4")
+    few = [rows, "--trainer.limit_train_batches=4", "--trainer.limit_val_batches=1"]
+    held_out = "--data.init_args.val.rows.init_args.size=128"
+    trained = step("reward", f"--model.init_args.model.path={models['sft']}", held_out, *few)
     assert 0.3 < trained.trainer.callback_metrics["eval/accuracy"] <= 1.0
     actor = f"--model.init_args.actor.path={models['sft']}"
     judge = [{"name": "preference", "path": models["reward"], "tokenizer": "policy"}]
     cli = step(
-        "ppo", actor, f"--model.init_args.reward_models={judge}", "--data.init_args.rollouts_per_epoch=1", *few[1:]
+        "ppo",
+        actor,
+        f"--model.init_args.reward_models={judge}",
+        "--data.init_args.rollouts_per_epoch=1",
+        few[-1],
+        "--data.init_args.prompts.limit=64",
     )
     assert "eval/reward/preference" in cli.trainer.callback_metrics
     assert 0.0 <= compare(models["sft"], models["ppo"], models["reward"], samples=1) <= 1.0

@@ -57,30 +57,3 @@ def test_the_first_task_runs_as_it_is_written(root: Path, tmp_path: Path, monkey
         main(command[1:])
     assert (tmp_path / "my_task/outputs/grpo/model/model.safetensors").is_file()
     assert (tmp_path / "my_task/exported/model.safetensors").is_file()
-
-
-def cells_of(table: str) -> list[list[str]]:
-    """The cells of the numbered rows of a table."""
-    return [[cell.strip() for cell in row.strip("| ").split(" | ")] for row in re.findall(r"^\| \d+ .*$", table, re.M)]
-
-
-def defined_in(file: Path) -> set[str]:
-    return {getattr(node, "name", "") for node in ast.walk(ast.parse(file.read_text()))}
-
-
-def test_what_the_comparison_says_of_us_exists(root: Path) -> None:
-    from lightrl import algorithms, callbacks, engines, environments, objectives
-
-    points, places = map(cells_of, (root / "docs" / "comparison.md").read_text().split("## Where it stands"))
-    assert 20 <= len(points) <= 25
-    assert [row[0] for row in points] == [row[0] for row in places] == [str(n + 1) for n in range(len(points))]
-    assert all(len(row) == 6 and all(row) for row in points) and all(len(row) == 5 and all(row) for row in places)
-    rooms = (algorithms, callbacks, engines, environments, objectives)
-    names = {name for row in points for name in re.findall(r"`([A-Z]\w+)`", row[2])}
-    assert len(names) > 15 and not [name for name in names if not any(hasattr(room, name) for room in rooms)]
-    for number, ours, *_ in places:
-        named = re.findall(r"`([^`]+)`", ours)
-        assert named, number
-        for path, _, test in (place.partition("::") for place in named):
-            assert (root / path).is_file(), (number, path)
-            assert not test or test in defined_in(root / path), (number, test)

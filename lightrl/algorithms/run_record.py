@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import inspect
 import json
+import os
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
@@ -53,13 +54,25 @@ def hyperparameters(trainer: Any) -> dict[str, Any]:
         },
         "optimizers": [_optimizer(optimizer) for optimizer in trainer.optimizers],
     }
-    return {**redact(record), "versions": versions(), "command": shlex.join(redact_arguments(sys.argv))}
+    command = shlex.join(redact_arguments(sys.argv))
+    return {**redact(record), "versions": versions(), "hardware": hardware(), "command": command}
 
 
 def versions() -> dict[str, str]:
     """Of LightRL and the packages that its numbers depend on most."""
     own = import_module("lightrl").__version__  # also of a folder that is not installed
     return {"lightrl": own, **{name: version(name) for name in ("torch", "lightning", "transformers")}}
+
+
+def hardware() -> str:
+    """GPUs, or the CPU and its cores that this process may use."""
+    if torch.cuda.is_available():
+        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "CPU")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{cores} cores of {name}"
 
 
 def described(value: Any) -> Any:

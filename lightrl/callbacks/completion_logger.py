@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
-import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 from io import StringIO
@@ -24,46 +24,64 @@ from torch import Tensor
 from lightrl.algorithms.experience import TrajectoryLayout, first_rows, trajectory_lengths
 from lightrl.algorithms.hooks import RLCallback
 from lightrl.callbacks.run_files import contact_sheet, describe, png, run_folder, write_once
+from lightrl.callbacks.traces import log_traces
 from lightrl.checkpoints.files import append_lines
 from lightrl.compat.arguments import at_least
 from lightrl.records import Experience, Rollouts
-from lightrl.rollout.collation import asked
+from lightrl.rollout.collation import asked, question
 
 WIDTH_WITHOUT_TERMINAL = 120
 THUMBNAILS = "thumbnails"
 COLUMNS = ("prompt", "completion", "reward", "advantage", "num_tokens")
+HIDDEN = re.compile("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters, those that turn the direction of text, and halves of characters."""
+_MARKS = "[\u0300-\u036f\u20d0-\u20ff\ufe00-\ufe0f\U0001f3fb-\U0001f3ff\U000e0020-\U000e007f]"
+CLUSTER = re.compile(f"(?:[\U0001f1e6-\U0001f1ff]{{2}}|.){_MARKS}*(?:\u200d.{_MARKS}*)*", re.DOTALL)
+"""What is drawn as one character, roughly: a flag, or a character with marks and others joined to it."""
+EVALUATED = 32
+"""Minimum number of completions of each evaluation in the file, for the report's comparison of before and after."""
 
 
 class CompletionLogger(RLCallback):
     """Logs a few completions every N rollouts, and those of the same first prompts at each evaluation.
 
     They go to a table in the terminal (rank 0), to every logger that takes tables (W&B, MLflow, Comet) or text
-    (TensorBoard), and in full to `samples.jsonl` in the run's folder, which `lightrl report` reads. Each line has
+    (TensorBoard), as conversations to those with a trace view (MLflow, Weave, trackio; see `log_traces`), and in full
+    to `samples.jsonl` in the run's folder, which `lightrl report` reads. Each line has
     `step` (-1 before training, see `EvaluateFirst`), `phase` (`train` or `eval`), `prompt` (as the engine got it),
-    `completion`, `reward`, `reward_parts` (function -> value), `extra` (of `log_extra`), `num_tokens`, `truncated`, and
-    in training `advantage` (mean over sampled tokens); with an environment also `turns`, `stop_reason`, and the
-    conversation as `messages`; with media a description as `media` and the name of a PNG file as `thumbnail`. A new run
-    replaces the file after its first rollout or evaluation; a resumed one appends.
+    `question` (the last user message, which the terminal shows), `completion`, `reward`, `reward_parts` (function ->
+    value), `extra` (of `log_extra`), `num_tokens`, `truncated`, and in training `advantage` (mean over sampled tokens);
+    with an environment also `turns`, `stop_reason`, and the conversation as `messages`; with media a description as
+    `media` and the name of a PNG file as `thumbnail`. A new run replaces the file after its first rollout or
+    evaluation; a resumed one appends.
 
     Put `CompletionLogger` before `RewardNormalization` to log raw rewards.
 
     Args:
         every_n_rollouts: Rollouts between two training tables, at least 1. Evaluations are logged each time.
-        num_samples: Completions in a table, of different prompts if possible, at least 1.
+        num_samples: Completions in a table, of different prompts if possible, at least 1. The file has at least 32 of
+            each evaluation, so that the report can show those that changed.
         max_characters: Maximum characters of a text in the terminal, which loses its middle; at least 20.
         terminal: Print tables. Loggers and the file get them anyway.
+        full_prompts: Print prompts as the model saw them, chat template included, not the last user message.
     """
 
     reads_old_logprobs = False
     reads_all_rows = False
 
     def __init__(
-        self, every_n_rollouts: int = 10, num_samples: int = 4, max_characters: int = 300, terminal: bool = True
+        self,
+        every_n_rollouts: int = 10,
+        num_samples: int = 4,
+        max_characters: int = 300,
+        terminal: bool = True,
+        full_prompts: bool = False,
     ) -> None:
         self.every_n_rollouts = at_least("CompletionLogger.every_n_rollouts", every_n_rollouts, 1)
         self.num_samples = at_least("CompletionLogger.num_samples", num_samples, 1)
         self.max_characters = at_least("CompletionLogger.max_characters", max_characters, 20)
         self.terminal = terminal
+        self.full_prompts = full_prompts
         self._path = Path("samples.jsonl")
         self._replaces = False  # what an earlier run wrote there
         self._rewards: Tensor | None = None
@@ -120,7 +138,7 @@ class CompletionLogger(RLCallback):
         dataloader_idx: int = 0,
     ) -> None:
         """Takes the first prompts, the same in each evaluation."""
-        missing = self.num_samples - len(self._evaluated)
+        missing = max(self.num_samples, EVALUATED) - len(self._evaluated)
         if isinstance(batch, Rollouts) and trainer.is_global_zero and missing > 0 and dataloader_idx == 0:
             self._evaluated += sample_records(batch, missing, tokenizer=_tokenizer(trainer))
 
@@ -151,10 +169,12 @@ class CompletionLogger(RLCallback):
         if not _trying_out(trainer):
             lines = [json.dumps({"step": step, "phase": phase, **r}, default=str, ensure_ascii=False) for r in records]
             append_lines(self._path, lines)
+        records, sheets = records[: self.num_samples], sheets[: self.num_samples]
         for logger in trainer.loggers:
             log_samples(logger, f"samples/{phase}", records, sheets, step)
+            log_traces(logger, f"samples/{phase}", records, step)
         if self.terminal:
-            print_table(trainer, samples_table(records, title, self.max_characters))
+            print_table(trainer, samples_table(records, title, self.max_characters, self.full_prompts))
 
     def _in_words(self, trainer: Trainer, record: dict[str, Any], sheet: Any) -> dict[str, Any]:
         """The record with its media as a description and the name of an image file, which it writes."""
@@ -176,12 +196,12 @@ def _trying_out(trainer: Trainer) -> bool:
 
 def log_samples(logger: Any, name: str, records: list[dict[str, Any]], sheets: list[Any], step: int) -> None:
     """Logs records of `sample_records` and their images (None without) to a logger that takes tables or text."""
-    shown = [*COLUMNS, *(["media"] if any("media" in record for record in records) else [])]
+    shown = [*COLUMNS, *(column for column in ("media", "messages") if any(column in record for record in records))]
     parts = list(dict.fromkeys(name for record in records for name in _several(record)))
     extra = list(dict.fromkeys(name for record in records for name in record.get("extra", ())))
     rows = [
         [
-            *(record.get(column) for column in shown),
+            *(_cell(record.get(column)) for column in shown),
             *(record["reward_parts"].get(name) for name in parts),
             *(record.get("extra", {}).get(name) for name in extra),
         ]
@@ -209,6 +229,11 @@ def log_samples(logger: Any, name: str, records: list[dict[str, Any]], sheets: l
         logger.experiment.add_text(name, markdown_table(rows, shown), step)
         for key, sheet in pages.items():
             logger.experiment.add_image(key, np.asarray(sheet), step, dataformats="HWC")
+
+
+def _cell(value: Any) -> Any:
+    """A conversation as JSON, which every table holds; any other value unchanged."""
+    return json.dumps(value, default=str, ensure_ascii=False) if isinstance(value, list) else value
 
 
 def sample_records(
@@ -246,6 +271,7 @@ def sample_records(
     for row in sorted(rank_in_group, key=lambda i: (rank_in_group[i], i))[:num_samples]:
         record: dict[str, Any] = {
             "prompt": asked(rollouts, row, tokenizer),
+            "question": question(rollouts, row),
             "completion": rollouts.completions[row],
             "reward": number(rewards, row),
             "reward_parts": {name: number(part, row) for name, part in rollouts.reward_parts.items()},
@@ -273,16 +299,22 @@ def _logged_by(column: str, rollouts: Rollouts) -> bool:
 
 
 def shorten(text: str, length: int) -> str:
-    """At most `length` characters without control characters: a long text loses its middle, both ends stay."""
+    """At most `length` characters without control characters: a long text loses its middle, both ends stay.
+
+    Emoji of several characters, such as a family or a flag, are not cut.
+    """
     text = text.replace("\r\n", "\n").replace("\n", "↵")
-    text = "".join(c if unicodedata.category(c) != "Cc" else c.encode("unicode_escape").decode() for c in text)
+    text = "".join(c.encode("unicode_escape").decode() if HIDDEN.match(c) else c for c in text)
     if len(text) <= length:
         return text
     tail = (length - 3) // 2
-    return f"{text[: length - 3 - tail]} … {text[len(text) - tail :]}"
+    whole = [cluster.end() for cluster in CLUSTER.finditer(text)]
+    head = max((end for end in whole if end <= length - 3 - tail), default=0)
+    rest = min(end for end in (0, *whole) if end >= len(text) - tail)
+    return f"{text[:head]} … {text[rest:]}"
 
 
-def samples_table(records: list[dict[str, Any]], title: str, max_characters: int) -> Table:
+def samples_table(records: list[dict[str, Any]], title: str, max_characters: int, full_prompts: bool = False) -> Table:
     """The records as a table of the terminal's width, with `log_extra` below completions and parts below rewards."""
     with_advantage = any("advantage" in record for record in records)
     table = Table(title=Text(f"Samples: {title}"), title_justify="left", title_style="bold", expand=True)
@@ -296,9 +328,9 @@ def samples_table(records: list[dict[str, Any]], title: str, max_characters: int
         said = [record["completion"], *extra]
         media = f"[{record['media']}]\n" if "media" in record else ""
         table.add_row(
-            Text(media + shorten(record["prompt"], max_characters)),
+            Text(media + shorten(record["prompt" if full_prompts else "question"], max_characters)),
             Text("\n".join(shorten(text, max_characters) for text in said)),
-            "\n".join(reward),
+            Text("\n".join(reward)),
             *([_number(record["advantage"])] if with_advantage else []),
             f"{record['num_tokens']}{' cut' if record['truncated'] else ''}",
         )

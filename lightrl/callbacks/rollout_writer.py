@@ -41,7 +41,8 @@ class RolloutWriter(RLCallback):
     - `prompt`, `completion`, `messages`, `columns`, `stop_reason`, `reward`, `reward_parts`, `group`, `trajectory`;
       `trained` is false without a reward;
     - `turns`: for each its rewards, mean advantage, number of tokens, and state key;
-    - `rows`: `token_ids`, `tokens` (texts), `turns` (-1 for context), and per token, 0 on context, `advantages`,
+    - `rows`: `token_ids`, `tokens` (texts; "" before the last token of a character), `special` (positions of special
+      tokens), `turns` (-1 for context), and per token, 0 on context, `advantages`,
       `engine_logprobs`, `policy_versions`, `old_logprobs` and `entropy` (before the update), `new_logprobs` (after it),
       and `ref_logprobs` and `values` if the run computes them.
 
@@ -149,8 +150,11 @@ def trajectory_records(rollouts: Rollouts, experience: Experience, tokenizer: An
     """
     rollouts, experience = rollouts.to("cpu"), experience.to("cpu")
     pieces: dict[int, str] = {}
+    special: set[int] = set()
     if tokenizer is not None:
-        pieces = {i: tokenizer.decode([i]) for i in experience.token_ids[experience.attention_mask].unique().tolist()}
+        found = experience.token_ids[experience.attention_mask].unique().tolist()
+        pieces = {i: tokenizer.decode([i], clean_up_tokenization_spaces=False) for i in found}
+        special = set(tokenizer.all_special_ids).intersection(found)
     mask = rollouts.response_mask
     turn_ids = torch.where(mask, 0, -1) if rollouts.turn_ids is None else rollouts.turn_ids
     trained = (experience.response_mask.any(1) & experience.valid).tolist()
@@ -166,8 +170,9 @@ def trajectory_records(rollouts: Rollouts, experience: Experience, tokenizer: An
             n = lengths[i]
             ids = experience.token_ids[i, :n].tolist()
             row: dict[str, Any] = {"token_ids": ids, "turns": turn_ids[i, :n].tolist()}
-            if pieces:
-                row["tokens"] = [pieces[token] for token in ids]
+            if tokenizer is not None:
+                row["tokens"] = texts_of_tokens(ids, pieces, tokenizer, row["turns"])
+                row["special"] = [place for place, token in enumerate(ids) if token in special]
             row["policy_versions"] = versions[i, :n].tolist()
             row |= {name: [_number(x) for x in values[i, :n].tolist()] for name, values in of_tokens.items()}
             rows.append(row)
@@ -192,6 +197,31 @@ def trajectory_records(rollouts: Rollouts, experience: Experience, tokenizer: An
             }
         )
     return records
+
+
+def texts_of_tokens(ids: list[int], pieces: dict[int, str], tokenizer: Any, turns: list[int]) -> list[str]:
+    """Texts of tokens that together are the text: a character of several tokens is in the last of them.
+
+    Args:
+        ids: Token ids.
+        pieces: Token id -> text of the token alone, which may lack a space or be half of an emoji.
+        tokenizer: The policy's.
+        turns: Turn of each token; a character that a turn cuts short stays in that turn.
+    """
+    alone = [pieces[token] for token in ids]
+    if "".join(alone) == tokenizer.decode(ids, clean_up_tokenization_spaces=False):
+        return alone
+    texts, start, done = [], 0, 0  # as in vLLM's incremental detokenization: the text between two windows
+    for place in range(1, len(ids) + 1):
+        before = tokenizer.decode(ids[start:done], clean_up_tokenization_spaces=False)
+        text = tokenizer.decode(ids[start:place], clean_up_tokenization_spaces=False)
+        over = place == len(ids) or turns[place] != turns[place - 1] or place - done >= 8
+        if text.endswith("\ufffd") and not over:  # bytes of a character
+            texts.append("")
+            continue
+        texts.append(text[len(before) :])
+        start, done = done, place
+    return texts
 
 
 def _turns(

@@ -3,19 +3,38 @@
 from __future__ import annotations
 
 import resource
+import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Mapping
+from statistics import median
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
+from lightrl.compat.lightning import refresh_pace, show_pace, stop_bar
+from lightrl.ops.progress import brief, clock, count, evaluations_left, headline, result_line, rollouts_in_all
+from lightrl.records import Rollouts
+
 IN_PROGRESS_BAR = {"reward/mean": "reward", "kl/ref": "kl"}
+KEPT = ("first", "first_at", "last", "evaluated", "binary")
+TICK, LINES = 1.0, 10.0
+"""Seconds between two updates of a terminal's progress bar, and between two lines in a log."""
 
 
 class ThroughputMonitor(Callback):
-    """Logs how fast a rollout went from prompts to updated weights, and shows reward, KL and tokens/s in the bar.
+    """Logs the speed of each rollout, from prompts to updated weights, and shows the run's progress and result.
+
+    Any progress bar shows seconds per rollout, the time left of a run of known length (evaluations included), reward,
+    KL, and tokens/s, and how many prompts of the rollout under way are done. Without a terminal a line of the log shows
+    the same, at most every ten seconds. The last line of a run is its result, such as `eval accuracy 0.12 -> 0.58 in 40
+    rollouts, 7:12`: first and last evaluation (`EvaluateFirst` evaluates before training), or the training reward in a
+    run without evaluations.
 
     Per rollout, with t the wall time from the end of the previous rollout's update to the end of this one's:
 
@@ -31,32 +50,118 @@ class ThroughputMonitor(Callback):
     command line adds it to every run; `--without=[ThroughputMonitor]` leaves it out.
 
     Args:
-        progress_bar: Whether `reward`, `kl` and `tok/s` are in the progress bar.
+        progress_bar: Show progress: in the progress bar, or as lines without a terminal.
     """
 
     def __init__(self, progress_bar: bool = True) -> None:
         self.progress_bar = progress_bar
-        self._start = 0.0
-        self._paused = 0.0
+        self._reset()
+
+    def _reset(self) -> None:
+        self._start = self._paused = 0.0
+        self._begun = time.perf_counter()
+        self._earlier = 0.0  # seconds before the run was resumed
+        self._steps: deque[float] = deque(maxlen=10)
+        self._warm = False  # whether a step without the engine's start was timed
+        self._evaluation = 0.0
+        self._done, self._unit = 0, "rollout"
+        self._left: float | None = None
+        self._binary = True
+        self._evaluated = False
+        self._first: dict[str, float] = {}
+        self._first_at = 0
+        self._last: dict[str, float] = {}
+        self._ended = threading.Event()
+
+    # ---- what is shown -----------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Starts to show progress."""
+        self._reset()
+        bar: Any = trainer.progress_bar_callback
+        if self.progress_bar and bar is not None and bar.is_enabled and trainer.is_global_zero:
+            show_pace(bar, self.pace)
+            threading.Thread(target=self._show, args=(trainer, bar, self._ended), name="progress", daemon=True).start()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Ends it."""
+        self._ended.set()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Ends it."""
+        self._ended.set()
+
+    def pace(self) -> dict[str, str]:
+        """Seconds per rollout and the time left, as the progress bar shows them."""
+        shown = {f"s/{self._unit}": brief(median(self._steps))} if self._steps else {}
+        if self._left is not None:
+            shown["left"] = clock(max(self._left - (time.perf_counter() - self._start), 0.0))
+        return shown
+
+    def _show(self, trainer: Any, bar: Any, ended: threading.Event) -> None:
+        """Until `ended` is set: updates the progress bar, or writes lines if there is no terminal."""
+        terminal, said = sys.stdout.isatty() or "ipykernel" in sys.modules, time.perf_counter()
+        while not ended.wait(TICK):
+            done, total, details = getattr(trainer.datamodule, "progress", None) or (0, 0, "")
+            doing = "Evaluating" if trainer.sanity_checking or trainer.evaluating else "Sampling"
+            now = f"{doing} ({details})" if details else doing if total else ""
+            if terminal:
+                refresh_pace(bar, trainer, self.pace(), now, done, total)
+            elif time.perf_counter() - said > LINES and (now or self._steps):
+                said = time.perf_counter()
+                numbers = {**({now: f"{done}/{total}"} if now else {}), **self.pace(), **getattr(bar, "shown", {})}
+                told = ", ".join(f"{name} {value}" for name, value in numbers.items())
+                rank_zero_info(f"After {count(self._done, self._unit)}: {told}")
+
+    # ---- what is measured --------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Starts the clock; the first rollout is generated after this."""
         self._start = time.perf_counter()
+        self._done = trainer.fit_loop.total_batch_idx + 1
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stops the clock."""
         self._paused = time.perf_counter()
 
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *numbers: int
+    ) -> None:
+        """Notes whether each reward is 0 or 1, so that their mean is an accuracy."""
+        rewards = batch.rewards if isinstance(batch, Rollouts) else torch.zeros(0)
+        self._binary &= bool(((rewards == 0) | (rewards == 1) | rewards.isnan()).all())
+
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restarts the clock."""
-        self._start += time.perf_counter() - self._paused
+        """Restarts the clock, and keeps the numbers of a whole evaluation."""
+        seconds = time.perf_counter() - self._paused
+        self._start += seconds
+        if not trainer.sanity_checking:
+            self._evaluation = seconds
+            self._left = None if self._left is None else max(self._left - seconds, 0.0)
+            self._note({k: v for k, v in trainer.callback_metrics.items() if k.startswith("eval/")})
+
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keeps those of an evaluation before training."""
+        if trainer.num_sanity_val_steps == float("inf"):
+            self._note({k: v for k, v in trainer.callback_metrics.items() if k.startswith("eval/")})
+
+    def _note(self, metrics: Mapping[str, Any]) -> None:
+        """Keeps the run's first and last evaluation; the training rewards until there is one."""
+        evaluated = any(name.startswith("eval/") for name in metrics)
+        if metrics and evaluated >= self._evaluated:
+            self._last = {name: float(value) for name, value in metrics.items()}
+            if not self._first or evaluated > self._evaluated:
+                self._first_at, self._first = self._done * evaluated, self._last
+            self._evaluated = evaluated
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Logs the rollout."""
+        results = outputs if isinstance(outputs, Mapping) else {}
         now = time.perf_counter()
         seconds, self._start = max(now - self._start, 1e-9), now
+        self._keep_time(trainer, seconds, batch, results)
         mask = batch.get("attention_mask") if isinstance(batch, Mapping) else getattr(batch, "attention_mask", None)
         if mask is None:
             return
@@ -71,11 +176,49 @@ class ThroughputMonitor(Callback):
         }
         pl_module.log_dict(metrics, on_step=True, on_epoch=False, batch_size=len(mask))
         if self.progress_bar:
-            results = outputs if isinstance(outputs, Mapping) else {}
             shown = {short: results[name] for name, short in IN_PROGRESS_BAR.items() if name in results}
             shown["tok/s"] = round(tokens / seconds)
             # Loggers have these numbers under their full names already.
             pl_module.log_dict(shown, on_step=True, on_epoch=False, prog_bar=True, logger=False, batch_size=len(mask))
+
+    def _keep_time(self, trainer: Trainer, seconds: float, batch: Any, results: Mapping[str, Any]) -> None:
+        """Estimates the time left."""
+        self._unit = "rollout" if isinstance(batch, Rollouts) else "batch"
+        self._done = done = trainer.fit_loop.total_batch_idx + 1
+        if not self._warm and self._steps:
+            self._warm, self._steps = True, deque(maxlen=10)  # without the first, which starts the engine
+        self._steps.append(seconds)
+        logged = {**trainer.callback_metrics, **results}
+        self._note({name: logged[name] for name in ("reward/mean", "loss/sft") if name in logged})
+        if (total := rollouts_in_all(trainer, done)) is not None:
+            evaluations = evaluations_left(trainer, done - 1, total) * self._evaluation  # one may follow now
+            self._left = max(total - done, 0) * median(self._steps) + evaluations
+
+    # ---- the result --------------------------------------------------------------------------------------------
+
+    @property
+    def _seconds(self) -> float:
+        return self._earlier + time.perf_counter() - self._begun
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Prints the result, and leaves it to `lightrl report`."""
+        if trainer.is_global_zero and self._done:
+            first, last = headline(self._first, self._binary), headline(self._last, self._binary)
+            line = result_line(first, last, self._first_at, count(self._done, self._unit), self._seconds)
+            stop_bar(trainer.progress_bar_callback)
+            print(f"Result: {line}", flush=True)
+            for logger in trainer.loggers:
+                if isinstance(logger, CSVLogger):
+                    logger.log_hyperparams({"result": line})
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the result of a resumed run needs of this one."""
+        return {name: getattr(self, f"_{name}") for name in KEPT} | {"earlier": self._seconds}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores it."""
+        for name, value in state_dict.items():
+            setattr(self, f"_{name}", value)
 
 
 def _reduce(trainer: Trainer, tensor: Tensor, how: str) -> Tensor:

@@ -28,11 +28,11 @@ USAGE = """LightRL: reinforcement learning for LLMs and VLMs, built on PyTorch L
   lightrl validate --config x.yaml   evaluate on the evaluation prompts
   lightrl test --config x.yaml       evaluate on test prompts
   lightrl predict --config x.yaml    write completions with their rewards
-  lightrl report RUN_DIR             plots and samples of a run as an HTML page; several runs: a comparison
-  lightrl view RUN_DIR               saved trajectories, token by token, as an HTML page
+  lightrl report RUN_DIR             draw plots and samples of a run as an HTML page; compare several runs
+  lightrl view RUN_DIR               show saved trajectories, token by token, as an HTML page
   lightrl serve-reward ...           serve a reward function over HTTP
-  lightrl check-env --config x.yaml  run a config's environment with scripted replies, without a model
-  lightrl plan --model MODEL         memory per GPU under each strategy
+  lightrl check-env --config x.yaml  play a config's environment or program without training
+  lightrl plan --model MODEL         estimate the memory per GPU under each strategy
   lightrl quickstart                 run a first training on a CPU, from nothing to a report
   lightrl init DIR                   create a small project: configuration, rewards, rows
   lightrl recipes                    list the configurations that come with LightRL

@@ -1,4 +1,4 @@
-"""`lightrl check-env`: plays the environment of a configuration with scripted replies and no model."""
+"""`lightrl check-env`: plays the environment or program of a configuration without training."""
 
 from __future__ import annotations
 
@@ -8,36 +8,42 @@ from lightrl.cli import run
 from lightrl.cli.config_files import expand_configs
 
 
-def check_env(config: str, rows: int = 2, replies: list[str] | None = None, seed: int = 0) -> None:
-    """Plays the environment of a configuration with scripted replies. Exit code 1 if it has a fault.
+def check_env(
+    config: str, rows: int = 2, replies: list[str] | None = None, seed: int = 0, model: str | None = None
+) -> None:
+    """Play the environment or program of a configuration with scripted replies. Exit code 1 if it has a fault.
 
-    Prints for each script: why it ended, its reward, how many tokens would be trained, seconds per step; then whether
-    the chat template extends what was sampled, and whether one seed gives one outcome.
+    Prints what each script said at the first row, its calls of tools, and the tokens that would be trained. Then for
+    each script: why it ended, its reward, trained tokens, seconds per step; whether the chat template extends what was
+    sampled, and whether one seed gives one outcome of an environment.
 
-    No model is loaded, no engine started, no reward function called. The environment itself acts as in a run: each
-    script plays it twice per row.
+    No model is loaded, no engine started, no reward function called. The environment or program itself acts as in a
+    run, which is served an endpoint: each script plays it twice per row, at the same time.
 
     Args:
         config: Configuration file, as for `lightrl fit`.
         rows: Number of rows to play.
         replies: Texts of your own script, one per turn, such as a correct answer.
         seed: Of the environment's `reset`.
+        model: Model directory or model ID that replies instead of scripts, such as the one to train.
 
     Raises:
-        ValueError: The configuration has no `EnvironmentEpisode`.
+        ValueError: The configuration has neither `EnvironmentEpisode` nor `AgentProgram`.
     """
     expand_configs(["--config", config])
     from lightrl.data.processing import load_processor
     from lightrl.data.templates import load_tokenizer
-    from lightrl.environments import EnvironmentEpisode
-    from lightrl.environments.scripted import play
+    from lightrl.environments.multi_turn import MultiTurn
+    from lightrl.environments.scripted import play, transcript
+    from lightrl.models.turns import ending_turns
 
     built = run(["--config", config], run=False)
     module, data = built.model, built.datamodule
     episode = getattr(data, "episode", None)
-    if not isinstance(episode, EnvironmentEpisode):
+    if not isinstance(episode, MultiTurn):
         raise ValueError(
-            f"data.episode={type(episode).__name__}: is not an EnvironmentEpisode. Check a config with one."
+            f"data.episode={type(episode).__name__}: is neither an EnvironmentEpisode nor an AgentProgram. Check a "
+            "config with one."
         )
     path = module.actor_spec.path
     tokenizer = load_tokenizer(data.tokenizer_path or path, chat_template=module.actor_spec.chat_template)
@@ -49,16 +55,23 @@ def check_env(config: str, rows: int = 2, replies: list[str] | None = None, seed
         {**{name: values[i] for name, values in batch.columns.items()}, "prompt": batch.raw[i]}
         for i in range(len(batch))
     ]
-    found = play(
-        episode,
-        examples,
-        tokenizer,
-        data.sampling,
-        seed=seed,
-        replies=replies or (),
-    )
+    sampling, engine = ending_turns(data.sampling, tokenizer), None
+    if model is not None:
+        import torch
+
+        from lightrl.engines import TransformersEngine
+        from lightrl.records import EngineContext
+
+        engine = TransformersEngine()
+        engine.start(EngineContext(model, device="cuda" if torch.cuda.is_available() else "cpu", seed=seed))
+    try:
+        found = play(episode, examples, tokenizer, sampling, seed=seed, replies=replies or (), engine=engine)
+    finally:
+        if engine is not None:
+            engine.close()
     problems = found.problems()
-    lines = [*found.lines(), *(f"note: {note}" for note in found.notes), *(f"problem: {text}" for text in problems)]
+    lines = [line for played in found.played if played.row == 0 for line in transcript(played, tokenizer)]
+    lines += [*found.lines(), *(f"note: {note}" for note in found.notes), *(f"problem: {text}" for text in problems)]
     print("\n".join(lines))
     if problems:
         sys.exit(1)

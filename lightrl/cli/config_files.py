@@ -29,7 +29,7 @@ def shipped_configs() -> dict[str, str]:
 
 
 def recipes() -> None:
-    """Lists the configurations that come with LightRL; run one with `lightrl fit --config lightrl:NAME`."""
+    """List the configurations that come with LightRL; run one with `lightrl fit --config lightrl:NAME`."""
     for name, title in shipped_configs().items():
         print(f"lightrl:{name:45s} {title}")
 

@@ -9,11 +9,16 @@ import signal
 import sys
 import warnings
 
-DEPENDENCIES = r"(datasets|deepspeed|jsonargparse|lightning|peft|tensorboard|torch|torchmetrics|transformers|vllm)\b"
+DEPENDENCIES = (
+    r"(accelerate|datasets|deepspeed|huggingface_hub|jsonargparse|lightning|numpy|peft|pydantic|ray|tensorboard|tokenizers"
+    r"|torch|torchmetrics|transformers|triton|vllm)\b"
+)
 LOGGERS = {
     "lightning.pytorch.utilities.rank_zero": ("💡 Tip", "TPU available"),
     "DeepSpeed": ("Setting accelerator to CPU",),
     "vllm.triton_utils.importing": ("Triton is installed, but",),
+    # A download that fails in the end raises an error.
+    "huggingface_hub.utils._http": ("Retrying in ", "'", "HTTP Error "),
 }
 """Logger -> beginnings of messages that are not shown."""
 MESSAGES = (

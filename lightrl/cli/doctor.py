@@ -24,7 +24,7 @@ PLAIN = ("", "I do not know.")
 
 
 def doctor(config: str | None = None) -> None:
-    """Checks the installation, and with a configuration the run that it describes, without starting it.
+    """Check the installation, or validate a configuration without starting its run.
 
     Installation: versions against LightRL's ranges, devices, vLLM. Run: whether it builds, tokenizer, lengths of
     prompts, reward functions on three rows, and memory as in `lightrl plan`; for supervised runs the rows. Exit code 1
@@ -64,6 +64,8 @@ def diagnose(config_file: str | None = None) -> Iterator[Finding]:
             yield from _supervised(built)
         elif isinstance(module, PPOLightningModule) and isinstance(data, RolloutDataModule):
             prompts, tokenizer = yield from _prompts(built)
+            if data.episode.multi_turn:
+                yield from _tools(data.episode, tokenizer)
             yield from _rewards(built, prompts, tokenizer)
             yield from _memory(built, list(map(len, prompts.token_ids)))
         else:
@@ -215,6 +217,26 @@ def _prompts(built: Any) -> Any:
     return first, tokenizer
 
 
+def _tools(episode: Any, tokenizer: Any) -> Iterator[Finding]:
+    """How the model is shown tools, and its calls are read."""
+    from lightrl.environments.multi_turn import EXAMPLE_TOOLS
+    from lightrl.models.chat_templates import training_template
+
+    own = str(tokenizer.chat_template)
+    better = training_template(own) != own
+    try:
+        chosen = "as set" if episode.tool_parser else "by the chat template's content"
+        yield "ok", f"tools: tool_parser {episode.parser(EXAMPLE_TOOLS).name!r} reads calls (chosen {chosen})"
+    except ValueError as error:
+        yield "note", f"tools can't be used: {error}"
+        return
+    if better:
+        yield (
+            "note",
+            "tools: the chat template drops thoughts, which begins new rows. Set actor.chat_template: training",
+        )
+
+
 def _first_request(built: Any, prompts: Any, tokenizer: Any) -> str | None:
     """The text that an environment asks the model for the first row; None for programs, and if it fails."""
     import asyncio
@@ -245,7 +267,7 @@ def _rewards(built: Any, prompts: Any, tokenizer: Any) -> Iterator[Finding]:
     """Scores of made-up completions of three rows, and of the rows' own columns as completions."""
     module, data = built.model, built.datamodule
     if data.episode.multi_turn:
-        yield "note", "the environment gives rewards: `lightrl check-env --config FILE` plays it"
+        yield "note", "the environment or program gives rewards: `lightrl check-env --config FILE` plays it"
         return
     if data.scorer is None:
         if module.needs_rewards and not module.scores_rollouts:

@@ -20,7 +20,7 @@ def export(
     what: Literal["model", "adapter", "critic", "checkpoint"] = "model",
     model: str | None = None,
 ) -> None:
-    """Exports a checkpoint of any strategy, on any number of ranks, to something that can be used without it.
+    """Export a checkpoint of any strategy, on any number of ranks, to a Hugging Face folder or a plain checkpoint.
 
     Reads plain checkpoints and folders of FSDP2 and DeepSpeed ZeRO (these hold pickled objects: only read what you
     trust). The models are built in the host's memory.

@@ -76,7 +76,7 @@ SCHEDULES = {
 def from_trl(
     script: str, output: str = "config.yaml", algorithm: Literal["grpo", "rloo"] = "grpo", devices: int = 1
 ) -> None:
-    """Converts the YAML of a TRL script (`trl grpo --config ...`) to a configuration for `lightrl fit`.
+    """Convert the YAML of a TRL script (`trl grpo --config ...`) to a configuration for `lightrl fit`.
 
     Options without a counterpart are listed in the file and in the terminal. TRL's defaults are written out where they
     differ from LightRL's.

@@ -28,7 +28,7 @@ import lightrl.environments
 import lightrl.objectives
 import lightrl.rewards
 import lightrl.rollout
-from lightrl.algorithms.run_record import versions
+from lightrl.algorithms.run_record import hardware, versions
 from lightrl.algorithms.saving import SavesPretrained
 from lightrl.algorithms.schedule import LRSchedule
 from lightrl.callbacks import ThroughputMonitor
@@ -53,6 +53,27 @@ for package in ROOMS:  # some load their modules lazily
     for name in package.__all__:
         getattr(package, name)
 EVALUATIONS = ("validate", "test", "predict")
+DESCRIPTIONS = {
+    "fit": "Train.",
+    "validate": "Evaluate on the evaluation prompts.",
+    "test": "Evaluate on test prompts.",
+    "predict": "Write completions with their rewards.",
+}
+USAGE = """lightrl {command} --config FILE.yaml [--OPTION VALUE ...]
+
+What people set most, in the file or on the command line:
+  --config FILE.yaml                   configuration (several are merged); `lightrl recipes` lists those of LightRL
+  --run_dir DIR                        folder for checkpoints, metrics, and samples
+  --model.actor.path MODEL             model: a directory or a hub ID
+  --model.optimizer.lr RATE            learning rate of the optimizer that the file names
+  --data.prompts ROWS                  training prompts: a file, a hub dataset, or a source
+  --data.rewards [FUNCTION]            reward functions: package.module:function or file.py:function
+  --data.group_size N                  completions per prompt
+  --data.sampling.max_new_tokens N     maximum length of a completion
+  --trainer.max_epochs N               length of the run, data.rollouts_per_epoch rollouts each
+  --ckpt_path last                     resume from the last checkpoint
+
+`lightrl {command} --model.help PPOLightningModule` explains the arguments of a class. All options:"""
 set_parsing_settings(subclasses_enabled=[PromptSource, LRSchedule])  # dataclasses whose class YAML may name, and keeps
 keep_lists()
 prefer_own_names()
@@ -67,6 +88,10 @@ class LightRLCLI(YamlCLI):
     """
 
     config: Any
+
+    def help_of(self, subcommand: str) -> tuple[str, str]:
+        """See `YamlCLI.help_of`."""
+        return DESCRIPTIONS[subcommand], USAGE.format(command=subcommand)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Adds LightRL's arguments, and defaults for manual optimization and generated batches."""
@@ -174,7 +199,7 @@ class LightRLCLI(YamlCLI):
         del given["config"]  # files, merged by now
         command = shlex.join(["lightrl", *redact_arguments(sys.argv[1:])])
         for logger in self.trainer.loggers:
-            logger.log_hyperparams({**given, "versions": versions(), "command": command})
+            logger.log_hyperparams({**given, "versions": versions(), "hardware": hardware(), "command": command})
 
     def before_validate(self) -> None:
         """Has SIGTERM and the like end the command; locks the loggers' folders."""

@@ -14,16 +14,16 @@ TASKS = tuple(sorted(folder.name for folder in TEMPLATES.iterdir() if folder.is_
 
 def init(
     dir: str,
-    task: Literal["agent", "grpo", "rlhf", "sft", "vlm"] = "grpo",
+    task: Literal["agent", "grpo", "program", "rlhf", "sft", "vlm"] = "grpo",
     model: str | None = None,
 ) -> None:
-    """Writes a small project to change and run: configuration, reward function or tools, some rows, a README.
+    """Write a small project to change and run: configuration, reward function or tools, some rows, a README.
 
     Args:
         dir: Folder to write. Existing files are never overwritten.
-        task: `grpo` (prompts and a reward function), `agent` (tools that the policy calls over several turns), `sft`
-            (prompts and completions), `rlhf` (SFT, a reward model from preference pairs, PPO against it) or `vlm`
-            (questions about pictures).
+        task: `grpo` (prompts and a reward function), `agent` (tools that the policy calls over several turns),
+            `program` (an agent that talks to a model server, with any SDK), `sft` (prompts and completions), `rlhf`
+            (SFT, a reward model from preference pairs, PPO against it) or `vlm` (questions about pictures).
         model: Folder or hub name of the model to train. Defaults to a Qwen 2.5 of 0.5 B parameters, for `vlm` of 3 B.
 
     Raises:

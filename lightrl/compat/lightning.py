@@ -10,8 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
@@ -25,6 +26,16 @@ def run_seed() -> int:
 
 class YamlCLI(LightningCLI):
     """`LightningCLI`, but on resume a checkpoint's hyperparameters do not override the YAML."""
+
+    def help_of(self, subcommand: str) -> tuple[str, str | None]:
+        """Description of a subcommand, and its usage in place of a list of all options (None); override it."""
+        return "", None
+
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> Any:
+        kwargs["description"], usage = self.help_of(subcommand)
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        parser.usage = usage
+        return parser
 
     def _parse_ckpt_path(self) -> None:
         """Lightning would merge the checkpoint's hyperparameters over the given YAML; here YAML is what counts."""
@@ -226,3 +237,69 @@ def forget_step_metrics(trainer: Any, names: Collection[str]) -> None:
 def flush_step_metrics(trainer: Any) -> None:
     """Logs this step's metrics now; Lightning does so after `on_train_batch_end`."""
     trainer._logger_connector.update_train_step_metrics()
+
+
+def show_pace(bar: Any, pace: Callable[[], Mapping[str, str]]) -> None:
+    """Shows `pace()` and short numbers in a progress bar, in place of Lightning's iterations per second.
+
+    Lightning's estimate of the remaining time covers one epoch, without evaluations.
+    """
+    bar.get_metrics = partial(_with_pace, bar, pace)
+    if isinstance(bar, RichProgressBar):
+        bar.configure_columns = partial(_columns, bar)  # type: ignore[method-assign]
+    elif isinstance(bar, TQDMProgressBar) and TQDMProgressBar.BAR_FORMAT == bar.BAR_FORMAT:
+        bar.BAR_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
+
+
+def _with_pace(bar: Any, pace: Callable[[], Mapping[str, str]], trainer: Any, module: Any) -> dict[str, Any]:
+    given = type(bar).get_metrics(bar, trainer, module)
+    shown = {name: float(x) if isinstance(x, torch.Tensor) else x for name, x in given.items()}
+    bar.shown = {name: f"{x:.0f}" if isinstance(x, float) and abs(x) >= 100 else x for name, x in shown.items()}
+    bar.shown = {name: f"{x:.3g}" if isinstance(x, float) else x for name, x in bar.shown.items()}
+    return {**pace(), **bar.shown}
+
+
+def _columns(bar: RichProgressBar, trainer: Any) -> list[Any]:
+    from lightning.pytorch.callbacks.progress.rich_progress import CustomTimeColumn, ProcessingSpeedColumn
+
+    columns = type(bar).configure_columns(bar, trainer)
+    return [column for column in columns if not isinstance(column, CustomTimeColumn | ProcessingSpeedColumn)]
+
+
+def refresh_pace(bar: Any, trainer: Any, pace: Mapping[str, str], now: str, done: int, total: int) -> None:
+    """Redraws a bar between two batches, from any thread: with the latest `pace`, and with what happens now.
+
+    Asks Lightning for no metrics: their reduction is collective.
+
+    Args:
+        bar: Of any kind; others than Lightning's own are left as they are.
+        trainer: Its trainer.
+        pace: As of `show_pace`.
+        now: What happens now; "" for nothing.
+        done: How much of it is done.
+        total: How much there is.
+    """
+    evaluates = trainer.sanity_checking or trainer.evaluating
+    metrics = {**pace, **getattr(bar, "shown", {})}
+    if isinstance(bar, RichProgressBar) and bar.progress is not None and not bar._progress_stopped:
+        own = next((task for task in bar.progress.tasks if task.id == getattr(bar, "now", None)), None)
+        if own is None and now:
+            vars(bar)["now"] = bar.progress.add_task(now, total=total, completed=done)
+        elif own is not None:
+            bar.progress.update(own.id, description=now, total=total, completed=done, visible=bool(now))
+        if bar._metric_component is not None and not evaluates:
+            bar._metric_component.update(metrics)
+        bar.progress.refresh()
+    elif isinstance(bar, TQDMProgressBar):
+        shown = bar._val_progress_bar if evaluates else bar._train_progress_bar
+        if shown is not None and not shown.disable:
+            state = {} if not now else {now: f"{done}/{total}"}
+            shown.set_postfix(state if evaluates else {**state, **metrics})
+
+
+def stop_bar(bar: Any) -> None:
+    """Ends a progress bar's display before the end of the run: what is printed next comes below it."""
+    if isinstance(bar, RichProgressBar) and bar.progress is not None:
+        if (now := getattr(bar, "now", None)) in bar.progress.task_ids:
+            bar.progress.remove_task(now)
+        bar._stop_progress()

@@ -22,14 +22,18 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager, nullcontext, suppress
+from functools import cached_property
 from multiprocessing import resource_tracker
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightrl.compat.torch import page_lock
+
+if TYPE_CHECKING:
+    from lightrl.compat.vllm_grammars import Grammars
 
 PRIVATE = {
     "vllm.v1.engine.llm_engine:LLMEngine.add_request": "requests of our own ids join while others run",
@@ -352,6 +356,13 @@ class VLLMAdapter:
         """Queues a request, whose output will come under this id."""
         with _deaths_translated():
             self.engine.add_request(request_id, prompt, params, lora_request=self._lora)
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """Grammars of constrained requests."""
+        from lightrl.compat.vllm_grammars import Grammars
+
+        return Grammars(self.engine)
 
     def step(self, give_up: Callable[[], bool] = lambda: False) -> list[Any]:
         """Runs the engine once; finished requests.

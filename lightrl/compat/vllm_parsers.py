@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lightrl.compat.arguments import install_command
@@ -13,6 +14,8 @@ PRIVATE = {
     "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest": "what its tool parsers are given",
     "vllm.tool_parsers:ToolParserManager": "its tool parsers by name",
     "vllm.reasoning:ReasoningParserManager": "its reasoning parsers by name",
+    "vllm.tool_parsers.tool_strict_level:ToolStrictLevel": "how closely a grammar of tool calls follows the schemas",
+    "vllm.parser.abstract_parser:structured_outputs_to_format": "grammars of replies that call no tool",
 }
 """What is used of vLLM 0.32 beyond its documented interface, and why."""
 
@@ -72,6 +75,39 @@ def tool_parser(
         return found.content or "", [(call.function.name, call.function.arguments) for call in found.tool_calls]
 
     return parse
+
+
+def tool_grammar(
+    name: str,
+    tokenizer: Any,
+    tools: Sequence[dict[str, Any]],
+    names: Sequence[str] | None,
+    structured: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The grammar of calls in a parser's format, as vLLM's `structured_outputs`. See `ReplyParser.grammar`.
+
+    Raises:
+        ValueError: vLLM knows no grammar of that format, or rejects `structured`.
+    """
+    from vllm.sampling_params import StructuredOutputsParams
+    from vllm.tool_parsers import ToolParserManager
+    from vllm.tool_parsers.tool_strict_level import ToolStrictLevel
+
+    request = _request([tool for tool in tools if not names or tool["function"]["name"] in names])
+    request.tool_choice = "required"
+    parser = ToolParserManager.get_tool_parser(name)(tokenizer, request.tools)
+    tag = parser.get_structural_tag(request, strict_level=ToolStrictLevel.PARAMETER)
+    if tag is None:
+        raise ValueError(
+            f'tool_parser={name!r}: vLLM knows no grammar of its calls. Set episode.constrained to "free".'
+        )
+    form = tag.model_dump()["format"]
+    if names is None and structured:
+        from vllm.parser.abstract_parser import structured_outputs_to_format
+
+        other = structured_outputs_to_format(StructuredOutputsParams(**structured))
+        form = {"type": "or", "elements": [form, other.model_dump()]}
+    return {"structural_tag": json.dumps({"type": "structural_tag", "format": form})}
 
 
 def reasoning_parser(name: str, tokenizer: Any) -> Callable[[str], tuple[str | None, str]]:

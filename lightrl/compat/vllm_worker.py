@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -99,7 +100,24 @@ def _add_lora_logits(
         y[:, :count] += (scale * (x.to(a.dtype) @ a.T) @ b[:count].T).to(y.dtype)
 
 
+def _bind_memory(nodes: list[int]) -> Any:
+    """Takes the place of vLLM's binding of memory, whose C++ writes a note to stderr for each engine."""
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as said:
+        os.dup2(said.fileno(), 2)
+        try:
+            return _bind(nodes)
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+            said.seek(0)
+            os.write(2, b"".join(line for line in said if b"NUMA binding: Using" not in line))
+
+
 if current_platform.is_cpu():
+    if hasattr(torch.ops._C, "init_cpu_memory_env"):
+        _bind = torch.ops._C.init_cpu_memory_env
+        torch.ops._C.init_cpu_memory_env = _bind_memory  # type: ignore[attr-defined]
     PunicaWrapperCPU.add_lora_logits = _add_lora_logits
     layer_utils.dispatch_cpu_unquantized_gemm = _keep_weight
     UnquantizedFusedMoEMethod._setup_kernel = _pack_experts

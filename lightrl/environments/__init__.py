@@ -9,8 +9,10 @@ from lightrl.compat.lazy import lazy_names
 if TYPE_CHECKING:
     from lightrl.environments.base import Environment, Reply, Step, ToolCall
     from lightrl.environments.canary import LedgerMismatch, check_trajectories
+    from lightrl.environments.code_tools import BashTool, PythonTool
     from lightrl.environments.endpoint.program import AgentProgram
     from lightrl.environments.episodes import EnvironmentFailedError, Episode, SingleTurn, Task
+    from lightrl.environments.gym import GymnasiumEnvironment
     from lightrl.environments.ledger import Ledger
     from lightrl.environments.playing import EnvironmentEpisode
     from lightrl.environments.remote import MCPEnvironment, OpenEnvironment
@@ -18,14 +20,17 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AgentProgram",
+    "BashTool",
     "Environment",
     "EnvironmentEpisode",
     "EnvironmentFailedError",
     "Episode",
+    "GymnasiumEnvironment",
     "Ledger",
     "LedgerMismatch",
     "MCPEnvironment",
     "OpenEnvironment",
+    "PythonTool",
     "Reply",
     "SingleTurn",
     "Step",
@@ -35,5 +40,8 @@ __all__ = [
     "check_trajectories",
 ]
 
-_MODULES = ("episodes", "base", "canary", "ledger", "tools", "playing", "remote", "endpoint.program")
+_MODULES = (
+    *("episodes", "base", "canary", "ledger", "tools", "gym", "playing", "remote", "code_tools"),
+    "endpoint.program",
+)
 __getattr__ = lazy_names(__name__, _MODULES, __all__)

@@ -80,6 +80,8 @@ class Bridge(ABC):
         processor: Processor of a model that sees images; None rejects images.
     """
 
+    _special: Mapping[int, str]
+
     def __init__(self, processor: ImageProcessor | None = None) -> None:
         self.processor = processor
         self._parallel: dict[bool, bool] = {}  # by whether there are tools
@@ -114,6 +116,14 @@ class Bridge(ABC):
                 "takes text only. Describe it in words; for a model that sees set `renderer: template`."
             )
         return {"type": kind, "image": self.processor.images([part]).images[0]}
+
+    def plain_ids(self, tokenizer: Any, text: str) -> list[int]:
+        """Token IDs of a text. Special tokens in it become ordinary ones."""
+        (marked,) = guard([{"role": "", "content": text}], self._special)
+        return encode_marked(tokenizer, marked["content"])
+
+    def ends_turn(self, token_ids: Sequence[int]) -> bool:
+        return bool(token_ids) and token_ids[-1] in self._special
 
     @abstractmethod
     def render(self, messages: Sequence[Message], tools: Tools) -> Tokens:

@@ -149,21 +149,35 @@ class Ledger:
         row.policy_versions.extend(versions if trained else [-1] * len(token_ids))
         self.turns += 1
 
-    def answer(self, messages: Sequence[Message]) -> list[int]:
+    def answer(self, messages: Sequence[Message], said: Message | None = None, more: Sequence[int] = ()) -> list[int]:
         """Appends the environment's messages, or begins a new row. Returns the token IDs to ask with.
+
+        Args:
+            messages: Messages after the last reply.
+            said: The last reply as the conversation has it, if it has more text than was sampled.
+            more: Tokens of that text, which become context.
 
         Raises:
             ValueError: The template rejects the conversation.
         """
         assert self._turn is not None, "nothing was sampled since the last answer"
+        turn = self._turn
+        if said is not None:
+            turn = replace(turn, reply=said, completion_ids=[*turn.completion_ids, *more])
         new = self.bridge.opened(messages)
-        suffix = self.bridge.extend(self._turn, self.messages, new, self.tools)
-        self.messages += [self._turn.reply, *new]
+        suffix = self.bridge.extend(turn, self.messages, new, self.tools)
+        self.messages += [turn.reply, *new]
         self._turn = None
         if suffix is None:
             self._begin_row()
         else:
+            self._rows[-1].add(Tokens(more))
             self._rows[-1].add(suffix)
+        return self.request_ids
+
+    def prefill(self, token_ids: Sequence[int]) -> list[int]:
+        """Appends context that the next reply continues. Returns the token IDs to ask with."""
+        self._rows[-1].add(Tokens(token_ids))
         return self.request_ids
 
     @property

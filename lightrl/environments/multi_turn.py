@@ -19,6 +19,7 @@ from lightrl.environments.bridges import Bridge, ImageProcessor, TemplateBridge
 from lightrl.environments.episodes import Ask, Episode, Task
 from lightrl.environments.parsing import ReplyParser, choose_parser
 from lightrl.environments.renderers import RendererBridge, make_renderer
+from lightrl.models.chat_templates import training_template
 from lightrl.records import SamplingParams, Trajectory
 from lightrl.rewards.base import copied
 
@@ -72,12 +73,15 @@ class MultiTurn(Episode):
         renderer: Family's name in the package `renderers`, such as "qwen3", for local folders and fine-tunes with their
             model's chat template. "template" uses the chat template. None uses a renderer for models that the package
             knows by their exact hub name, otherwise the chat template.
-        tool_parser: vLLM's name of the parser of tool calls, such as "hermes". None uses the renderer's, or the one
-            that fits the chat template.
+        tool_parser: vLLM's name of the parser of tool calls, such as "hermes", or "smollm2" for lists of calls, which
+            needs no vLLM. None uses the renderer's, or the one that fits the chat template.
         reasoning_parser: vLLM's name of the parser of thoughts, such as "deepseek_r1". None uses the renderer's,
             otherwise thoughts stay in the content.
         template_kwargs: Variables of the chat template, such as `enable_thinking`. A row's columns
             `chat_template_kwargs` and `template_kwargs` override them.
+
+    Attributes:
+        tools_seen: Tool's name -> the tools with which it was offered to the policy.
 
     Raises:
         ValueError: A value is out of its range.
@@ -115,6 +119,7 @@ class MultiTurn(Episode):
         self._renderer: Any = None
         self._bridges: dict[str, Bridge] = {}  # by variables of the chat template
         self._parsers: dict[bool, ReplyParser] = {}  # by whether there are tools
+        self.tools_seen: dict[str, Tools] = {}
 
     @abstractmethod
     async def play(self, attempt: Attempt) -> Trajectory:
@@ -160,6 +165,8 @@ class MultiTurn(Episode):
         Raises:
             ValueError: The chat template hides tools or calls from the model, or no parser fits it.
         """
+        if tools is not EXAMPLE_TOOLS:
+            self.tools_seen |= {tool["function"]["name"]: tools for tool in tools}
         if bool(tools) not in self._parsers:
             if tools:
                 self._require_shown(self.bridge_of({}), tools)
@@ -174,9 +181,11 @@ class MultiTurn(Episode):
 
     def _require_shown(self, bridge: Bridge, tools: Tools) -> None:
         if self._renderer is None and (hidden := bridge.hidden(tools)) is not None:
+            own = str(self._tokenizer.chat_template)
+            to = "training" if training_template(own) != own else "to a template that writes tools and calls"
             raise ValueError(
                 f"tool_parser={self.tool_parser!r}: the chat template hides {hidden} from the model. Set "
-                "actor.chat_template to a template that writes tools and calls, or leave out the tools and tool_parser."
+                f"actor.chat_template: {to}. Or leave out the tools and tool_parser."
             )
 
     def check_template(self) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,8 +24,13 @@ MOST_MARKS = 200
 
 log = logging.getLogger(__name__)
 
-# What a chat template with tools writes around a call -> vLLM's parser of it.
+OWN_PARSER = "smollm2"
+"""Parser that needs no vLLM, of `<tool_call>` with a JSON object or a list of them, as SmolLM2 writes calls."""
+
+# What a chat template with tools writes around a call -> vLLM's parser of it, or our own.
 TOOL_PARSERS = {
+    "form='smollm2'": OWN_PARSER,  # of the training template
+    "<tool_call>[": OWN_PARSER,
     "<function=": "qwen3_coder",
     "[TOOL_CALLS]": "mistral",
     "<｜tool▁calls▁begin｜>": "deepseek_v3",  # noqa: RUF001
@@ -34,8 +41,13 @@ TOOL_PARSERS = {
 
 
 class ReplyParser(ABC):
-    """Reads what the policy sampled, with the policy's tokenizer."""
+    """Reads what the policy sampled, with the policy's tokenizer.
 
+    Attributes:
+        name: Name of the parser of tool calls, for messages.
+    """
+
+    name = "none"
     _warned = False
 
     def __init__(self, tokenizer: Any) -> None:
@@ -51,6 +63,22 @@ class ReplyParser(ABC):
             tools: JSON schemas of the tools.
             truncated: Whether a limit cut it.
         """
+
+    def grammar(self, tools: Tools, names: Sequence[str] | None, structured: Mapping[str, Any]) -> dict[str, Any]:
+        """What a constrained reply must match, as vLLM's `structured_outputs`.
+
+        Args:
+            tools: JSON schemas of the tools.
+            names: Tools of which the reply must call one, all if empty. None allows any call, or `structured`.
+            structured: What a reply without a call must match, as vLLM's `structured_outputs`.
+
+        Raises:
+            ValueError: The parser's format of calls has no grammar.
+        """
+        raise ValueError(
+            f"{type(self).__name__} has no grammar of tool calls. Set episode.tool_parser to vLLM's parser of "
+            'the model\'s family, such as "hermes", or episode.constrained to "free".'
+        )
 
     def read(self, prompt_ids: Sequence[int], completion: Completion, tools: Tools, bridge: Bridge) -> Reply:
         """The reply of a completion. If a part of it can't be read, it has `errors`, and all of it is content."""
@@ -87,6 +115,7 @@ class RendererParser(ReplyParser):
     def __init__(self, renderer: Any, tokenizer: Any) -> None:
         super().__init__(tokenizer)
         self.renderer = renderer
+        self.name = type(renderer).__name__
 
     def parse(self, prompt_ids: Sequence[int], token_ids: Sequence[int], tools: Tools, *, truncated: bool) -> Reply:
         parsed = self.renderer.parse_response(list(token_ids), prompt_ids=list(prompt_ids), tools=list(tools) or None)
@@ -105,11 +134,12 @@ class RendererParser(ReplyParser):
 
 
 class VLLMParser(ReplyParser):
-    """Reads with the parsers of vLLM's server, which work on text and need no engine.
+    """Reads with the parsers of vLLM's server, which work on text and need no engine, or with the own one.
 
     Args:
         tokenizer: Tokenizer of the policy.
-        tool_parser: vLLM's name of the parser of tool calls, such as "hermes"; None leaves them in the content.
+        tool_parser: vLLM's name of the parser of tool calls, such as "hermes", or "smollm2"; None leaves them in the
+            content. Without vLLM, "hermes" is read by the own parser.
         reasoning_parser: vLLM's name of the parser of thoughts, such as "deepseek_r1"; None leaves them in the content.
         marker: Beginning of a tool call, to tell a malformed call from none; "" for other parsers.
 
@@ -121,8 +151,13 @@ class VLLMParser(ReplyParser):
         self, tokenizer: Any, tool_parser: str | None, reasoning_parser: str | None = None, marker: str = ""
     ) -> None:
         super().__init__(tokenizer)
-        self.marker = marker
-        self._tools = vllm_parsers.tool_parser(tool_parser, tokenizer) if tool_parser else None
+        own = tool_parser == OWN_PARSER or (tool_parser == "hermes" and importlib.util.find_spec("vllm") is None)
+        self.marker = "" if own else marker
+        self.name = tool_parser or self.name
+        self._tools: Any = None
+        if tool_parser:
+            self._tools = _json_calls if own else vllm_parsers.tool_parser(tool_parser, tokenizer)
+        self.tool_parser = None if own else tool_parser
         self._reasoning = vllm_parsers.reasoning_parser(reasoning_parser, tokenizer) if reasoning_parser else None
 
     def parse(self, prompt_ids: Sequence[int], token_ids: Sequence[int], tools: Tools, *, truncated: bool) -> Reply:
@@ -139,7 +174,11 @@ class VLLMParser(ReplyParser):
         if marks > MOST_MARKS:
             reply.errors.append(f"the tool calls can't be read: more than {MOST_MARKS} calls and arguments begin.")
             return reply
-        after, calls = self._tools(reply.content, tools)
+        try:
+            after, calls = self._tools(reply.content, tools)
+        except ValueError as error:
+            reply.errors.append(f"the tool call can't be read: {error}")
+            return reply
         if not calls and self.marker and self.marker in reply.content:
             reply.errors.append("the tool call can't be read: it is not valid JSON with a name and arguments.")
         else:
@@ -147,6 +186,23 @@ class VLLMParser(ReplyParser):
         for name, arguments in calls:
             _add_call(reply, name, arguments, None)
         return reply
+
+    def grammar(self, tools: Tools, names: Sequence[str] | None, structured: Mapping[str, Any]) -> dict[str, Any]:
+        if self.tool_parser is None:
+            return super().grammar(tools, names, structured)
+        return vllm_parsers.tool_grammar(self.tool_parser, self.tokenizer, tools, names, structured)
+
+
+def _json_calls(text: str, tools: Tools) -> tuple[str, list[tuple[str, Any]]]:
+    """The text without calls, and each call's name and arguments, of `<tool_call>` with an object or a list of them."""
+    calls = []
+    for block in re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", text, re.DOTALL):
+        made = json.loads(block)
+        for call in made if isinstance(made, list) else [made]:
+            if not isinstance(call, dict) or not isinstance(call.get("name"), str) or "arguments" not in call:
+                raise ValueError(f"{json.dumps(call)[:100]} is not an object with a name and arguments.")
+            calls.append((call["name"], call["arguments"]))
+    return re.sub(r"<tool_call>.*?(</tool_call>|\Z)", "", text, flags=re.DOTALL).strip(), calls
 
 
 def _add_call(reply: Reply, name: str | None, arguments: Any, given_id: str | None) -> None:
@@ -187,7 +243,7 @@ def choose_parser(
     Args:
         tokenizer: Tokenizer of the policy.
         renderer: Renderer of `make_renderer`, or None.
-        tool_parser: vLLM's name; None uses the renderer's parser, or the one that fits the chat template.
+        tool_parser: vLLM's name, or "smollm2"; None uses the renderer's parser, or the one that fits the chat template.
         reasoning_parser: vLLM's name, or None.
         tools: Whether the environment has any.
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from time import monotonic
 from typing import Any, Literal
 
@@ -101,12 +102,15 @@ def _has_tools(environment: Any) -> bool:
     return isinstance(factory, type) and bool(tools.tool_names(factory))
 
 
+_OURS = (__file__, calling.__file__, tools.__file__, str(Path(__file__).with_name("gym.py")))
+
+
 class _Failed(Exception):
     """A failure that the policy did not cause, with the lines of the user's code that raised."""
 
     def __init__(self, cause: str, raised: BaseException | None = None) -> None:
         super().__init__(cause)
-        self.lines = "" if raised is None else users_lines(raised, __file__, calling.__file__, tools.__file__)
+        self.lines = "" if raised is None else users_lines(raised, *_OURS)
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""A dry run of environments: they are played with scripted replies and no model."""
+"""A dry run of environments and programs, with scripted replies or with a model, and without training."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ from functools import partial
 from typing import Any
 
 from lightrl.engines.background import BackgroundLoop
-from lightrl.environments.calling import UserCode
+from lightrl.engines.base import Engine
+from lightrl.environments.base import Tools
 from lightrl.environments.episodes import Task
+from lightrl.environments.multi_turn import MultiTurn
 from lightrl.environments.playing import EnvironmentEpisode
 from lightrl.models.turns import end_of_turn
 from lightrl.records import Completion, CompletionGroup, GenerationRequest, Prompts, SamplingParams, Trajectory
 
 MOST_TURNS = 1 << 20
+SHOWN = 500
+"""Maximum number of characters of a message that a transcript shows."""
 EXAMPLES = {"string": "a", "integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
 
 
@@ -32,17 +36,25 @@ class Played:
 
     @property
     def reward(self) -> float:
-        """Reward of all turns; NaN for an attempt that failed."""
-        return math.nan if self.trajectory.failed else math.fsum(self.trajectory.turn_rewards)
+        """Reward of all turns; NaN for an attempt that failed, or that is left to the reward functions."""
+        rewards = self.trajectory.turn_rewards
+        return math.nan if self.trajectory.failed or not rewards else math.fsum(rewards)
 
 
 @dataclass
 class EnvironmentCheck:
-    """What was played. `notes`: what could not be tried. `mistake`: what ended the play and would end a run."""
+    """What was played.
+
+    Attributes:
+        notes: What could not be tried.
+        mistake: What ended the play and would end a run.
+        seeded: Whether two plays must be the same, because all that is random comes from a seed.
+    """
 
     played: list[Played] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     mistake: str | None = None
+    seeded: bool = True
 
     def problems(self) -> list[str]:
         """What is wrong, with the fix."""
@@ -58,7 +70,7 @@ class EnvironmentCheck:
                     found.append("`close` failed or took too long.")
             one, other = p.trajectory, p.again
             same = one.turn_rewards == other.turn_rewards and one.messages == other.messages
-            if not (same or one.failed or other.failed):
+            if self.seeded and not (same or one.failed or other.failed):
                 found.append(
                     f"{p.script} at row {p.row}: played twice with one seed, it had other rewards or messages. Draw "
                     "everything random from `reset`'s seed, and share no state between environments."
@@ -89,47 +101,42 @@ class _Scripted(Task):
 
 
 def play(
-    episode: EnvironmentEpisode,
+    episode: MultiTurn,
     rows: Sequence[Mapping[str, Any]],
     tokenizer: Any,
     sampling: SamplingParams,
     *,
     seed: int = 0,
     replies: Sequence[str] = (),
+    engine: Engine | None = None,
 ) -> EnvironmentCheck:
     """Plays each script twice at each row, all with one seed, as the attempts of a group.
 
     Scripts: a plain reply in every turn; a reply that the token limit cuts; a call of each tool, with arguments that
-    fit its schema; a call that breaks off; and `replies`.
+    fit its schema (in every turn of an environment, in the first turn of a program); a call that breaks off; and
+    `replies`.
 
     Args:
-        episode: Episode that is set up with the tokenizer.
+        episode: Episode that is set up with the tokenizer. It is closed at the end.
         rows: Rows of the dataset.
         tokenizer: Tokenizer of the policy.
-        sampling: Sampling settings, for their limits.
+        sampling: Sampling settings; of scripts, their limits.
         seed: Seed of the groups.
         replies: Texts of one more script, one per turn, the last one repeated.
+        engine: Engine that replies instead of scripts.
     """
-    check = EnvironmentCheck()
+    check = EnvironmentCheck(seeded=isinstance(episode, EnvironmentEpisode) and engine is None)
     end = [end_of_turn(tokenizer)]
 
     def ids(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False))
 
-    async def play_row(number: int, row: Mapping[str, Any]) -> None:
-        plain = ids("I do not know.")
-        scripts = {"plain reply": [plain + end], "cut off": [plain]}  # token IDs by turn; without `end` they are cut
-        if replies:
-            scripts["--replies"] = [ids(text) + end for text in replies]
-        for name, text in (await _calls(episode, row, tokenizer, seed)).items():
-            if text is None:
-                check.notes.append("the chat template writes no tool call here; write one with --replies.")
-                continue
-            scripts[f"calls {name}"] = [ids(text) + end]
-            scripts.setdefault("broken call", [ids(text[: len(text) * 2 // 3]) + end])
+    async def play_scripts(number: int, row: Mapping[str, Any], scripts: Mapping[str, list[list[int]]]) -> None:
         names = [name for name in scripts for _ in range(2)]
 
         async def ask(request: GenerationRequest) -> CompletionGroup:
+            if engine is not None:
+                return await engine.generate(request)
             attempt, turn = divmod(request.seed, MOST_TURNS)
             script = scripts[names[attempt]]
             said = script[min(turn, len(script) - 1)][: request.sampling.max_new_tokens]
@@ -139,10 +146,29 @@ def play(
 
         columns = {name: [value] for name, value in row.items()}
         prompt = Prompts([[]], [""], columns, raw=[row.get("prompt", "")])
-        task = _Scripted(prompt, tuple(range(len(names))), seed, sampling, tokenizer, max_model_len=1 << 30)
+        longest = 1 << 30 if engine is None else engine.max_model_len
+        task = _Scripted(prompt, tuple(range(len(names))), seed, sampling, tokenizer, max_model_len=longest)
         trajectories = await episode.run(task, ask)
         for name, one, other in zip(scripts, trajectories[::2], trajectories[1::2], strict=True):
             check.played.append(Played(number, name, one, other))
+
+    async def play_row(number: int, row: Mapping[str, Any]) -> None:
+        if engine is not None:
+            return await play_scripts(number, row, {"model": []})
+        plain = ids("I do not know.")
+        scripts = {"plain reply": [plain + end], "cut off": [plain]}  # token IDs by turn; without `end` they are cut
+        if replies:
+            scripts["--replies"] = [ids(text) + end for text in replies]
+        await play_scripts(number, row, scripts)
+        scripts = {}
+        for name, tools in episode.tools_seen.items():
+            if (text := _call(tokenizer, name, tools, episode.template_kwargs)) is None:
+                check.notes.append("the chat template writes no tool call here; write one with --replies.")
+                continue
+            after = [] if isinstance(episode, EnvironmentEpisode) else [plain + end]
+            scripts[f"calls {name}"] = [ids(text) + end, *after]
+            scripts.setdefault("broken call", [ids(text[: len(text) * 2 // 3]) + end])
+        await play_scripts(number, row, scripts)
 
     loop = BackgroundLoop("check-env")  # the calling thread may have a loop that runs, as in a notebook
     try:
@@ -151,39 +177,51 @@ def play(
     except ValueError as error:
         check.mistake = f"row {number}: {error}"
     finally:
+        loop.run(episode.close())
         loop.close()
     if check.played and all(p.reward == 0 for p in check.played):
-        check.notes.append("every reward was 0. Play a script that earns one with --replies.")
+        fix = (
+            "Play a script that earns one with --replies." if engine is None else "It learns from attempts that differ."
+        )
+        check.notes.append(f"every reward was 0. {fix}")
     check.notes = list(dict.fromkeys(check.notes))
     return check
 
 
-async def _calls(
-    episode: EnvironmentEpisode, row: Mapping[str, Any], tokenizer: Any, seed: int
-) -> dict[str, str | None]:
-    """A call of each tool at this row, as the chat template writes it; None if it writes none."""
-    code, limit = UserCode("environment"), episode.environment_timeout
-    environment, _ = await code.call(partial(episode.environment), limit)
-    if environment is None:  # playing it reports why
-        return {}
-    messages, error = await code.call(partial(environment.reset, row, seed=seed), limit)
-    tools = [] if error is not None else list(environment.tools)
-    await code.call(partial(environment.close), limit)
-    code.close()
-    found: dict[str, str | None] = {}
-    for tool in tools:
-        name, parameters = tool["function"]["name"], tool["function"].get("parameters") or {}
-        properties = parameters.get("properties") or {}
-        arguments = {key: _example(properties.get(key) or {}) for key in parameters.get("required") or []}
-        call = {"type": "function", "id": "call00000", "function": {"name": name, "arguments": arguments}}
-        write = partial(tokenizer.apply_chat_template, tools=tools, tokenize=False, **episode.template_kwargs)
-        found[name] = None
-        with suppress(Exception):  # a template may reject tools in its own words
-            before = write(list(messages), add_generation_prompt=True)
-            after = write([*messages, {"role": "assistant", "content": "", "tool_calls": [call]}])
-            if after.startswith(before) and json.dumps(name)[1:-1] in (text := after[len(before) :]):
-                found[name] = text.split(tokenizer.convert_ids_to_tokens(end_of_turn(tokenizer)))[0]
-    return found
+def transcript(played: Played, tokenizer: Any) -> list[str]:
+    """The messages of a script, its calls of tools, and the tokens that would be trained."""
+    t = played.trajectory
+    lines = [f"--- {played.script}, row {played.row}"]
+    for message in t.messages:
+        lines.append(f"{message['role']}: {_cut(message.get('content') or '')}")
+        for call in message.get("tool_calls") or ():
+            lines.append(f"  calls {call['function']['name']}({_cut(json.dumps(call['function']['arguments']))})")
+    for row in t.rows:
+        turns = sorted({turn for turn in row.turn_ids if turn >= 0})
+        said = [[i for i, at in zip(row.token_ids, row.turn_ids, strict=True) if at == turn] for turn in turns]
+        lines += [f"  trains {len(each)} tokens: {_cut(repr(tokenizer.decode(each)))}" for each in said]
+    return [*lines, f"  reward {played.reward:g}, ended by {t.stop_reason}", ""]
+
+
+def _cut(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text)} characters)"
+
+
+def _call(tokenizer: Any, name: str, tools: Tools, variables: Mapping[str, Any]) -> str | None:
+    """A call of a tool, as the chat template writes it; None if it writes none."""
+    parameters = next(t["function"] for t in tools if t["function"]["name"] == name).get("parameters") or {}
+    properties = parameters.get("properties") or {}
+    arguments = {key: _example(properties.get(key) or {}) for key in parameters.get("required") or []}
+    call = {"type": "function", "id": "call00000", "function": {"name": name, "arguments": arguments}}
+    write = partial(tokenizer.apply_chat_template, tools=list(tools), tokenize=False, **variables)
+    asked = [{"role": "user", "content": "Go on."}]
+    with suppress(Exception):  # a template may reject tools in its own words
+        before = write(asked, add_generation_prompt=True)
+        after = write([*asked, {"role": "assistant", "content": "", "tool_calls": [call]}])
+        if after.startswith(before) and json.dumps(name)[1:-1] in (text := after[len(before) :]):
+            return str(text.split(tokenizer.convert_ids_to_tokens(end_of_turn(tokenizer)))[0])
+    return None
 
 
 def _example(schema: Mapping[str, Any]) -> Any:

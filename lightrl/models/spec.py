@@ -95,7 +95,8 @@ class ModelSpec:
         layout: Arrangement of sequences in a forward pass. `shared_prefix` computes each prefix that sequences of a
             micro-batch share once, `packed` removes padding, `padded` is the plain rectangle. `auto` uses the
             cheapest that the model supports.
-        chat_template: Jinja text, or a file of it (.jinja), instead of the tokenizer's own chat template. Exported.
+        chat_template: Jinja text, or a file of it (.jinja), instead of the tokenizer's own chat template. "training" is
+            the own template with tools if it has none, and with the thoughts of earlier turns. Exported.
         kwargs: Further arguments of `from_pretrained`, such as trust_remote_code or revision; not its dtype.
         long_rope: With LongRoPE (Phi-3, Phi-4-mini), use the factors for long sequences for every row, as vLLM does if
             its `max_model_len` exceeds `original_max_position_embeddings`. Rows longer than that are an error without
@@ -131,7 +132,12 @@ class ModelSpec:
         one_of("ModelSpec.layout", self.layout, *get_args(Layout))
         if self.random_init and self.lora is not None:
             raise ValueError("ModelSpec.random_init with lora: the frozen weights would be random. Remove one of them.")
-        if self.chat_template is not None:
+        if self.chat_template == "training":
+            from lightrl.models.chat_templates import training_template_of
+
+            known = {name: self.kwargs[name] for name in ("revision", "trust_remote_code") if name in self.kwargs}
+            self.chat_template = training_template_of(os.path.expanduser(self.path), **known)
+        elif self.chat_template is not None:
             self.chat_template = read_chat_template(self.chat_template, "chat_template")
 
     @property

@@ -296,6 +296,7 @@ class Completion:
         routes: of the prompt's tokens and the completion's, but for its last, which was not fed to the model; None
             where the model has no experts, or the engine records nothing.
         policy_versions: per token, of the weights that sampled it; empty where that is the group's for all.
+        top: per token, the likeliest token IDs and their log-probs; empty unless the request's `extra` asks for them.
     """
 
     token_ids: list[int]
@@ -305,6 +306,7 @@ class Completion:
     support: Support | None = None
     routes: Routes | None = None
     policy_versions: list[int] = field(default_factory=list)
+    top: list[dict[int, float]] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -324,6 +326,8 @@ class GenerationRequest:
             caches hold what was computed then, may ignore it.
         begun: the G completions as far as they were sampled before; those that are "suspended" continue, with the
             current weights, which also recompute their keys and values. Empty: all begin.
+        trained: Whether its tokens are trained. If False, `sampling` may constrain them, and only completions with a
+            `support` are.
     """
 
     token_ids: list[int]
@@ -335,6 +339,7 @@ class GenerationRequest:
     name: str = "a prompt"
     routes: Routes | None = None
     begun: list[Completion] = field(default_factory=list)
+    trained: bool = True
 
     def so_far(self, place: int) -> Completion:
         """What was sampled of a completion before; one without tokens where it begins."""

@@ -12,8 +12,11 @@ from lightrl.compat.lazy import lazy_names
 if TYPE_CHECKING:
     from lightrl.rewards.answers import extract_boxed, extract_gsm8k, extract_number
     from lightrl.rewards.base import Reward, RewardError, RewardFn, RewardSpec, RewardValues, load_reward, reward_name
-    from lightrl.rewards.judges import GenerativeJudge, RemoteReward
+    from lightrl.rewards.code import CodeTests
+    from lightrl.rewards.judges import GenerativeJudge, GroupRanking
     from lightrl.rewards.maths import MathVerify
+    from lightrl.rewards.remote import RemoteReward
+    from lightrl.rewards.rubrics import Criterion, Rubric
     from lightrl.rewards.rules import (
         CombinedReward,
         CosineLength,
@@ -24,14 +27,18 @@ if TYPE_CHECKING:
         RepetitionPenalty,
         SoftOverlong,
     )
+    from lightrl.rewards.sandbox import Sandbox, SandboxedBash, SandboxedPython
     from lightrl.rewards.scorer import RewardScorer, ScoreHandle
     from lightrl.rewards.server import ModelReward
 
 __all__ = [
+    "CodeTests",
     "CombinedReward",
     "CosineLength",
+    "Criterion",
     "ExactAnswer",
     "GenerativeJudge",
+    "GroupRanking",
     "LengthReward",
     "MathVerify",
     "ModelReward",
@@ -45,6 +52,10 @@ __all__ = [
     "RewardScorer",
     "RewardSpec",
     "RewardValues",
+    "Rubric",
+    "Sandbox",
+    "SandboxedBash",
+    "SandboxedPython",
     "ScoreHandle",
     "SoftOverlong",
     "extract_boxed",
@@ -55,8 +66,8 @@ __all__ = [
 ]
 
 _SCORER = ("RewardScorer", "ScoreHandle")  # the only names that need torch, and all that a run with functions needs
+_MODULES = ("base", "answers", "rules", "maths", "remote", "sandbox", "code", "judges", "rubrics", "server")
 
 
 def __getattr__(name: str) -> Any:
-    modules = ("scorer",) if name in _SCORER else ("base", "answers", "rules", "maths", "judges", "server")
-    return lazy_names(__name__, modules, __all__)(name)
+    return lazy_names(__name__, ("scorer",) if name in _SCORER else _MODULES, __all__)(name)

@@ -93,7 +93,7 @@ def serve_reward(
     max_concurrency: int = 8,
     timeout: float | None = None,
 ) -> None:
-    """Serves rewards until it is interrupted: `POST /score` (see `RemoteReward`) and `GET /health`.
+    """Serve rewards until interrupted: `POST /score` (see `RemoteReward`) and `GET /health`.
 
     A response has status 200 and `{"rewards": [...]}`, 401 without the right token, 413 beyond a limit, 422 if the
     request cannot be scored, and 500 if the function failed. What the function logs stays on the server.

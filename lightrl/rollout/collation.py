@@ -142,6 +142,17 @@ def asked(rollouts: Rollouts, row: int, tokenizer: Any) -> str:
     return str(tokenizer.decode([i for token, run in runs for i in (run[:1] if token in special else run)]))
 
 
+def question(rollouts: Rollouts, row: int) -> str:
+    """Text of the last user message of a row's prompt, or the whole prompt if that is not a conversation."""
+    raw = rollouts.raw_prompts[row] if rollouts.raw_prompts else rollouts.prompts[row]
+    if isinstance(raw, str) or not raw:
+        return raw or rollouts.prompts[row]
+    content = next((m.get("content") for m in reversed(raw) if m.get("role") == "user"), raw[-1].get("content"))
+    if isinstance(content, list):  # blocks, some of which show media
+        content = "\n".join(block.get("text") or f"[{block.get('type')}]" for block in content)
+    return content or rollouts.prompts[row]
+
+
 def _padded(rows: Sequence[Sequence[float]], real: Tensor, value: float, dtype: torch.dtype) -> Tensor:
     """(B, T) of the rows where `real` (B, T) says that there is something, else `value`."""
     out = torch.full(real.shape, value, dtype=dtype)

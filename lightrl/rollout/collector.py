@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
-from lightning.pytorch.utilities import rank_zero_info
-
 from lightrl.engines.background import BackgroundLoop, all_of, patient_result
 from lightrl.engines.base import Engine, EngineDiedError, EngineRestartedError
 from lightrl.environments.episodes import EnvironmentFailedError, Episode, Task
@@ -27,9 +25,6 @@ log = logging.getLogger(__name__)
 
 MAX_RESTARTS = 3
 """Times a `restart_engine` engine may die within one rollout."""
-
-PROGRESS_SECONDS = 10.0
-"""How often a rollout of several turns logs its progress."""
 
 LEAVE_SECONDS = 5.0
 """How long the end of a run waits for episodes to clean up."""
@@ -91,6 +86,11 @@ class Collector:
         self._live = [each for each in self._live if each.task is None or not each.task.done()]
         self._live.append(Collection(self, tasks, **how))
         return self._live[-1]
+
+    def progress(self) -> tuple[int, int, str] | None:
+        """Prompts that are done, prompts in all, and what is at work, of the oldest rollout under way."""
+        live = (each for each in list(self._live) if each.task is None or not each.task.done())
+        return next((each.progress() for each in live), None)
 
     async def generate(self, request: GenerationRequest) -> CompletionGroup:
         """Has the engine complete a request; repeats it if the engine restarts, once the weights are pushed again."""
@@ -183,6 +183,16 @@ class Collection:
         late = max(self._scored - self._generated, 0.0)
         return {"time/generate": self._generated - self._begun, "time/score": late}
 
+    def progress(self) -> tuple[int, int, str]:
+        """See `Collector.progress`. Any thread may ask."""
+        asked, scoring = len(self._asked), len(self._scoring)
+        working = [f"{scoring} being scored"] if scoring else []
+        if self._episode.multi_turn:
+            playing = max(self._episode.playing - asked, 0)
+            turns = f"{self._turns} turns, {asked} wait for the engine, {playing} environments work"
+            working.insert(0, turns)
+        return len(self.tasks) - len(self._playing) - scoring, len(self.tasks), ", ".join(working)
+
     def finish(self) -> list[ScoredGroup]:
         """Waits for all groups, in the order of the tasks. An error or Ctrl-C ends them."""
         collector, restarts = self._collector, 0
@@ -239,8 +249,6 @@ class Collection:
         watchers: list[asyncio.Future[Any]] = [self._broken]
         if self._collector.stall_timeout is not None:
             watchers.append(asyncio.ensure_future(self._watch(self._collector.stall_timeout)))
-        if self._episode.multi_turn:
-            watchers.append(asyncio.ensure_future(self._tell()))
         try:
             done, _ = await asyncio.wait({groups, *watchers}, return_when=asyncio.FIRST_COMPLETED)
             for watcher in done - {groups}:
@@ -322,8 +330,10 @@ class Collection:
 
     async def _ask(self, request: GenerationRequest) -> CompletionGroup:
         """Has the engine complete a request. Cancelling it cancels the request."""
-        if self._trained and request.sampling is not self.sampling:
+        if self._trained and request.trained and request.sampling is not self.sampling:
             self._check_asked(request.sampling)
+        if request.sampling.extra != self.sampling.extra:  # a wish of a program, which gets to know that it can't be
+            self._engine.check_request(request)
         if request.media:
             self._collector.asks_with_media(request)
         key = None
@@ -397,17 +407,6 @@ class Collection:
         message = f"Nothing moved for stall_timeout={timeout:g} seconds. Waiting for {self._waited_for()}."
         log.error(message)
         raise RolloutStalledError(f"{message} Raise stall_timeout (null: never) if that is expected.")
-
-    async def _tell(self) -> None:
-        """Logs from time to time how far the rollout is, and what is at work."""
-        while True:
-            await asyncio.sleep(PROGRESS_SECONDS)
-            asked, done = len(self._asked), len(self.tasks) - len(self._playing) - len(self._scoring)
-            rank_zero_info(
-                f"Rollout, {time.perf_counter() - self._begun:.0f} s: {done} of {len(self.tasks)} groups done, "
-                f"{self._turns} turns; now {asked} turns wait for the engine, "
-                f"{max(self._episode.playing - asked, 0)} environments work, {len(self._scoring)} groups are scored."
-            )
 
     def _waited_for(self) -> str:
         scoring = [self.tasks[number].name for number in sorted(self._scoring)]

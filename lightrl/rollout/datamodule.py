@@ -357,6 +357,11 @@ class RolloutDataModule(LightningDataModule):
             )
         return self._sampler
 
+    @property
+    def progress(self) -> tuple[int, int, str] | None:
+        """Prompts that are done, prompts in all, and what is at work, of the rollout under way; None without one."""
+        return None if self._sampler is None else self._sampler.progress
+
     def next_rollout(self, left: int = 0) -> Rollouts:
         """The next training rollout, sampled and scored as the schedule says.
 

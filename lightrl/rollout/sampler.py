@@ -109,6 +109,11 @@ class RolloutSampler:
         """Version of the weights that the policy has now."""
         return self.host.module.policy_version
 
+    @property
+    def progress(self) -> tuple[int, int, str] | None:
+        """See `Collector.progress`."""
+        return self._collector.progress()
+
     def ready(self, first: int | None = None) -> float:
         """Pushes the weights, and returns the seconds that it took. Collective.
 

@@ -38,8 +38,9 @@ class WeightSync(EngineSync):
 
     Args:
         canary: whether to ask after each push.
-        tolerance: largest allowed mean absolute difference in nats, and nothing else. None takes 5e-4 for a float32
-            engine, 0.15 for bfloat16, 0.05 for float16, and looks at the way that the push has brought the engine.
+        tolerance: Maximum mean absolute difference in nats. Defaults by the engine's dtype: 5e-4 for float32, 0.05 for
+            float16, 0.5 for bfloat16 (a pretrained model of 135M parameters rounds by 0.05 to 0.16). With a default,
+            the engine must also have come half of the way that the trainer's log-probs moved.
         num_sequences: sequences of the canary.
         num_tokens: tokens in each, and tokens sampled after a prompt with media. A mixture of experts gets more
             sequences if the engine routes its tokens: about eight tokens for each expert.

@@ -36,14 +36,14 @@ def test_records_of_training_and_evaluation(
     trainer = make_trainer(CompletionLogger(every_n_rollouts=2, num_samples=3, terminal=False))
     trainer.fit(LoggingModule(), Loader([rollouts] * 4), Loader([rollouts]))
     records = read(tmp_path)
-    assert [(r["step"], r["phase"]) for r in records] == [(1, "train")] * 3 + [(3, "train")] * 3 + [(3, "eval")] * 3
+    assert [(r["step"], r["phase"]) for r in records] == [(1, "train")] * 3 + [(3, "train")] * 3 + [(3, "eval")] * 4
     # the first completion of each prompt, then the second of the first
     assert [r["completion"] for r in records[:3]] == ["2", "4\n", "[/red]33"]
     # "1+1=" takes positions 0..3, so "2" is at 4; "[b]2+2=" takes 0..6, "4\n" is at 7 and 8; "[/red]33" at 4..11
     assert [r["advantage"] for r in records[:3]] == [4.0, 7.5, 7.5]
     assert records[0] == {
-        "step": 1, "phase": "train", "prompt": "1+1=", "completion": "2", "reward": 1.0, "reward_parts": {"exact": 1.0},
-        "num_tokens": 1, "truncated": False, "advantage": 4.0,
+        "step": 1, "phase": "train", "prompt": "1+1=", "question": "1+1=", "completion": "2", "reward": 1.0,
+        "reward_parts": {"exact": 1.0}, "num_tokens": 1, "truncated": False, "advantage": 4.0,
     }  # fmt: skip
     assert "advantage" not in records[-1]
 
@@ -62,7 +62,7 @@ def test_the_step_is_the_one_of_the_loggers(
     names = lines[0].split(",")
     table = [dict(zip(names, line.split(","), strict=True)) for line in lines[1:]]
     evaluated = [int(row["step"]) for row in table if row["eval/reward"]]
-    assert evaluated == [r["step"] for r in read(tmp_path) if r["phase"] == "eval"] == [2, 5]
+    assert evaluated == sorted({r["step"] for r in read(tmp_path) if r["phase"] == "eval"}) == [2, 5]
 
 
 def test_rewards_are_raw_before_the_normalisation(
@@ -162,6 +162,44 @@ def test_parts_of_the_reward_and_what_functions_logged_are_shown_everywhere(
     assert "<span>Judge/verdict</span><span>well done</span>" in page and "<span>Judge</span><span>0.5</span>" in page
 
 
+CHAT = [
+    {"role": "system", "content": "You are a helpful AI assistant named SmolLM"},
+    {"role": "user", "content": "first"},
+    {"role": "assistant", "content": "an answer"},
+    {"role": "user", "content": "What is 47 + 98?"},
+]
+
+
+@pytest.mark.parametrize(
+    ("raw", "want"),
+    [
+        (CHAT, "What is 47 + 98?"),
+        ([*CHAT, {"role": "assistant", "content": "It is"}], "What is 47 + 98?"),
+        ([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}], "[image]\nWhat?"),
+        ([{"role": "system", "content": "Only a system prompt"}], "Only a system prompt"),
+        ("few-shot text", "few-shot text"),
+        (None, "<|im_start|>system..."),
+    ],
+)  # fmt: skip
+def test_the_table_shows_the_last_user_message(raw: Any, want: str) -> None:
+    rollouts = make_rollouts(["<|im_start|>system..."], [["145", "1"]], [[1.0, 0.0]])
+    rollouts.raw_prompts = [] if raw is None else [raw, raw]
+    records = sample_records(rollouts, 1)
+    assert records[0]["question"] == want and records[0]["prompt"] == "<|im_start|>system..."
+    for full, shown in ((False, want), (True, "<|im_start|>system...")):
+        out = io.StringIO()
+        Console(file=out, width=200).print(samples_table(records, "x", 300, full))
+        assert shown.replace("\n", "↵") in out.getvalue()
+
+
+def test_emoji_stay_whole_and_hidden_characters_are_shown() -> None:
+    family, flag = "👨‍👩‍👧‍👦", "🇩🇪"
+    assert set(shorten(family * 20, 40).split(" … ")[0].replace(family, "#")) == {"#"}
+    assert set(shorten(family * 20, 40).split(" … ")[1].replace(family, "#")) == {"#"}
+    assert shorten("a" * 8 + flag * 10 + "b" * 8, 21) == "a" * 8 + " … " + "b" * 8
+    assert shorten("👍🏽 <|im_end|> é\u202e\ud83d", 99) == r"👍🏽 <|im_end|> é\u202e\ud83d"
+
+
 def test_markdown_cells_cannot_break_the_table() -> None:
     assert markdown_table([["a|b\n<c>", "&", None, 0.5, 3]]).splitlines()[-1] == (
         "| a&#124;b<br>&lt;c> | &amp; |  | 0.5 | 3 |"
@@ -180,7 +218,7 @@ def test_the_evaluation_before_training_is_logged_at_step_minus_one(
     run = read_run(tmp_path, "run_dir")
     # all three batches before training too: (0.25 + 1 + 1) / 3
     assert run.metrics["eval/reward"] == pytest.approx({-1: 0.75, 1: 0.75})
-    assert [(r["step"], r["phase"], r["reward"]) for r in run.samples] == [(-1, "eval", 0.0), (1, "eval", 0.0)]
+    assert [(r["step"], r["phase"]) for r in run.samples] == [(-1, "eval")] * 12 + [(1, "eval")] * 12
     page = report(tmp_path).read_text()
     assert "before training" in page and "after rollout 2" in page
 
@@ -226,5 +264,5 @@ def test_samples_of_a_service_lie_beside_its_runs_checkpoints(
         enable_checkpointing=True,
     )
     trainer.fit(LoggingModule(), Loader([rollouts]), Loader([rollouts]))
-    assert len(read(tmp_path / "all" / "project" / "4f2a")) == 2
+    assert len(read(tmp_path / "all" / "project" / "4f2a")) == 5
     assert checkpoint.dirpath == str(tmp_path / "all" / "project" / "4f2a" / "checkpoints")

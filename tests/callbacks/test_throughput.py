@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import csv
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.callbacks import Callback, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightrl.callbacks import throughput
-from lightrl.callbacks.throughput import ThroughputMonitor
+from lightrl.callbacks.throughput import EvaluateFirst, ThroughputMonitor
+from lightrl.ops.progress import clock, evaluations_left, headline, result_line, rollouts_in_all
 from lightrl.records import Rollouts
 from tests.callbacks.toys import Loader, LoggingModule
 
@@ -58,10 +63,8 @@ def test_the_bar_shows_what_loggers_get_once(
 ) -> None:
     rollouts.rewards = torch.tensor([1.0, 0.0, 1.0, 0.0])
     trainer = fit(make_trainer, rollouts, ThroughputMonitor(), enable_progress_bar=True, max_epochs=2)
-    bar = trainer.progress_bar_metrics
-    assert {name: bar[name] for name in ("reward", "kl", "tok/s")} == {
-        "reward": 0.5, "kl": 0.25, "tok/s": 20,
-    }  # fmt: skip
+    bar = trainer.progress_bar_callback.get_metrics(trainer, trainer.lightning_module)
+    assert bar == {"s/rollout": "2", "left": "0:00", "reward": "0.5", "kl": "0.25", "tok/s": "20"}
     rows = table(tmp_path)
     assert len(rows) == 6 and "reward" not in rows[0] and "tok/s" not in rows[0]
     assert [row["step"] for row in rows] == list("012345")
@@ -97,3 +100,106 @@ def test_batches_of_other_modules_are_passed_over(make_trainer: Callable[..., An
     data = torch.utils.data.DataLoader(torch.ones(4, 32), batch_size=2)
     trainer.fit(BoringModel(), data)
     assert trainer.global_step == 2 and not [name for name in trainer.callback_metrics if "throughput" in name]
+
+
+@pytest.mark.parametrize(
+    ("epochs", "steps", "want"), [(5, -1, 40), (-1, 100, 25), (5, 100, 25), (5, 400, 40), (-1, -1, None)]
+)
+def test_the_length_of_a_run(epochs: int, steps: int, want: int | None) -> None:
+    """Four optimizer steps per rollout so far."""
+    trainer = mock.Mock(num_training_batches=8, max_epochs=epochs, max_steps=steps, global_step=12)
+    assert rollouts_in_all(trainer, done=3) == want
+
+
+@pytest.mark.parametrize(
+    ("batch", "epochs", "done", "want"),
+    [(8, 1, 0, 5), (8, 1, 9, 4), (8, 2, 0, 2), (4, 1, 3, 10), (3, None, 4, 12), (float("inf"), 1, 0, 0)],
+)
+def test_evaluations_that_follow(batch: float, epochs: int | None, done: int, want: int) -> None:
+    trainer = mock.Mock(val_check_batch=batch, check_val_every_n_epoch=epochs, num_training_batches=8)
+    assert evaluations_left(trainer, done, 40) == want
+
+
+def test_the_time_left_counts_evaluations_and_not_the_start_of_the_engine(
+    rollouts: Rollouts, make_trainer: Callable[..., Any]
+) -> None:
+    """A rollout takes 2 s, the first 50 s more, an evaluation 100 s: after 3 of 6 rollouts 3 x 2 + 100 s are left."""
+    clock_, seen = Clock(), []
+
+    class Starts(Callback):
+        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+            clock_.now += 50.0 * (trainer.global_step == 0)
+
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            seen.append(monitor.pace())
+
+    monitor = ThroughputMonitor()
+    trainer = make_trainer(clock_, monitor, Starts(), max_epochs=2)
+    with mock.patch.object(throughput.time, "perf_counter", lambda: clock_.now):
+        trainer.fit(LoggingModule(), Loader([rollouts] * 3), Loader([rollouts]))
+    assert [pace["left"] for pace in seen] == ["4:20", "0:08", "0:06", "1:44", "1:42", "1:40"]
+    assert {pace["s/rollout"] for pace in seen[1:]} == {"2"}
+
+
+def test_times_and_results_read_well() -> None:
+    assert [clock(s) for s in (42.4, 432, 3723)] == ["0:42", "7:12", "1:02:03"]
+    first, last = headline({"eval/reward": 0.12, "eval/length": 9.0}, True), headline({"eval/reward": 0.578}, True)
+    assert result_line(first, last, 0, "40 rollouts", 432) == "eval accuracy 0.12 -> 0.58 in 40 rollouts, 7:12"
+    assert "eval reward 0.12 (after 8) -> 0.58" in result_line(
+        headline({"eval/reward": 0.12}, False), headline({"eval/reward": 0.578}, False), 8, "40 rollouts", 1
+    )
+    assert headline({"eval/reward": 0.5, "eval/pass@1": 0.25, "eval/reward/accuracy": 1.0}, False) == {
+        "eval accuracy": 0.25
+    }
+    assert headline({"eval/math/reward": 0.5, "eval/code/reward": 1.0}, True) == {
+        "eval math accuracy": 0.5, "eval code accuracy": 1.0,
+    }  # fmt: skip
+
+
+def test_a_run_ends_with_its_result(
+    rollouts: Rollouts, make_trainer: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rollouts.rewards = torch.tensor([1.0, 0.0, 1.0, 0.0])
+    trainer = make_trainer(EvaluateFirst(), ThroughputMonitor())
+    trainer.fit(LoggingModule(), Loader([rollouts] * 3), Loader([rollouts]))
+    assert capsys.readouterr().out.splitlines()[-1] == "Result: eval accuracy 0.50 -> 0.50 in 3 rollouts, 0:00"
+    assert "eval accuracy 0.50 -> 0.50" in (tmp_path / "hparams.yaml").read_text()
+    make_trainer(ThroughputMonitor()).fit(LoggingModule(), Loader([rollouts]))
+    assert capsys.readouterr().out.splitlines()[-1] == "Result: reward 0.50 -> 0.50 in 1 rollout, 0:00"
+
+
+@pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
+def test_something_moves_during_a_rollout(
+    bar: Any, rollouts: Rollouts, make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(throughput, "TICK", 0.01)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    shown: list[str] = []
+
+    class Waits(LoggingModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            for done in range(3):
+                self.trainer.datamodule.progress = (done, 8, "")  # type: ignore[attr-defined]
+                for _ in range(200):
+                    if f"{done}/8" in (text := self.now()):
+                        shown.append(text)
+                        break
+                    threading.Event().wait(0.01)
+            return super().training_step(batch, batch_idx)
+
+        def now(self) -> str:
+            own: Any = self.trainer.progress_bar_callback
+            if bar is TQDMProgressBar:
+                return str(own.train_progress_bar.postfix)
+            return " ".join(f"{t.description} {int(t.completed)}/{t.total}" for t in own.progress.tasks)
+
+    class Data(LightningDataModule):
+        progress = None
+
+        def train_dataloader(self) -> Loader:
+            return Loader([rollouts] * 2)
+
+    trainer = make_trainer(ThroughputMonitor(), bar(), enable_progress_bar=True)
+    trainer.fit(Waits(), datamodule=Data())
+    assert len(shown) == 6 and all("Sampling" in text for text in shown)
+    assert "it/s" not in getattr(trainer.progress_bar_callback, "BAR_FORMAT", "")

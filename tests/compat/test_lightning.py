@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
+import resource
+import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from lightning.pytorch.trainer.connectors.checkpoint_connector import _Checkpoin
 from torch import Tensor, nn
 
 from lightrl.compat import lightning as compat
+from tests import forks
 
 
 class Model(LightningModule):
@@ -170,14 +172,9 @@ def test_a_resumed_run_that_can_write_no_more_leaves_the_table_whole(tmp_path: P
     """Where a new column comes, Lightning empties the file and writes it anew."""
     path, before = tmp_path / "metrics.csv", b"a,step\r\n" + b"1.0,0\r\n" * 1000
     path.write_bytes(before)
-    code = (
-        "import resource, signal\nfrom pathlib import Path\nfrom tests.compat.test_lightning import table\n"
-        f"logger = table(Path({str(tmp_path)!r}), 'last')\nlogger.log_metrics({{'a': 1.0, 'new': 2.0}}, step=1)\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\nresource.setrlimit(resource.RLIMIT_FSIZE, (2048, 2048))\n"
-        "logger.save()\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=550)
-    assert "File too large" in done.stderr and not list(tmp_path.glob("*.partial"))
+    process = forks.Fork(__name__, str(tmp_path))
+    assert process.poll(300) == 0, process.printed()
+    assert not list(tmp_path.glob("*.partial"))
     assert path.read_bytes() == before
     assert "open(self.metrics_file_path" in inspect.getsource(_ExperimentWriter._rewrite_with_new_header)
 
@@ -186,3 +183,17 @@ def test_the_command_line_reads_no_settings_from_a_checkpoint() -> None:
     own = compat.YamlCLI
     assert "self._parse_ckpt_path()" in inspect.getsource(LightningCLI.__init__)
     assert own._parse_ckpt_path is not LightningCLI._parse_ckpt_path
+
+
+def main(folder: Path) -> None:
+    """Writes a row with a new column where files may have 2 KiB."""
+    logger = table(folder, "last")
+    logger.log_metrics({"a": 1.0, "new": 2.0}, step=1)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2048, 2048))
+    with pytest.raises(OSError, match="File too large"):
+        logger.save()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

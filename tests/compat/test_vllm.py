@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ pytest.importorskip("vllm")
 pytestmark = pytest.mark.vllm
 
 from lightrl.compat import vllm as trainer_side  # noqa: E402 - vLLM is asked for first
+from lightrl.compat import vllm_grammars as grammars_side  # noqa: E402
 from lightrl.compat import vllm_parsers as parsers_side  # noqa: E402
 from lightrl.compat import vllm_worker as worker_side  # noqa: E402
 
 ROOT = Path(__file__).parents[2] / "lightrl"
-NAMES = {**trainer_side.PRIVATE, **worker_side.PRIVATE, **parsers_side.PRIVATE}
+NAMES = {**trainer_side.PRIVATE, **worker_side.PRIVATE, **parsers_side.PRIVATE, **grammars_side.PRIVATE}
 
 PARAMETERS = {
     "vllm.v1.engine.llm_engine:LLMEngine.add_request": ["request_id", "prompt", "params", "lora_request"],
@@ -115,3 +117,15 @@ def test_every_import_from_the_inside_of_vllm_is_declared() -> None:
                 assert [module for module in inside if module not in modules] == [], path
             else:
                 assert inside == [], path
+
+
+def test_the_note_about_numa_nodes_is_dropped_and_other_messages_are_kept(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def bind(nodes: list[int]) -> int:
+        os.write(2, b"[W] Warning: NUMA binding: Using MEMBIND policy\nnumactl failed\n")
+        return nodes[0]
+
+    monkeypatch.setattr(worker_side, "_bind", bind, raising=False)
+    assert worker_side._bind_memory([3]) == 3
+    assert capfd.readouterr().err == "numactl failed\n"

@@ -2,8 +2,7 @@
 
     python -m tests.distributed.job STRATEGY MODEL FOLDER STEP...
 
-Lightning starts the second process by running the script again. Steps share the processes, which cost more to start
-than a tiny run takes. Each step leaves `FOLDER/STRATEGY-STEP-RANK.pt`.
+`tests.forks` starts both. Steps share the processes. Each step leaves `FOLDER/STRATEGY-STEP-RANK.pt`.
 """
 
 from __future__ import annotations
@@ -131,7 +130,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "every": {"options": {"reduce_every_micro_batch": True}, "callbacks": [Sharded()]},
     "every-broken": {"kind": "broken", "options": {"reduce_every_micro_batch": True}},
     "vllm": {"engine": VLLMEngine(max_model_len=24)},
-    "vllm-lora": {"kind": "lora", "engine": VLLMEngine(max_model_len=24)},
     "live": {"kind": "live"},
     "experts": {"kind": "experts", "engine": OtherExperts()},
     "unrewarded": {"rewards": [scores_run_out]},
@@ -204,7 +202,6 @@ def train(
 def main(strategy: str, path: str, folder: Path, steps: list[str]) -> None:
     """Runs each step: KIND or the name of an entry of `VARIANTS`, or either with @CHECKPOINT or @last to go on."""
     torch.set_num_threads(1)
-    (folder / f"pid-{os.environ.get('LOCAL_RANK', '0')}").write_text(str(os.getpid()))
     for step in steps:
         kind, _, source = step.partition("@")
         variant = VARIANTS.get(kind, {})

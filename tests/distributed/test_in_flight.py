@@ -1,11 +1,10 @@
 """Two ranks whose weights change within completions: each engine has its own, and all learn what one process learns.
 
-The file is its own script: Lightning starts the second process by running it again.
+Run as a module, the file is what each of the two does.
 """
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,10 @@ import torch
 from lightrl.callbacks import RolloutCheckpoint
 from lightrl.records import Rollouts
 from lightrl.rollout import InFlight
+from tests import forks
 from tests.rollout.test_in_flight import Scripted, in_flight, versions, worst
 from tests.toys import ThreadEngine, quickstart_model
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 MIDDLE = 2
 DDP = {"trainer": {"devices": 2, "strategy": "ddp"}}
 
@@ -73,9 +72,7 @@ def test_two_ranks_change_weights_where_one_does_and_resume(tmp_path: Path) -> N
     sizes = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32}
     path = quickstart_model(tmp_path / "model", **sizes)
     one = learn(path, checkpoints(tmp_path / "one"))
-    command = [sys.executable, __file__, path, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
+    forks.ranks(__name__, path, str(tmp_path))
     ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
     runs = {}
     for name in ranks[0]:
@@ -107,5 +104,4 @@ def main(path: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
     main(sys.argv[1], Path(sys.argv[2]))

@@ -2,12 +2,11 @@
 
 On a CPU Lightning takes bfloat16 for `precision: 16-mixed`; given as a plugin it computes in float16.
 
-The file is its own script: Lightning starts the second process by running it again.
+Run as a module, the file is what each of two ranks does.
 """
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,9 @@ from lightrl.algorithms.settings import Updates
 from lightrl.distributed.strategies import loss_scaler
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives import KLInLoss
+from tests import forks
 from tests.toys import quickstart_model, quiet_trainer, sums_data
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 SCALE = 2.0**12
 
 
@@ -89,11 +88,7 @@ def train(path: str, module: Any = GRPOLightningModule, rollouts: int = 3, **opt
 @pytest.mark.distributed
 def test_two_ranks_skip_together_and_halve_the_scale(tmp_path: Path) -> None:
     tiny(tmp_path / "model")
-    done = subprocess.run(
-        [sys.executable, __file__, str(tmp_path)],
-        cwd=ROOT, capture_output=True, text=True, timeout=550,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    forks.ranks(__name__, str(tmp_path))
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
     assert first["scales"] == second["scales"] == [SCALE, SCALE, SCALE / 2, SCALE / 2]
     assert first["skipped"] == second["skipped"] == [0.0, 1.0, 0.0, 0.0]
@@ -186,5 +181,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
     main(Path(sys.argv[1]))

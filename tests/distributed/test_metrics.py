@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from lightrl.distributed.reduction import MetricSums
+from tests import forks
 
 CPU = torch.device("cpu")
 
@@ -34,30 +37,29 @@ def test_other_shapes_are_averaged_over_all_elements_and_empty_ones_are_left_out
     assert reduced(sums) == {"rows": 4.0, "scalar": 5.0}
 
 
-SCRIPT = """
-import sys, torch
-import torch.distributed as dist
-from lightrl.distributed.reduction import MetricSums
-rank = int(sys.argv[1])
-dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
-def both(op):
-    def reduce(x):
-        y = x.clone(); dist.all_reduce(y, op=op); return y
-    return reduce
-sums = MetricSums()
-sums.add({"shared": torch.tensor([1.0, 2.0]) if rank == 0 else torch.tensor([6.0])})
-sums.add({"only/first": 100.0} if rank == 0 else {"only/second": 1.0, "b_max": 2.0})
-out = sums.reduce(both(dist.ReduceOp.SUM), both(dist.ReduceOp.MAX), torch.device("cpu"))
-assert out == {"shared": 3.0, "only/first": 100.0, "only/second": 1.0, "b_max": 2.0}, out
-dist.destroy_process_group()
-"""
+def main(rank: int, store: str) -> None:
+    """What each of two ranks does."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+
+    def both(op: Any) -> Any:
+        def reduce(x: torch.Tensor) -> torch.Tensor:
+            total = x.clone()
+            dist.all_reduce(total, op=op)
+            return total
+
+        return reduce
+
+    sums = MetricSums()
+    sums.add({"shared": torch.tensor([1.0, 2.0]) if rank == 0 else torch.tensor([6.0])})
+    sums.add({"only/first": 100.0} if rank == 0 else {"only/second": 1.0, "b_max": 2.0})
+    out = sums.reduce(both(dist.ReduceOp.SUM), both(dist.ReduceOp.MAX), CPU)
+    assert out == {"shared": 3.0, "only/first": 100.0, "only/second": 1.0, "b_max": 2.0}, out
+    dist.destroy_process_group()
 
 
 def test_ranks_with_different_names_neither_hang_nor_mix(tmp_path: Path) -> None:
-    arguments = [sys.executable, "-c", SCRIPT]
-    ranks = [subprocess.Popen([*arguments, str(rank), str(tmp_path / "store")]) for rank in range(2)]
-    try:
-        assert [process.wait(timeout=550) for process in ranks] == [0, 0]
-    finally:
-        for process in ranks:
-            process.kill()
+    forks.ranks(__name__, str(tmp_path / "store"))
+
+
+if __name__ == "__main__":
+    main(int(os.environ["LOCAL_RANK"]), sys.argv[1])

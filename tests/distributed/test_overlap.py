@@ -1,12 +1,11 @@
 """Two processes sample ahead as one process does.
 
-The file is its own script: Lightning starts the second process by running it again.
+Run as a module, the file is what each of the two does.
 """
 
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,10 @@ from lightrl.callbacks import WeightSync
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives import KLInLoss
 from lightrl.rollout import Ahead
+from tests import forks
 from tests.distributed.test_two_ranks import Record, sgd, some_flat
 from tests.toys import ThreadEngine, quickstart_model, quiet_trainer, sums_data
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 WAYS: dict[str, dict[str, Any]] = {
     "staleness": {"schedule": Ahead(), "rewards": [some_flat], "dynamic_sampling_rounds": 8},
 }
@@ -60,9 +59,7 @@ def run(way: str, path: str, devices: int) -> Record:
 def test_two_ranks_equal_one(way: str, tmp_path: Path) -> None:
     path = quickstart_model(tmp_path / "model", num_hidden_layers=1, hidden_size=32, intermediate_size=32)
     one = run(way, path, devices=1)
-    command = [sys.executable, __file__, way, path, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=550)
-    assert done.returncode == 0, done.stderr[-3000:]
+    forks.ranks(__name__, way, path, str(tmp_path))
     ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
     assert ranks[0]["cursors"] == ranks[1]["cursors"] == one.cursors
     assert {**ranks[0]["rows"], **ranks[1]["rows"]}.keys() == one.rows.keys()
@@ -87,5 +84,4 @@ def main(way: str, path: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
     main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))

@@ -1,12 +1,11 @@
 """Two gloo ranks: weights read part by part are those of the files, and rows that share a stream learn what they did.
 
-The file is its own script, which forks the ranks.
+Run as a module, the file is what each of the two does.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,11 +21,8 @@ from lightrl.models.loading import load_causal_lm
 from lightrl.models.packing.context import refuse_heads
 from lightrl.models.policy import PolicyModel, ValueModel
 from lightrl.models.spec import LoraSpec, ModelSpec
-
-ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT))
-
-from tests.toys import quickstart_model  # noqa: E402
+from tests import forks
+from tests.toys import quickstart_model
 
 
 def rows_of(rank: int | None, case: str) -> dict[str, torch.Tensor]:
@@ -132,10 +128,7 @@ def test_two_ranks_read_parts_and_share_streams(tmp_path: Path) -> None:
         vocab_size=67, hidden_size=32, intermediate_size=48, num_hidden_layers=2, tie_word_embeddings=False, **heads
     )
     LlamaForCausalLM(config).save_pretrained(tmp_path / "untied", max_shard_size="20KB")
-    command = [sys.executable, __file__, str(tmp_path)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, timeout=550)
-    assert done.returncode == 0, done.stderr[-4000:]
+    forks.ranks(__name__, str(tmp_path))
 
 
 def test_what_cannot_be_read_in_parts_is_loaded_whole(tmp_path: Path) -> None:
@@ -174,4 +167,4 @@ def test_heads_that_ranks_cannot_share_are_refused(monkeypatch: pytest.MonkeyPat
 
 
 if __name__ == "__main__":
-    torch.multiprocessing.start_processes(main, (Path(sys.argv[1]),), nprocs=2, start_method="fork")
+    main(int(os.environ["LOCAL_RANK"]), Path(sys.argv[1]))

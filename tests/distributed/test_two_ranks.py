@@ -1,11 +1,10 @@
 """Two processes learn what one process learns from the whole batch: advantages, losses, gradients, refills.
 
-The file is its own script: Lightning starts the second process by running it again.
+Run as a module, the file is what each of the two does.
 """
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,9 @@ from lightrl.distributed.fsdp2 import FSDP2Strategy
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives import GroupRelative, KLInLoss
 from lightrl.rollout.ptx import PTXSource
+from tests import forks
 from tests.toys import OtherExperts, digits_reward, quickstart_model, quiet_trainer, some_flat, sums_data
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 TIMES = ("time/", "optim/lr")
 
 
@@ -118,9 +117,7 @@ def test_two_ranks_equal_one(kind: str, strategy: str, tmp_path: Path) -> None:
     one = run(kind, path, devices=1)
     if kind == "experts":
         assert not torch.allclose(one.gradients[0], run("grpo", path, devices=1).gradients[0], atol=1e-3)
-    command = [sys.executable, __file__, kind, path, str(tmp_path), strategy]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=550)
-    assert done.returncode == 0, done.stderr[-3000:]
+    forks.ranks(__name__, kind, path, str(tmp_path), strategy)
     ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
     assert ranks[0]["cursors"] == ranks[1]["cursors"] == one.cursors
     both = ranks[0]["rows"] | ranks[1]["rows"]
@@ -151,5 +148,4 @@ def main(kind: str, path: str, folder: Path, strategy: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
     main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), sys.argv[4])

@@ -19,7 +19,8 @@ pytestmark = pytest.mark.vllm
 
 
 @pytest.mark.parametrize(
-    ("kind", "in_process", "freeze"), [("Qwen3Moe", True, ["embed_tokens"]), ("Mixtral", False, [])]
+    ("kind", "in_process", "freeze"),
+    [("Qwen3Moe", True, ["embed_tokens"]), pytest.param("Mixtral", False, [], marks=pytest.mark.long)],
 )
 def test_engine_and_trainer_agree_after_every_update_of_experts(
     kind: str, in_process: bool, freeze: list[str], tied_folder: Path, tmp_path: Path

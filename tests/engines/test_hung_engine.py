@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from lightrl import rollout
+from lightrl.algorithms import GRPOLightningModule
+from lightrl.callbacks import WeightSync
 from lightrl.engines import EngineContext, EngineDiedError, VLLMEngine
 from lightrl.records import CompletionGroup, Prompts, SamplingParams
+from tests import forks
 from tests.engines.conftest import SOON, load
-from tests.waiting import until
+from tests.toys import quickstart_model, quiet_trainer, sums_data
+from tests.waiting import gone, until
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.vllm
 
-ROOT = Path(__file__).parents[2]
 PROMPTS = Prompts(token_ids=[[2, 5 + i, 17, 20 + i] for i in range(16)], texts=[""] * 16)
 LONG = SamplingParams(max_new_tokens=120, ignore_eos=True)
 SHORT = SamplingParams(max_new_tokens=3, ignore_eos=True)
@@ -77,7 +81,9 @@ def test_an_end_does_not_wait_for_a_stopped_core(engine: VLLMEngine) -> None:
     assert time.monotonic() - began < SOON and not psutil.pid_exists(core)
 
 
-@pytest.mark.parametrize("wait", ["generate", "load_weights", pytest.param("logprobs", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "wait", ["generate", *(pytest.param(x, marks=pytest.mark.long) for x in ("load_weights", "logprobs"))]
+)
 def test_a_stopped_core_is_told_and_ended(engine: VLLMEngine, tied_folder: Path, wait: str) -> None:
     """Also whoever awaits completions is told, whoever noticed."""
     (core,) = engine.process_ids
@@ -101,59 +107,44 @@ def test_a_stopped_core_is_told_and_ended(engine: VLLMEngine, tied_folder: Path,
     assert not engine.started and engine.policy_version == -1 and not psutil.pid_exists(core)
 
 
-TRAINER = """
-import os, signal, sys
-from pathlib import Path
-from lightrl.algorithms import GRPOLightningModule
-from lightrl.callbacks import WeightSync
-from lightrl.engines import VLLMEngine
-from lightrl.records import SamplingParams
-from lightrl import rollout
-from tests.toys import quickstart_model, quiet_trainer, sums_data
+def main(folder: str, schedule: str) -> None:
+    """A trainer whose engine is stopped by its reward function."""
+    engine = VLLMEngine(in_process=False, engine_args={"max_num_seqs": 8})
 
-engine = VLLMEngine(in_process=False, engine_args={"max_num_seqs": 8})
+    def stops(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+        for pid in engine.process_ids:
+            os.kill(pid, signal.SIGSTOP)
+            print("stopped", pid, flush=True)
+        return [0.0] * len(prompts)
 
-def stops(prompts, completions, **columns):
-    for pid in engine.process_ids:
-        os.kill(pid, signal.SIGSTOP)
-        print("stopped", pid, flush=True)
-    return [0.0] * len(prompts)
-
-if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it starts in the background
-    data = sums_data(engine=engine, rewards=[stops], sampling=SamplingParams(max_new_tokens=100, ignore_eos=True),
-                     group_size=8, prompts_per_rollout=16, schedule=getattr(rollout, sys.argv[2])())
-    model = quickstart_model(Path(sys.argv[1]), max_position_embeddings=128)
+    data = sums_data(
+        engine=engine, rewards=[stops], sampling=SamplingParams(max_new_tokens=100, ignore_eos=True),
+        group_size=8, prompts_per_rollout=16, schedule=getattr(rollout, schedule)(),
+    )  # fmt: skip
+    model = quickstart_model(Path(folder), max_position_embeddings=128)
     try:
         quiet_trainer(callbacks=[WeightSync()]).fit(GRPOLightningModule(model), data)
     finally:
         print("ended", flush=True)
-"""
 
 
 @pytest.mark.parametrize("schedule", ["OnPolicy", pytest.param("Ahead", marks=pytest.mark.long)])
 def test_ctrl_c_ends_a_run_whose_engine_hangs(tmp_path: Path, schedule: str) -> None:
-    script = tmp_path / "trainer.py"
-    script.write_text(TRAINER)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(script), str(tmp_path), schedule]
-    with open(tmp_path / "errors", "w") as errors:
-        trainer = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
-    assert trainer.stdout is not None
-    line = "x"
-    while line and not line.startswith("stopped"):
-        line = trainer.stdout.readline()
-    assert line, (tmp_path / "errors").read_text()[-3000:]
-    core = int(line.split()[1])
-    time.sleep(1.5)  # the trainer waits for the core by now
-    began = time.monotonic()
-    trainer.send_signal(signal.SIGINT)
-    watch = threading.Timer(100, trainer.kill)
-    watch.start()
-    while line and line != "ended\n":
-        line = trainer.stdout.readline()
-    took = time.monotonic() - began  # the interpreter's own end takes seconds more on a busy machine
-    watch.cancel()
-    assert line and took < 25  # shutting down is bounded at 10 s; the rest is for a busy machine
-    assert not psutil.pid_exists(core)
-    assert trainer.wait(timeout=100) == 1
+    trainer = forks.Fork(__name__, str(tmp_path), schedule)
+    try:
+        assert until(lambda: "stopped" in trainer.printed() or trainer.poll() is not None, 300)
+        found = re.search(r"stopped (\d+)\n", trainer.printed())
+        assert found, trainer.printed()[-3000:]
+        time.sleep(1.5)  # the trainer waits for the core by now
+        os.kill(trainer.pid, signal.SIGINT)
+        # Shutting down is bounded at 10 s; the rest is for a busy machine.
+        assert until(lambda: "ended\n" in trainer.printed(), 100), "the run waits for the engine"
+        assert gone(int(found[1]))
+        assert trainer.poll(100) == 1
+    finally:
+        trainer.kill()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

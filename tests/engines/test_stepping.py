@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -46,7 +45,7 @@ class Counting(SteppingEngine):
         self.under_way |= {request: [] for request in requests}
 
     def step(self) -> list[CompletionGroup]:
-        self.gate.wait(20)
+        self.gate.wait(600)
         if (error := self.error) is not None:
             self.error = None
             raise error
@@ -172,9 +171,7 @@ def test_a_paused_engine_stands_still_and_tells_what_has_come(engine: Counting) 
 def test_ctrl_c_ends_a_wait_for_an_engine_that_steps_in_its_thread(engine: Counting) -> None:
     engine.gate.clear()
     threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
-    began = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt):  # while the gate is closed
         list(engine.generate_all([request(0)]))
-    assert time.monotonic() - began < 10
     engine.gate.set()
     assert until(lambda: not engine.under_way)

@@ -12,7 +12,7 @@ import torch
 
 from lightrl.engines.vllm.engine import VLLMEngine, completion_seed
 from lightrl.engines.vllm.requests import EVALUATION_EXTRA, HARMLESS_EXTRA, OWN_EXTRA
-from lightrl.records import CompletionGroup, Prompts, SamplingParams
+from lightrl.records import CompletionGroup, GenerationRequest, Prompts, SamplingParams
 from tests.engines.conftest import EOS, ask, load
 from tests.waiting import until
 
@@ -238,3 +238,45 @@ def test_exactly_full_sequence_is_served(engine) -> None:
     prompts = Prompts([[2] + [7] * 63], [""])
     groups = run(engine, prompts, SamplingParams(max_new_tokens=64, ignore_eos=True), num_completions=1, seeds=[3])
     assert len(tokens(groups[0])[0]) == 64
+
+
+def test_what_a_constrained_reply_was_drawn_from_is_recorded_exactly(engine, weights) -> None:
+    for constraint in (
+        {"regex": "[0-9]{3}(a|b)*"},
+        {"choice": ["yes", "no", "yesterday"]},
+        {"grammar": 'root ::= "1" | "22"'},
+    ):
+        sampling = SamplingParams(max_new_tokens=8, extra={"structured_outputs": constraint})
+        for seed in range(3):
+            request = GenerationRequest([2, 5, 17], sampling, seed, num_completions=2, trained=False)
+            (group,) = engine.generate_all([request])
+            for said in group.completions:
+                support = said.support
+                assert support is not None and len(support) == len(said.token_ids)
+                logits = weights(torch.tensor([request.token_ids + said.token_ids])).logits[0, 2:-1].float()
+                at = 0
+                for place, (token, count) in enumerate(zip(said.token_ids, support.counts.tolist(), strict=True)):
+                    ids = support.ids[at : at + count].long()
+                    at += count
+                    assert token in ids and count < 50
+                    exact = logits[place, token] - logits[place, ids].logsumexp(0)
+                    assert abs(float(exact) - said.logprobs[place]) < 5e-4
+    plain = GenerationRequest([2, 5, 17], SamplingParams(max_new_tokens=2), 0)
+    assert next(engine.generate_all([plain])).completions[0].support is None
+
+
+@pytest.mark.parametrize(
+    "constraint", [{"regex": "["}, {"regex": 3}, {"json": {"type": 5}}, {"grammar": "x"}, {"choice": []}, {}, {"x": 1}]
+)
+def test_constraints_without_a_grammar_are_rejected_before_the_engine_has_them(engine, constraint) -> None:
+    sampling = SamplingParams(max_new_tokens=2, extra={"structured_outputs": constraint})
+    with pytest.raises(ValueError, match="vLLM rejects the request"):
+        engine.check_request(GenerationRequest([2, 5], sampling, 0, trained=False))
+    engine.check_request(GenerationRequest([2, 5], SamplingParams(max_new_tokens=2, extra={"logprobs": 3}), 0))
+
+
+def test_likeliest_tokens_come_with_log_probs(engine) -> None:
+    request = GenerationRequest([2, 5, 17], SamplingParams(max_new_tokens=3, extra={"logprobs": 3}), 0)
+    (said,) = next(engine.generate_all([request])).completions
+    assert [entry[token] for token, entry in zip(said.token_ids, said.top, strict=True)] == said.logprobs
+    assert all(3 <= len(entry) <= 4 for entry in said.top)

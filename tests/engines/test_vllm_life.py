@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -10,36 +9,32 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from lightrl.engines import EngineContext, VLLMEngine
 from lightrl.records import Prompts, SamplingParams
-from tests.engines.conftest import ask
+from tests import forks
+from tests.engines.conftest import ask, build_model, change
+from tests.engines.test_vllm_sync import canary_gap, sampled_gap
 
 pytestmark = pytest.mark.vllm
 
 ROOT = Path(__file__).parents[2]
 
-CYCLES = """
-import json, os, sys
-from pathlib import Path
-import torch
-from tests.engines.conftest import build_model, change, load
-from tests.engines.test_vllm_sync import canary_gap, sampled_gap
-from lightrl.engines import EngineContext, VLLMEngine
 
-if __name__ == "__main__":
-    torch.distributed.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=0, world_size=1)
+def main(place: Path) -> None:
+    """Two engines one after the other."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{place}/store", rank=0, world_size=1)
     environment, set_num_threads = dict(os.environ), torch.set_num_threads
     gaps = []
-    for tied in (False, True, False):
-        folder = Path(sys.argv[1]) / f"model{tied}"
-        if not folder.exists():
-            build_model(folder, tied=tied)
-            # A folder without weights: the engine starts with dummy ones, and the first sync brings the policy's.
-            for file in folder.glob("*.safetensors") if tied else ():
-                file.rename(folder / "weights.bak")
+    for tied in (False, True):
+        folder = place / f"model{tied}"
+        build_model(folder, tied=tied)
+        # A folder without weights: the engine starts with dummy ones, and the first sync brings the policy's.
+        for file in folder.glob("*.safetensors") if tied else ():
+            file.rename(folder / "weights.bak")
         torch.manual_seed(3)
-        model = build_model(Path(sys.argv[1]) / "trainer", tied=tied)
+        model = build_model(place / "trainer", tied=tied)
         state = torch.random.get_rng_state()
         engine = VLLMEngine()
         engine.start(EngineContext(str(folder), max_prompt_tokens=32, max_new_tokens=32))
@@ -57,25 +52,14 @@ if __name__ == "__main__":
         assert ours == {k: v for k, v in environment.items() if not k.startswith("VLLM_")}
         value = torch.ones(1)
         torch.distributed.all_reduce(value)
-    print(json.dumps(gaps))
-"""
-
-
-def run_script(text: str, folder: Path, timeout: float = 550) -> subprocess.CompletedProcess[str]:
-    script = folder / "script.py"
-    script.write_text(text)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, str(script), str(folder)], env=environment, timeout=timeout, capture_output=True, text=True
-    )
+    for before, canary, hot, cool in gaps:
+        assert before > 0.5 and max(canary, hot, cool) <= 5e-5
 
 
 def test_cycles_in_one_process(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
-    done = run_script(CYCLES, tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    for before, canary, hot, cool in json.loads(done.stdout.splitlines()[-1]):
-        assert before > 0.5 and max(canary, hot, cool) <= 5e-5
+    process = forks.Fork(__name__, str(tmp_path))
+    assert process.poll(550) == 0, process.printed()[-3000:]
 
 
 def test_importing_the_package_loads_no_engine() -> None:
@@ -141,3 +125,7 @@ def test_arguments_that_vllm_does_not_take_are_named(args: dict[str, int], tied_
     engine = VLLMEngine(engine_args=args)
     with pytest.raises(ValueError, match=rf"VLLMEngine.engine_args \({next(iter(args))}\): "):
         engine.start(EngineContext(str(tied_folder), max_prompt_tokens=8, max_new_tokens=8, fire=True))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -23,7 +23,7 @@ from lightrl.records import Prompts, SamplingParams
 from lightrl.rollout.collation import collate
 from tests.engines.conftest import SOON, ask, change, load
 from tests.engines.test_vllm_sync import canary_gap, sampled_gap
-from tests.toys import quickstart_model, quiet_trainer, sums_data
+from tests.toys import quiet_trainer, sums_data
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.vllm
@@ -48,7 +48,9 @@ def untied(untied_folder: Path) -> Iterator[VLLMEngine]:
 @pytest.fixture(scope="module")
 def tied(tied_folder: Path) -> Iterator[VLLMEngine]:
     """A core and a worker, as on GPUs and with the user's own binding of threads; `untied` is one process."""
-    engine = start(tied_folder, restart_engine=True, engine_args={"distributed_executor_backend": "mp"})
+    engine = start(
+        tied_folder, restart_engine=True, engine_args={"distributed_executor_backend": "mp", "max_num_seqs": 8}
+    )
     yield engine
     engine.close()
 
@@ -93,7 +95,7 @@ def test_a_broken_push_is_told_and_mended(untied: VLLMEngine, untied_folder: Pat
 def kill_mid_rollout(engine: VLLMEngine, victim: int) -> float:
     """Kills a process once the first group is out; seconds until the error. It must be `EngineDiedError`.
 
-    960 sequences are more than run at once (256), so the rollout is far from done then.
+    960 sequences are more than run at once, so the rollout is far from done then.
     """
     stream = ask(engine, PROMPTS, LONG, num_completions=60, seeds=range(16))
     next(stream)
@@ -109,7 +111,8 @@ def commands(pids: list[int]) -> dict[str, int]:
     return {"core" if "EngineCore" in " ".join(psutil.Process(p).cmdline()) else "worker": p for p in pids}
 
 
-@pytest.mark.parametrize("victim", [pytest.param("worker", marks=pytest.mark.long), "core"])
+@pytest.mark.long
+@pytest.mark.parametrize("victim", ["worker", "core"])
 def test_restart_with_weights_pushed_again(tied: VLLMEngine, tied_folder: Path, victim: str) -> None:
     model = change(load(tied_folder))
     tied.load_weights(model.named_parameters(), policy_version=1)
@@ -133,26 +136,6 @@ def test_restart_with_weights_pushed_again(tied: VLLMEngine, tied_folder: Path, 
     assert tied.started and tied.policy_version == -1
     tied.load_weights(model.named_parameters(), policy_version=2)
     assert canary_gap(tied, model) <= 5e-5
-
-
-@pytest.mark.parametrize("victim", ["core", pytest.param("worker", marks=pytest.mark.long)])
-def test_a_kill_during_a_push_is_told_in_time(tied: VLLMEngine, tied_folder: Path, victim: str) -> None:
-    tied.restart_engine = False
-    if not tied.started:
-        tied.start(EngineContext(str(tied_folder), max_prompt_tokens=64, max_new_tokens=120))
-    pids = tied.process_ids
-
-    def kills():
-        for number, weight in enumerate(load(tied_folder).named_parameters()):
-            if number == 3:
-                os.kill(commands(pids)[victim], signal.SIGKILL)
-            yield weight
-
-    began = time.monotonic()
-    with pytest.raises(EngineDiedError):
-        tied.load_weights(kills(), policy_version=1)
-    assert time.monotonic() - began < SOON
-    assert not tied.started and not any(psutil.pid_exists(pid) for pid in pids)
 
 
 def test_killed_core_is_told_in_time(untied: VLLMEngine, untied_folder: Path) -> None:
@@ -206,16 +189,17 @@ class Checks(Callback):
         self.kills.engine = data.engine
 
 
-def test_a_rollout_survives_its_engine_and_is_the_same(tmp_path: Path) -> None:
+def test_a_rollout_survives_its_engine_and_is_the_same(tied: VLLMEngine, tied_folder: Path) -> None:
     kills = Kills()
     checks = Checks(kills)
-    engine = VLLMEngine(in_process=False, restart_engine=True, engine_args={"max_num_seqs": 8})
+    engine, tied.restart_engine = tied, True
+    engine.mark_stale()
     data = sums_data(
         engine=engine, rewards=[kills], sampling=SamplingParams(max_new_tokens=100, ignore_eos=True), group_size=8,
         prompts_per_rollout=16,
     )  # fmt: skip
     module = PPOLightningModule(
-        quickstart_model(tmp_path, max_position_embeddings=128),
+        str(tied_folder),
         critic=None,
         advantage=GroupRelative(),
         whiten_advantages=False,
@@ -228,3 +212,23 @@ def test_a_rollout_survives_its_engine_and_is_the_same(tmp_path: Path) -> None:
     assert torch.equal(*tokens) and torch.equal(*mask)
     torch.testing.assert_close(*logprobs, atol=5e-5, rtol=0)
     assert not engine.started and not any(psutil.pid_exists(pid) for pid in kills.victims)
+
+
+@pytest.mark.parametrize("victim", ["core", pytest.param("worker", marks=pytest.mark.long)])
+def test_a_kill_during_a_push_is_told_in_time(tied: VLLMEngine, tied_folder: Path, victim: str) -> None:
+    tied.restart_engine = False
+    if not tied.started:
+        tied.start(EngineContext(str(tied_folder), max_prompt_tokens=64, max_new_tokens=120))
+    pids = tied.process_ids
+
+    def kills():
+        for number, weight in enumerate(load(tied_folder).named_parameters()):
+            if number == 3:
+                os.kill(commands(pids)[victim], signal.SIGKILL)
+            yield weight
+
+    began = time.monotonic()
+    with pytest.raises(EngineDiedError):
+        tied.load_weights(kills(), policy_version=1)
+    assert time.monotonic() - began < SOON
+    assert not tied.started and not any(psutil.pid_exists(pid) for pid in pids)

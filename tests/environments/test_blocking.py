@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -208,8 +207,6 @@ def test_an_async_tool_that_blocks_holds_up_no_other_environment_and_ends_at_its
     met, hung = (said("", ToolCall(name, {}, "call00000")) for name in ("meet", "hang"))
     group = play(lambda: ToolEnvironment(Tools), met, said("done"), number=NUMBER)
     assert [t.messages[-2]["content"] for t in group] == ["met"] * NUMBER
-    began = time.monotonic()
     with pytest.warns(UserWarning, match="still running"):
         (trajectory,) = play(lambda: ToolEnvironment(Tools, tool_timeout=0.3), hung, said("done"))
-    assert trajectory.messages[-2]["content"] == "Error: hang took longer than 0.3 seconds."
-    assert time.monotonic() - began < 20
+    assert trajectory.messages[-2]["content"] == "Error: hang took longer than 0.3 seconds." and not held.is_set()

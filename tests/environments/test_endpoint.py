@@ -362,30 +362,31 @@ def test_malformed_requests_are_refused_in_the_shape_of_their_interface_and_fail
             ("/chat/completions", b"{", 400, "not valid JSON"),
             ("/chat/completions", b"[" * 5000, 400, "not valid JSON"),
             ("/chat/completions", [], 400, "must be a JSON object"),
-            ("/chat/completions", {}, 400, "messages must be a list"),
+            ("/chat/completions", {}, 400, "messages: this member is required"),
             ("/chat/completions", {"messages": []}, 400, "must not be empty"),
             ("/chat/completions", {"messages": ["x"]}, 400, r"messages[0] must be an object"),
             ("/chat/completions", {"messages": [{"role": "x"}]}, 400, "role must be"),
             ("/chat/completions", {"messages": [{"role": "tool", "content": ""}]}, 400, "tool_call_id must be"),
             ("/chat/completions", {"messages": ASK, "max_tokens": 0}, 400, "max_tokens must be at least 1"),
             ("/chat/completions", {"messages": ASK, "max_tokens": "9"}, 400, "max_tokens must be an integer"),
-            ("/chat/completions", {"messages": ASK, "n": 2}, 400, "n=2"),
-            ("/chat/completions", {"messages": ASK, "stop": ["\n"]}, 400, "stop="),
-            ("/chat/completions", {"messages": ASK, "logprobs": True}, 400, "logprobs=true"),
+            ("/chat/completions", {"messages": ASK, "n": True}, 400, "n must be an integer"),
+            ("/chat/completions", {"messages": ASK, "stop": [1]}, 400, "stop must be"),
+            ("/chat/completions", {"messages": ASK, "top_logprobs": 21, "logprobs": True}, 400, "top_logprobs=21"),
+            ("/chat/completions", {"messages": ASK, "top_logprobs": 2}, 400, "set logprobs also"),
             ("/chat/completions", {"messages": ASK, "tool_choice": "required"}, 400, "tool_choice="),
             ("/chat/completions", {"messages": ASK, "tools": [{"type": "web"}]}, 400, "tools[0]: tools of type 'web'"),
             (
                 "/chat/completions",
                 {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
                 400,
-                "takes text only",
+                "must be the data URL of an image",
             ),
             ("/responses", {"input": 3}, 400, "input must be"),
             ("/responses", {"input": "x", "previous_response_id": "r"}, 400, "no response 'r'"),
             ("/responses", {"input": "x", "background": True}, 400, "background=true"),
             ("/responses", {"input": [{"type": "file"}]}, 400, "not offered here"),
             ("/messages", {"messages": ASK}, 400, "max_tokens: this member is required"),
-            ("/messages", {"messages": ASK, "max_tokens": 1, "stop_sequences": ["a"]}, 400, "stop_sequences"),
+            ("/messages", {"messages": ASK, "max_tokens": 1, "stop_sequences": [1]}, 400, "stop_sequences"),
             ("/messages", {"messages": ASK, "max_tokens": 1, "tool_choice": {"type": "any"}}, 400, "tool_choice"),
             ("/messages", {"messages": [{"role": "user", "content": 3}], "max_tokens": 1}, 400, "must be"),
             ("/embeddings", {}, 404, "is not offered here"),
@@ -412,7 +413,7 @@ def test_official_clients_raise_their_own_errors() -> None:
         with pytest.raises(anthropic.AuthenticationError, match="key is wrong"):
             other.messages.create(model="m", messages=ASK, max_tokens=9)  # type: ignore[arg-type]
         other = anthropic.Anthropic(base_url=attempt.url.removesuffix("/v1"), api_key=attempt.key)
-        with pytest.raises(anthropic.BadRequestError, match="text only"):
+        with pytest.raises(anthropic.BadRequestError, match="URLs of other servers"):
             block = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1"}}
             said: Any = [{"role": "user", "content": [block]}]
             other.messages.create(model="m", messages=said, max_tokens=9)

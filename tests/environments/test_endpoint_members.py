@@ -17,8 +17,9 @@ from openai.types.beta import response_create_params as responses_beta
 from openai.types.responses import response_create_params, response_input_item_param
 
 from lightrl.environments.endpoint import anthropic_messages, openai_apis
+from lightrl.environments.endpoint import responses as responses_api
 from lightrl.environments.endpoint.api import TEXT_BLOCK, Api, Members
-from lightrl.environments.endpoint.session import RefusedError
+from lightrl.environments.endpoint.requests import RefusedError
 from lightrl.records import SamplingParams
 from tests.environments.test_endpoint import ASK, CALL, Engine, Open, play
 
@@ -26,7 +27,7 @@ HEADERS = {"betas", "user_profile_id", "workspace_id"}
 """Members of the SDKs' types that are sent as headers."""
 APIS: dict[str, tuple[Api, dict[str, Any]]] = {
     "chat": (openai_apis.ChatCompletions(), {"messages": ASK}),
-    "responses": (openai_apis.Responses(), {"input": "Hello"}),
+    "responses": (responses_api.Responses(), {"input": "Hello"}),
     "messages": (anthropic_messages.Messages(), {"messages": ASK, "max_tokens": 9}),
 }
 
@@ -44,7 +45,7 @@ DECIDED: list[tuple[str, Members, set[str]]] = [
     ),
     (
         "responses",
-        openai_apis.Responses.members,
+        responses_api.Responses.members,
         names(
             *typing.get_args(response_create_params.ResponseCreateParams),
             *typing.get_args(responses_beta.ResponseCreateParams),
@@ -72,23 +73,23 @@ DECIDED: list[tuple[str, Members, set[str]]] = [
             chat.ChatCompletionToolMessageParam,
         ),
     ),
-    ("responses text", openai_apis._FORM, names(responses.ResponseTextConfigParam)),
-    ("responses tool", openai_apis._RESPONSES_TOOL, names(responses.FunctionToolParam)),
+    ("responses text", responses_api._TEXT_MEMBERS, names(responses.ResponseTextConfigParam)),
+    ("responses tool", responses_api._RESPONSES_TOOL, names(responses.FunctionToolParam)),
     (
         "responses cache",
-        openai_apis._CACHE,
+        responses_api._CACHE,
         names(response_create_params.PromptCacheOptions),
     ),
     (
         "responses message",
-        openai_apis._ITEMS["message"],
+        responses_api._ITEMS["message"],
         names(responses.EasyInputMessageParam, responses.ResponseOutputMessageParam, response_input_item_param.Message),
     ),
-    ("responses reasoning", openai_apis._ITEMS["reasoning"], names(responses.ResponseReasoningItemParam)),
-    ("responses call", openai_apis._ITEMS["function_call"], names(responses.ResponseFunctionToolCallParam)),
+    ("responses reasoning", responses_api._ITEMS["reasoning"], names(responses.ResponseReasoningItemParam)),
+    ("responses call", responses_api._ITEMS["function_call"], names(responses.ResponseFunctionToolCallParam)),
     (
         "responses result",
-        openai_apis._ITEMS["function_call_output"],
+        responses_api._ITEMS["function_call_output"],
         names(response_input_item_param.FunctionCallOutput),
     ),
     ("messages tool", anthropic_messages._TOOL, names(claude.ToolParam, claude_beta.BetaToolParam)),
@@ -134,36 +135,26 @@ def test_each_member_that_an_sdk_can_send_is_decided_once(members: Members, name
     assert named - decided == set()
 
 
-LIMIT: Any = {"type": "json_schema", "schema": {"type": "object"}}
 REJECTED: list[tuple[str, dict[str, Any], str]] = [
-    ("chat", {"parallel_tool_calls": False}, "parallel_tool_calls"),
-    ("chat", {"guided_json": {"type": "object"}}, "guided_json"),
-    ("chat", {"guided_regex": "a|b"}, "guided_regex"),
-    ("chat", {"guided_choice": ["a", "b"]}, "guided_choice"),
-    ("chat", {"structured_outputs": {"regex": "a"}}, "structured_outputs"),
-    ("chat", {"response_format": {"type": "json_object"}}, "response_format"),
+    ("chat", {"add_generation_prompt": False}, "add_generation_prompt"),
+    ("chat", {"response_format": {"type": "xml"}}, "response_format"),
+    ("chat", {"structured_outputs": {"never_heard_of": 1}}, "structured_outputs.never_heard_of"),
+    ("chat", {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice"),
+    ("chat", {"tool_choice": "sometimes"}, "tool_choice"),
+    ("messages", {"tool_choice": {"type": "sometimes"}}, "tool_choice.type"),
     ("chat", {"stop_token_ids": [1]}, "stop_token_ids"),
-    ("chat", {"stop": "a"}, "stop"),
     ("chat", {"echo": True}, "echo"),
     ("chat", {"best_of": 4}, "best_of"),
-    ("chat", {"n": 2}, "n"),
-    ("chat", {"n": True}, "n"),
     ("chat", {"ignore_eos": True}, "ignore_eos"),
     ("chat", {"logit_bias": {"5": 100}}, "logit_bias"),
     ("chat", {"allowed_token_ids": [1, 2]}, "allowed_token_ids"),
     ("chat", {"bad_words": ["no"]}, "bad_words"),
-    ("chat", {"continue_final_message": True}, "continue_final_message"),
     ("chat", {"web_search_options": {}}, "web_search_options"),
-    ("chat", {"tool_choice": "required"}, "tool_choice"),
-    ("chat", {"tool_choice": {"type": "function", "function": {"name": "add"}}}, "tool_choice"),
     ("chat", {"stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
     ("chat", {"messages": [{**ASK[0], "prefix": True}]}, "messages[0].prefix"),
     ("chat", {"messages": [*ASK, {"role": "assistant", "function_call": {"name": "f"}}]}, "messages[1].function_call"),
     ("chat", {"chat_template": "{{ messages }}"}, "chat_template"),
     ("chat", {"never_heard_of": 1}, "never_heard_of"),
-    ("responses", {"parallel_tool_calls": False}, "parallel_tool_calls"),
-    ("responses", {"text": {"format": LIMIT}}, "text.format"),
-    ("responses", {"include": ["message.output_text.logprobs"]}, "include"),
     ("responses", {"conversation": "conv_1"}, "conversation"),
     ("responses", {"prompt_cache_options": {"prewarm": True}}, "prompt_cache_options.prewarm"),
     ("responses", {"truncation": "auto"}, "truncation"),
@@ -172,14 +163,8 @@ REJECTED: list[tuple[str, dict[str, Any], str]] = [
     ("responses", {"input": [{**ASK[0], "never_heard_of": 1}]}, "input[0].never_heard_of"),
     ("responses", {"never_heard_of": 1}, "never_heard_of"),
     ("messages", {"thread": {"type": "continue", "previous_message_id": "msg_1"}}, "thread"),
-    ("messages", {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, "disable_parallel_tool_use"),
-    ("messages", {"tool_choice": {"type": "tool", "name": "add"}}, "tool_choice"),
-    ("messages", {"output_config": {"format": LIMIT}}, "output_config.format"),
-    ("messages", {"output_format": LIMIT}, "output_format"),
     ("messages", {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
     ("messages", {"compaction": {"type": "enabled"}}, "compaction"),
-    ("messages", {"stop_sequences": ["a"]}, "stop_sequences"),
-    ("messages", {"messages": [*ASK, {"role": "assistant", "content": "The answer is ("}]}, "prefill"),
     ("messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "more": 1}]}]}, "more"),
     ("messages", {"never_heard_of": 1}, "never_heard_of"),
 ]
@@ -267,11 +252,11 @@ def test_rejections_reach_the_sdks_in_their_providers_shape() -> None:
     with Open(Engine("Hi")) as attempt:
         client = openai.OpenAI(base_url=attempt.url, api_key=attempt.key)
         with pytest.raises(openai.BadRequestError) as unsupported:
-            client.chat.completions.create(model="m", messages=ASK, parallel_tool_calls=False)  # type: ignore[arg-type]
-        assert unsupported.value.param == "parallel_tool_calls" and unsupported.value.code == "unsupported_value"
+            client.chat.completions.create(model="m", messages=ASK, logit_bias={"5": 1})  # type: ignore[arg-type]
+        assert unsupported.value.param == "logit_bias" and unsupported.value.code == "unsupported_value"
         with pytest.raises(openai.BadRequestError) as unknown:
-            client.responses.create(model="m", input="x", extra_body={"guided_regex": "a"})
-        assert unknown.value.param == "guided_regex" and unknown.value.code == "unknown_parameter"
+            client.responses.create(model="m", input="x", extra_body={"never_heard_of": "a"})
+        assert unknown.value.param == "never_heard_of" and unknown.value.code == "unknown_parameter"
         other = anthropic.Anthropic(base_url=attempt.url, api_key=attempt.key)
         with pytest.raises(anthropic.BadRequestError) as extra:
             more = {"never_heard_of": 1}
@@ -321,7 +306,7 @@ def test_rejected_requests_are_counted_and_told_and_sampling_parameters_are_name
     def main(row: Any, base_url: str, api_key: str) -> float:
         client = openai.OpenAI(base_url=base_url, api_key=api_key)
         asks: dict[str, Any] = {"model": "m", "messages": ASK}
-        for more in ({"n": 2}, {"stop": "a"}, {"messages": []}):
+        for more in ({"logit_bias": {"5": 1}}, {"audio": {}}, {"messages": []}):
             with pytest.raises(openai.BadRequestError):
                 client.chat.completions.create(**{**asks, **more})
         with pytest.raises(openai.NotFoundError):
@@ -337,6 +322,6 @@ def test_rejected_requests_are_counted_and_told_and_sampling_parameters_are_name
     for trajectory in trajectories:
         assert trajectory.metrics["refused_requests"] == 4
         assert trajectory.metrics["ignored_parameters"] == 3
-    for cause in ("n=2", "stop=", "messages must not be empty", "/embeddings", "temperature", "top_p"):
+    for cause in ("logit_bias=", "audio=", "messages must not be empty", "/embeddings", "temperature", "top_p"):
         assert len([text for text in said if cause in text]) == 1, (cause, said)
     assert engine.asked[0].sampling == SamplingParams(max_new_tokens=300)

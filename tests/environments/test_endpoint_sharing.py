@@ -6,13 +6,18 @@ import _thread
 import asyncio
 import contextlib
 import contextvars
+import ctypes
 import gc
 import logging
 import os
+import socket
+import struct
+import subprocess
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -217,6 +222,50 @@ def test_one_client_for_all_threads_that_is_given_each_attempts_key_is_not_mixed
 
     trajectories = play(main, Engine("Hi", "Hi"), number=4)
     assert [(t.failure, t.metrics["turns"], len(t.rows)) for t in trajectories] == [(None, 2.0, 1)] * 4
+
+
+def test_a_child_process_does_not_get_another_attempts_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "")
+    everyone = threading.Barrier(2)
+
+    def main(row: Any, base_url: str, api_key: str) -> float:
+        plain_program.once({}, base_url, api_key)
+        os.environ["OPENAI_API_KEY"] = api_key
+        everyone.wait(30)
+        subprocess.run(["true"], check=True, env={**os.environ, "OPENAI_API_KEY": api_key})
+        subprocess.run(["true"], check=True)
+        return 1.0
+
+    trajectories = play(main, Engine("Hi"), number=2, max_retries=0)
+    assert sorted(t.failure is None for t in trajectories) == [False, True]
+    assert any("process=True" in str(t.failure) for t in trajectories)
+
+
+def test_a_client_without_pythons_sockets_ends_the_run_instead_of_training_another_attempt() -> None:
+    """libc connects here, as curl's bindings and uvloop do."""
+
+    def main(row: Any, base_url: str, api_key: str) -> float:
+        plain_program.once({}, base_url, api_key)
+        libc, own = ctypes.CDLL(None, use_errno=True), socket.socket()
+        port = int(base_url.split(":")[2].split("/")[0])
+        address = struct.pack("=HH4s8x", socket.AF_INET, socket.htons(port), socket.inet_aton("127.0.0.1"))
+        assert libc.connect(own.fileno(), address, len(address)) == 0
+        head = f"GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {api_key}\r\n\r\n"
+        own.sendall(head.encode())
+        own.recv(1000)
+        return 1.0
+
+    with pytest.raises(ValueError, match="run: .*process=True"):
+        play(main, Engine("Hi"), number=2)
+
+
+def test_a_client_that_the_import_makes_without_a_key_is_rejected_with_the_fix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    (tmp_path / "agent.py").write_text("import openai\n\nCLIENT = openai.OpenAI()\n")
+    with pytest.raises(ValueError, match="run: .*process=True"):
+        AgentProgram(f"{tmp_path / 'agent.py'}:main")
 
 
 # ---- one event loop -------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ def blocks(root: Path) -> list[str]:
 
 def test_every_code_block_of_the_guide_runs(root: Path) -> None:
     tokenizer = make_tokenizer(FAMILIES["qwen2.5"])
-    own, trl, program = blocks(root)
+    own, trl, game, program = blocks(root)
     assert len(own.splitlines()) <= 30, "as its heading says"
     names: dict[str, Any] = {"__name__": "guide"}
     exec(own, names)
@@ -47,6 +47,10 @@ def test_every_code_block_of_the_guide_runs(root: Path) -> None:
     handed_in = play(names["episode"].environment, [said("", submit), said("done")], row)
     assert handed_in.turn_rewards == [0.0, 1.0]
     assert handed_in.messages[2]["content"] == "Thank you."
+
+    exec(game, names)
+    won = play(names["games"].environment, [said("x"), *(said(str(n)) for n in range(10))], {"prompt": ""})
+    assert won.messages[0]["content"] == "Guess a digit." and won.turn_rewards[-1] == 1.0
 
     exec(program, names)
     agent = AgentProgram(names["main"])
@@ -75,4 +79,4 @@ def test_every_configuration_of_the_guide_names_arguments_that_are_there(root: P
         names = {parameter for base in kind.__mro__ for parameter in inspect.signature(base.__init__).parameters}
         assert set(arguments) <= names, name
     wanted = {"RolloutDataModule", "EnvironmentEpisode", "AgentProgram", "ToolEnvironment", "MCPEnvironment"}
-    assert wanted | {"OpenEnvironment"} == {name for name, _ in found}
+    assert wanted | {"OpenEnvironment", "GymnasiumEnvironment"} == {name for name, _ in found}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
 import sys
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from lightrl.objectives import (
 )
 from lightrl.ops.entropy import top_entropy_mask
 from lightrl.ops.masking import AllSum, identity, masked_whiten
+from tests import forks
 
 PARTS = {0: slice(0, 8), 1: slice(8, 24)}
 
@@ -76,17 +77,11 @@ def main(rank: int, folder: Path) -> None:
 
 @pytest.mark.distributed
 def test_two_processes_equal_one(tmp_path: Path) -> None:
-    command = [sys.executable, __file__]
-    processes = [subprocess.Popen([*command, str(rank), str(tmp_path)]) for rank in range(2)]
-    try:
-        assert [p.wait(timeout=550) for p in processes] == [0, 0]
-    finally:
-        for p in processes:
-            p.kill()
+    forks.ranks(__name__, str(tmp_path))
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     for whole, first, second in zip(everything(slice(0, 24), identity), *ranks, strict=True):
         assert torch.allclose(torch.cat([first, second]), whole, atol=1e-6, rtol=1e-6)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    main(int(os.environ["LOCAL_RANK"]), Path(sys.argv[1]))

@@ -14,11 +14,13 @@ import pytest
 import yaml
 
 from lightrl.cli import main
-from lightrl.environments import Environment, EnvironmentEpisode, Reply, Step, ToolEnvironment
-from lightrl.environments.scripted import EnvironmentCheck, play
+from lightrl.environments import AgentProgram, Environment, EnvironmentEpisode, Reply, Step, ToolEnvironment
+from lightrl.environments.scripted import EnvironmentCheck, play, transcript
 from lightrl.records import SamplingParams
+from tests.environments import plain_program, programs
 from tests.environments.families import FAMILIES, make_tokenizer
 from tests.rollout.tasks import chat_model
+from tests.waiting import until
 
 
 class Adder:
@@ -112,6 +114,49 @@ def test_failures_and_rewards_that_are_none_are_found() -> None:
     assert any(
         "row 0: environment NotFinite: `step` gave the reward nan" in text for text in check(NotFinite).problems()
     )
+
+
+def test_a_program_is_played_with_scripts_and_its_calls(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    tokenizer = make_tokenizer(FAMILIES["qwen2.5"])
+
+    def played(run: Any, **kwargs: Any) -> EnvironmentCheck:
+        program = AgentProgram(run, max_turns=3, max_retries=0)
+        program.setup(tokenizer)
+        return play(program, [{}], tokenizer, SamplingParams(max_new_tokens=200), **kwargs)
+
+    found = played(programs.chat, replies=["3"])
+    assert found.problems() == []
+    of = {p.script: p for p in found.played}
+    assert set(of) == {"plain reply", "cut off", "--replies", "calls add", "broken call"}
+    assert of["--replies"].reward == 1.0 and of["calls add"].trajectory.metrics["tool_calls"] == 1
+    text = "\n".join(transcript(of["calls add"], tokenizer))
+    assert 'calls add({"a": 1, "b": 1})' in text and "tool: 2" in text and "trains 15 tokens: 'I do not know." in text
+
+    shared: list[Any] = []
+
+    def mixes(row: Any, base_url: str, api_key: str) -> float:  # keys of others
+        shared.append(api_key)
+        until(lambda: len(shared) > 1)
+        plain_program.once({}, base_url, shared[-1])
+        return 1.0
+
+    assert any("Create the client in" in text for text in played(mixes).problems())
+    assert any("sent no request" in text for text in played(lambda row, base_url, api_key: 1.0).problems())
+
+
+def test_a_program_is_played_with_the_model_that_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path, "Says")
+    config = yaml.safe_load(Path(path).read_text())
+    run = {"run": f"{plain_program.__file__}:once", "max_retries": 0}
+    config["data"]["init_args"]["episode"] = {"class_path": "AgentProgram", "init_args": run}
+    config["data"]["init_args"]["sampling"] = {"max_new_tokens": 5}
+    Path(path).write_text(yaml.safe_dump(config))
+    main(["check-env", path, "--rows", "1", "--model", str(tmp_path / "model")])
+    out = capsys.readouterr().out
+    assert "--- model, row 0" in out and "trains 5 tokens" in out and "reward 0.5" in out
 
 
 class Unmade(Says):

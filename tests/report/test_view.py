@@ -266,3 +266,92 @@ def test_without_a_readable_trajectory_of_the_run_there_is_no_page(tmp_path: Pat
     path.write_text(json.dumps({"rows": [{"turns": [0], "token_ids": 3}]}) + "\n")
     with pytest.raises(ValueError, match="run_dir="):
         view(run)
+
+
+def titles_of(folder: Path, changes: list[dict[str, Any]]) -> list[str]:
+    run = write(folder, [{**record(i, i, random.Random(i)), **change} for i, change in enumerate(changes)])
+    return [trajectory["title"] for trajectory in head_of(view(run))["list"]]
+
+
+def test_group_titles_are_beginnings_of_questions_that_tell_groups_apart(tmp_path: Path) -> None:
+    def conversation(question: Any) -> dict[str, Any]:
+        turns = [{"role": "system", "content": "You are SmolLM."}, {"role": "user", "content": "Hello"}]
+        turns += [{"role": "user", "content": question}, {"role": "assistant", "content": "Well"}]
+        return {
+            "messages": [*turns, {"role": "user", "content": "Are you sure?"}],
+            "prompt": "<|im_start|>system\nYou are",
+        }
+
+    image = [{"type": "image"}, {"type": "text", "text": "Is it a cat 🐈?"}]
+    assert titles_of(tmp_path / "a", [conversation("Why?\nTell me"), conversation(image)]) == [
+        "Why? Tell me",
+        "Is it a cat 🐈?",
+    ]
+    told = "Solve the task step by step.\n\n"
+    assert titles_of(tmp_path / "b", [conversation(told + "1 + 1"), conversation(told + "1 + 2")]) == [
+        "… 1 + 1",
+        "… 1 + 2",
+    ]
+    long = "Say in one sentence, and without any words that a child of ten would not know, "
+    assert titles_of(tmp_path / "c", [conversation(long + "what rain is"), conversation(long + "what snow is")]) == [
+        "… rain is",
+        "… snow is",
+    ]
+    template = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    bare: dict[str, Any] = {"messages": [], "columns": {"answer": "1"}}
+    one_turn = [{**bare, "prompt": template.format(f"What is {i} * 8?")} for i in range(2)]
+    assert [title[:16] for title in titles_of(tmp_path / "d", one_turn)] == ["… What is 0 * 8?", "… What is 1 * 8?"]
+    known = [{**one, "columns": {"q": f"What is {i} * 8?", "answer": "8"}} for i, one in enumerate(one_turn)]
+    assert titles_of(tmp_path / "e", known) == ["What is 0 * 8?", "What is 1 * 8?"]
+    assert titles_of(tmp_path / "f", known[:1] * 2) == ["What is 0 * 8?"] * 2
+
+
+def test_the_question_stays_in_sight_of_a_long_conversation(browser: Browser, tmp_path: Path) -> None:
+    question = {"messages": [{"role": "user", "content": "Where is the needle?\n" + "hay " * 2000}]}
+    rng = random.Random(0)
+    long = [{**record(0, i, rng, length=60, turns=40), **question} for i in range(4)]
+    browser.open(view(write(tmp_path, long)))
+    browser.run("document.querySelector('main').scrollTop = 3000")
+    places = browser.run(
+        "const box = id => document.querySelector(id).getBoundingClientRect();"
+        "const q = box('#question'), m = box('main'), h = box('article h3');"
+        "return [document.querySelector('main').scrollTop, q.top - m.top, q.height, m.height, h.top - q.bottom]"
+    )
+    assert places[0] == 3000 and abs(places[1]) < 1 and places[2] < places[3] / 4, places
+    assert abs(places[4]) < 1, "the number and reward of a trajectory stay below it"
+    assert browser.run("return document.getElementById('question').textContent").startswith("Where is the needle?")
+    assert browser.console() == []
+
+
+def test_filters_by_reward_and_failure(browser: Browser, tmp_path: Path) -> None:
+    run = run_of(tmp_path, 16)
+    records = [json.loads(line) for line in next(run.glob("rollouts/*/rank0.jsonl")).open()]
+    browser.open(view(run))
+    rewards = {i: r["reward"] for i, r in enumerate(records)}
+    pick(browser, "from", "0")
+    assert shown(browser) == [i for i, x in rewards.items() if x is not None and x >= 0]
+    pick(browser, "to", "0.25")
+    assert shown(browser) == [i for i, x in rewards.items() if x is not None and 0 <= x <= 0.25]
+    pick(browser, "from", "")
+    pick(browser, "to", "")
+    pick(browser, "learnt", "failed")
+    assert shown(browser) == [7, 15]
+    pick(browser, "learnt", "mixed")
+    different = {i // 4 for i in rewards if len({rewards[j] for j in range(i // 4 * 4, i // 4 * 4 + 4)} - {None}) > 1}
+    assert shown(browser) == [i for i in rewards if i // 4 in different] != []
+    assert browser.console() == []
+
+
+def test_special_tokens_stand_out_and_split_characters_are_whole(browser: Browser, tmp_path: Path) -> None:
+    one = record(0, 0, random.Random(0), length=8, turns=1)
+    tokens = ["<|im_start|>", "<|im_", "end|>", "Hi", "", "", "😀", "<|im_end|>"]
+    one["rows"][0] |= {"tokens": tokens, "special": [0, 7]}
+    browser.open(view(write(tmp_path, [one])))
+    assert browser.run("return [...document.querySelectorAll('pre .special')].map(s => s.textContent)") == [
+        "<|im_start|>",
+        "<|im_end|>",
+    ]
+    assert browser.run("return document.querySelector('pre.context').textContent") == "<|im_start|><|im_end|>Hi"
+    assert browser.run("return document.querySelector('pre.sampled').textContent") == "😀<|im_end|>"
+    assert browser.run("return document.querySelectorAll('pre.sampled .part').length") == 2
+    assert browser.console() == []

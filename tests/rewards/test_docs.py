@@ -9,9 +9,13 @@ import pytest
 import yaml
 from jsonargparse import ArgumentParser
 
+import lightrl.rewards
 from lightrl.rewards import RewardScorer
+from lightrl.rewards.sandbox import mechanism
 
 TEXT = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
+for name in lightrl.rewards.__all__:  # as the command does, so that YAML may name any class without its module
+    getattr(lightrl.rewards, name)
 BLOCKS = re.findall(r"```yaml\n(.*?)```", TEXT, re.S)
 
 
@@ -19,6 +23,8 @@ BLOCKS = re.findall(r"```yaml\n(.*?)```", TEXT, re.S)
 def test_yaml(block):
     if "MathVerify" in block:
         pytest.importorskip("math_verify")
+    if "CodeTests" in block:
+        need_sandbox()
     rewards = yaml.safe_load(block)["data"]["init_args"]["rewards"]
     rewards = {"functions": rewards} if isinstance(rewards, list) else rewards
     parser = ArgumentParser(exit_on_error=False)
@@ -28,11 +34,25 @@ def test_yaml(block):
     assert len(scorer.names) == len(rewards["functions"])
 
 
+def need_sandbox():
+    try:
+        mechanism()
+    except ValueError as error:
+        pytest.skip(str(error))
+
+
+def test_sandbox(capsys):
+    need_sandbox()
+    (code,) = re.findall(r"```python\n(from lightrl.rewards import SandboxedPython\n.*?)```", TEXT, re.S)
+    exec(code, {})
+    assert capsys.readouterr().out == "cba 0 exit\n['ZeroDivisionError: division by zero', '[exit code 1]']\n"
+
+
 def test_python(capsys):
     code = re.findall(r"```python\n(.*?)```", TEXT, re.S)
-    assert len(BLOCKS) == 5 and len(code) == 2
+    assert len(BLOCKS) == 8 and len(code) == 3
     scope: dict = {}
     exec(code[0], scope)
     assert scope["short_and_right"](["p"] * 2, ["4 ", "5"], answer=[4, 4]) == [1.0, 0.0]
-    exec(code[1], {})
+    exec(code[-1], {})
     assert capsys.readouterr().out == "[1.0, 0.0]\n"

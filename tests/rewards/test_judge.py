@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from lightrl.rewards import GenerativeJudge, RewardError, RewardScorer
-from lightrl.rewards.judges import plain_text
+from lightrl.rewards.chat import plain_text
 
 RED, BLUE = Image.new("RGB", (8, 6), (255, 0, 0)), Image.new("RGB", (8, 6), (0, 0, 255))
 
@@ -53,11 +53,16 @@ class Chat:
         if any(word in text for word in self.failing):
             return 500, {}
         pixels = [picture(part).getpixel((0, 0)) for part in parts[:-1]]
-        wanted = (255, 0, 0) if "A: red" in text else (0, 0, 255)
+        wanted = (255, 0, 0) if 'A: "red"' in text else (0, 0, 255)
         share = 10 * sum(pixel == wanted for pixel in pixels) / max(1, len(pixels))
-        judged = {"A: mute": "I cannot say.", "A: loud": "Score: 11", "A: twice": "Score: 1, no: **Score:** 4"}
+        judged = {'A: "mute': "I cannot say.", 'A: "loud': "Score: 11", 'A: "twice': "Score: 1, no: **Score:** 4"}
         said = next((v for k, v in judged.items() if k in text), f"Well. Score: {share:g}")
-        return 200, {"choices": [{"message": {"role": "assistant", "content": said}}]}
+        return 200, completion(said)
+
+
+def completion(said, finish_reason="stop"):
+    choice = {"message": {"role": "assistant", "content": said}, "finish_reason": finish_reason}
+    return {"choices": [choice], "usage": {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}}
 
 
 def picture(part) -> Image.Image:
@@ -100,11 +105,13 @@ def test_the_judge_sees_the_rows_own_images(chat):
     scores = ask(judge(chat), ["red", "blue", "red"], media, prompt=["q0", "q1", "q2"])
     assert scores.total == [1.0, 0.5, 0.0]
     assert scores.extra["judge/judgement"] == ["Well. Score: 10", "Well. Score: 5", "Well. Score: 0"]
-    assert scores.metrics == {"reward/judge/unread": 0.0}
+    assert scores.extra["judge/judge_call"] == [{"requests": 1, "tokens": [100, 10], "cost": None}] * 3
+    names = {"unread": 0.0, "cached": 0.0, "prompt_tokens": 100.0, "completion_tokens": 10.0}
+    assert scores.metrics == {f"reward/judge/{name}": value for name, value in names.items()}
     by_question = {body["messages"][0]["content"][-1]["text"]: body for body in chat.bodies}
-    assert set(by_question) == {"Q: q0\nA: red", "Q: q1\nA: blue", "Q: q2\nA: red"}
-    body = by_question["Q: q0\nA: red"]
-    assert (body["model"], body["max_tokens"], body["temperature"]) == ("judge", 512, 0.0)
+    assert set(by_question) == {'Q: q0\nA: "red"', 'Q: q1\nA: "blue"', 'Q: q2\nA: "red"'}
+    body = by_question['Q: q0\nA: "red"']
+    assert (body["model"], body["max_tokens"], body["temperature"]) == ("judge", 2048, 0.0)
     assert picture(body["messages"][0]["content"][0]).size == (8, 6)
 
 
@@ -126,10 +133,10 @@ def test_what_cannot_be_read_scores_nothing_and_the_last_number_counts(chat):
 
 
 def test_failures_cost_only_their_own_row(chat):
-    chat.failing = {"A: blue"}
+    chat.failing = {"blue"}
     scores = ask(judge(chat, retries=1, on_failure="skip"), ["blue", "twice"])
     assert math.isnan(scores.total[0]) and scores.total[1] == 0.4
-    assert scores.metrics == {"reward/judge/unread": 0.0, "reward/judge/unanswered": 0.5}
+    assert (scores.metrics["reward/judge/unread"], scores.metrics["reward/judge/unanswered"]) == (0.0, 0.5)
     with pytest.raises(RewardError, match="did not score a row in 2 attempts; the last: status 500"):
         ask(judge(chat, retries=1), ["blue"])
 
@@ -140,7 +147,7 @@ def test_columns_token_and_further_keys_are_sent(chat, monkeypatch):
         chat.url, "m", instruction="{answer}|{completion}", token_env="JUDGE_TOKEN", extra={"seed": 3}
     )
     ask(reward, ["x"], answer=[42])
-    assert chat.bodies[0]["messages"][0]["content"][-1]["text"] == "42|x" and chat.bodies[0]["seed"] == 3
+    assert chat.bodies[0]["messages"][0]["content"][-1]["text"] == '42|"x"' and chat.bodies[0]["seed"] == 3
     assert chat.headers[0]["Authorization"] == "Bearer secret"
     with pytest.raises(RewardError, match="column='answer'"):
         ask(reward, ["x"])

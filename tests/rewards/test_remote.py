@@ -12,7 +12,7 @@ import threading
 import pytest
 
 from lightrl.rewards import RemoteReward, RewardError, RewardScorer
-from lightrl.rewards.judges import _batches
+from lightrl.rewards.remote import _batches
 
 
 class Scripted:
@@ -166,7 +166,7 @@ def test_waits_double_up_to_the_bound_with_jitter(server, monkeypatch):
         waits.append(seconds)
         await sleep(0)
 
-    monkeypatch.setattr("lightrl.rewards.judges.asyncio.sleep", record)
+    monkeypatch.setattr("lightrl.rewards.remote.asyncio.sleep", record)
     monkeypatch.setattr(random, "uniform", lambda low, high: high)
     server.script = [500] * 5
     ask(RemoteReward(server.url, retries=5, backoff=1.0, max_backoff=10.0), ["a"])

@@ -275,20 +275,18 @@ def test_an_async_function_that_blocks_its_loop_is_out_of_time_and_others_are_no
     release = threading.Event()
 
     async def blocks(completions):
-        release.wait(30)
+        release.wait(600)
         return [1.0, 1.0]
 
     async def other(completions):
         await asyncio.sleep(0.01)
         return [5.0, 5.0]
 
-    began = time.monotonic()
     try:
         with pytest.raises(RewardError, match="'blocks'.*timeout=0.2"):
             submit(scorers([blocks], timeout=0.2)).result(60)
         scores = submit(scorers([blocks, other], timeout=1.0, on_reward_error="skip")).result(60)
         same(scores.total, [5.0, 5.0])
-        assert time.monotonic() - began < 20
     finally:
         release.set()
 

@@ -143,7 +143,7 @@ def test_a_function_out_of_time_on_the_server(serve):
 
 def test_a_slow_server(serve):
     server = serve("slow")
-    fast = {"timeout": 1.0, "retries": 1, "backoff": 0.01}
+    fast = {"timeout": 0.3, "retries": 1, "backoff": 0.01}
     with pytest.raises(RewardError, match="2 attempts.*ReadTimeout"):
         score(RemoteReward(server.url, **fast), ["a"])
     scores = score(RemoteReward(server.url, on_failure="skip", **fast), ["a", "b"])

@@ -1,6 +1,6 @@
 """Environments and programs with real vLLM, in several processes, killed and resumed.
 
-The file is its own script: Lightning starts the second process of a run by running it again.
+Run as a module, the file is what a process that is killed does, or each of two ranks.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -23,12 +22,11 @@ from lightrl.algorithms import GRPOLightningModule
 from lightrl.callbacks import RolloutCheckpoint
 from lightrl.objectives import GroupRelative
 from lightrl.rollout import Ahead
+from tests import forks
 from tests.distributed.job import make_strategy
 from tests.distributed.test_strategies import compile_deepspeed
 from tests.rollout.tasks import Letters, fit, sgd, talk
 from tests.toys import KeptEngine, ThreadEngine
-
-ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +74,7 @@ def test_vllm_in_this_process_samples_rows_whose_logprobs_are_those_trained(
     assert max(cached) > max(sorted(lengths)[: len(lengths) // 4])  # more than any first prompt is long
 
 
+@pytest.mark.long
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_an_engine_that_is_killed_in_the_middle_of_turns_is_started_again(vllm: Any, path: str) -> None:
@@ -133,9 +132,7 @@ def resumable(way: str, folder: Path, path: str, kill_at: int = 0, ckpt_path: st
 @pytest.mark.parametrize("way", ["environment", "program"])
 def test_killed_between_two_turns_and_resumed_is_the_run_that_was_not(way: str, path: str, tmp_path: Path) -> None:
     whole = resumable(way, tmp_path / "whole", path)
-    command = [sys.executable, __file__, "killed", path, str(tmp_path), way]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=550)
-    assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
+    assert forks.run(__name__, "killed", path, str(tmp_path), way) == -signal.SIGKILL
     last = tmp_path / "checkpoints" / "last.ckpt"
     resumed = resumable(way, tmp_path / "again", path, ckpt_path=str(last))
     assert same(resumed, whole) and resumed.policy_version == whole.policy_version == 3
@@ -150,8 +147,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "program": {"program": talk},
     "staleness": {"schedule": Ahead()},
 }
-SHARDED = {"fsdp2": ("environment", "program", "staleness"), "zero2": ("environment", "program")}
-SHARDED["zero3"] = SHARDED["zero2"]
+SHARDED = {"fsdp2": ("program", "staleness"), "zero2": ("environment",), "zero3": ("program",)}
 COMPARED = ("rollout/turns", "rollout/stop_stop", "reward/mean")
 
 
@@ -188,9 +184,7 @@ def test_two_ranks_play_their_own_environments_and_learn_what_one_learns(path: s
     names = STRATEGIES if find_spec("deepspeed") else STRATEGIES[:2]
     if find_spec("deepspeed"):
         compile_deepspeed()
-    command = [sys.executable, __file__, "ranks", path, str(tmp_path), *names]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr[-3000:]
+    forks.ranks(__name__, "ranks", path, str(tmp_path), *names)
     for strategy, (way, one) in itertools.product(names, alone.items()):
         if way not in SHARDED.get(strategy, WAYS):
             continue
@@ -217,5 +211,4 @@ def main(kind: str, path: str, folder: Path, *words: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
     main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), *sys.argv[4:])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,10 @@ from lightrl.engines.transformers.decoding import Generation
 from lightrl.environments.episodes import Episode, Task, one_turn
 from lightrl.models.spec import LoraSpec, ModelSpec
 from lightrl.records import CompletionGroup, GenerationRequest, Rollouts, SamplingParams, Trajectory
-from lightrl.rollout import Evaluation, InFlight
+from lightrl.rollout import Ahead, Evaluation, InFlight
 from tests.models.test_routing import saved
-from tests.rollout.test_staleness import Watch, run, sgd
-from tests.toys import KeptEngine, ThreadEngine, quickstart_model, sums_data
+from tests.rollout.test_staleness import Watch, run, sgd, staleness
+from tests.toys import KeptEngine, ThreadEngine, digits_reward, quickstart_model, sums_data
 from tests.waiting import until
 
 FIRST = 4
@@ -261,19 +262,19 @@ def with_vllm(folder: Path, lora: LoraSpec | None) -> tuple[KeptEngine, Any]:
     return engine, learn
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Runs of all weights over one engine."""
+    engine, learn = with_vllm(tmp_path_factory.mktemp("plain"), None)
+    yield learn
+    engine.end()
+
+
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("cache", "lora"),
-    [("recompute", None), ("keep", None), pytest.param("keep", LoraSpec(r=4), marks=pytest.mark.long)],
-)
-def test_vllm_changes_weights_within_completions(cache: Any, lora: LoraSpec | None, tmp_path: Path) -> None:
-    engine, learn = with_vllm(tmp_path, lora)
-    try:
-        module, watch = learn(schedule=InFlight(cache=cache))
-        assert (engine.pushes == "adapter") == (lora is not None)
-    finally:
-        engine.end()
+@pytest.mark.parametrize("cache", ["recompute", "keep"])
+def test_vllm_changes_weights_within_completions(cache: Any, plain: Any) -> None:
+    module, watch = plain(schedule=InFlight(cache=cache))
     assert [m["rollout/staleness"] for m in watch.metrics] == [0, 1, 1, 1]
     # Rollouts 0 and 1 are sampled beside each other, 2 begins while the policy learns from 1 and ends after that.
     assert watch.metrics[2]["rollout/switched"] > 0.5 and watch.metrics[2]["rollout/staleness_mean"] < 1
@@ -286,12 +287,33 @@ def test_vllm_changes_weights_within_completions(cache: Any, lora: LoraSpec | No
 
 @pytest.mark.vllm
 @pytest.mark.slow
+def test_vllm_samples_the_next_rollout_during_the_update(plain: Any) -> None:
+    scored: list[int] = []
+
+    def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        scored.append(len(prompts))
+        return digits_reward(prompts, completions)
+
+    class Waits(RLCallback):
+        def on_experience_made(self, trainer: Any, module: Any, experience: Any) -> None:
+            groups = 4 * min(module.policy_version + 2, 4)
+            assert until(lambda: len(scored) >= groups), "the next rollout waits for the update"
+
+    module, watch = plain(Waits(), schedule=Ahead(), rewards=[reward])
+    assert staleness(watch) == [0, 1, 1, 1]
+    for number in (1, 3):
+        assert watch.gap(module, number - 1, watch.rollouts[number]) < 1e-4
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
 def test_a_run_with_vllm_and_an_adapter_is_resumed(tmp_path: Path) -> None:
     """It continues from the tokens that were there."""
     engine, learn = with_vllm(tmp_path / "model", LoraSpec(r=4))
     checkpoint = RolloutCheckpoint(2, dirpath=str(tmp_path), save_top_k=-1)
     try:
         _, whole = learn(checkpoint)
+        assert engine.pushes == "adapter"
         (middle,) = [
             file for file in tmp_path.glob("*.ckpt") if torch.load(file, weights_only=True)["global_step"] == 2
         ]

@@ -28,7 +28,6 @@ from lightrl.rewards.base import RewardError
 from lightrl.rollout import Ahead, Evaluation, InFlight, OnPolicy, Schedule
 from tests.algorithms import test_bandit as bandit
 from tests.toys import ThreadEngine, digits_reward, quiet_trainer, sums_data
-from tests.waiting import until
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
@@ -108,28 +107,7 @@ def test_runs_repeat_and_staleness_matters(side_model: str) -> None:
     assert not all(torch.equal(a, b) for a, b in zip(ends[0], ends[2], strict=True))
 
 
-@pytest.mark.vllm
-@pytest.mark.slow
-def test_the_next_rollout_is_sampled_during_the_update(side_engine: Any, side_model: str) -> None:
-    scored: list[int] = []
-
-    def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-        scored.append(len(prompts))
-        return digits_reward(prompts, completions)
-
-    class Slow(GRPOLightningModule):
-        def compute_loss(self, minibatch: Any) -> Any:
-            groups = 8 * min(self.policy_version + 2, 4)
-            assert until(lambda: len(scored) >= groups), "the next rollout waits for the update"
-            return super().compute_loss(minibatch)
-
-    slow = Slow(side_model, kl=None, optimizer=sgd)
-    module, watch = run(side_model, module=slow, engine=side_engine, schedule=Ahead(), rewards=[reward])
-    assert staleness(watch) == [0, 1, 1, 1]
-    for number in (1, 3):
-        assert watch.gap(module, number - 1, watch.rollouts[number]) < 1e-4
-
-
+@pytest.mark.long
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_a_killed_engine_is_started_again_with_the_policy_of_then(side_engine: Any, side_model: str) -> None:

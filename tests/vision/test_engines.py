@@ -73,7 +73,9 @@ def test_the_transformers_engine_agrees(folder_of: Any, family: str) -> None:
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("family", [*QWEN, "idefics3"])
+@pytest.mark.parametrize(
+    "family", ["qwen2_vl", "idefics3", *(pytest.param(f, marks=pytest.mark.long) for f in ("qwen2_5_vl", "qwen3_vl"))]
+)
 def test_vllm_agrees(folder_of: Any, family: str) -> None:
     pytest.importorskip("vllm")
     from lightrl.engines import VLLMEngine

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 from typing import Any
 
+import anthropic
+import openai
 import pytest
 import torch
 
@@ -14,14 +18,15 @@ from lightrl.callbacks import RolloutWriter
 from lightrl.callbacks.rollout_writer import load_rollouts
 from lightrl.data.prompts import PromptSource
 from lightrl.engines.transformers.engine import TransformersEngine
-from lightrl.environments import EnvironmentEpisode, Reply, ToolEnvironment
+from lightrl.environments import AgentProgram, EnvironmentEpisode, Reply, ToolEnvironment
 from lightrl.environments.bridges import TemplateBridge
 from lightrl.environments.ledger import Ledger
 from lightrl.environments.renderers import RendererBridge
 from lightrl.models.lora import named_hf_weights
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives import GroupRelative
-from lightrl.records import Completion, EngineContext, SamplingParams
+from lightrl.records import Completion, CompletionGroup, EngineContext, GenerationRequest, SamplingParams
+from tests.environments.scripted import alone
 from tests.rollout.tasks import fit, sgd
 from tests.vision.conftest import picture
 from tests.vision.looking import Looks, played
@@ -184,3 +189,57 @@ def test_what_cannot_be_shown_is_refused_by_name(folder_of: Any) -> None:
         seeing.opened([{"role": "user", "content": [{"type": "video", "video": []}]}])
     with pytest.raises(ValueError, match="image 1 cannot be read: "):
         seeing.opened([{"role": "user", "content": [{"type": "image", "image": b"no picture"}]}])
+
+
+def test_images_that_a_program_sends_are_one_row_with_their_media(folder_of: Any) -> None:
+    """Each request sends all images again, as each provider's clients do."""
+    folder = folder_of("qwen2_vl")
+    urls = []
+    for seed in (1, 2):
+        stream = io.BytesIO()
+        picture(16, 24, seed).save(stream, "PNG")
+        urls.append("data:image/png;base64," + base64.b64encode(stream.getvalue()).decode())
+
+    def chat(row: Any, base_url: str, api_key: str) -> float:
+        client = openai.OpenAI(base_url=base_url, api_key=api_key)
+        said: list[Any] = []
+        for url in urls:
+            block = {"type": "image_url", "image_url": {"url": url, "detail": "auto"}}
+            said.append({"role": "user", "content": [{"type": "text", "text": "see"}, block]})
+            message: Any = client.chat.completions.create(model="m", messages=said).choices[0].message
+            said.append({"role": "assistant", "content": message.content})
+        return 1.0
+
+    def messages(row: Any, base_url: str, api_key: str) -> float:
+        client = anthropic.Anthropic(base_url=base_url, api_key=api_key)
+        said: list[Any] = []
+        for url in urls:
+            source = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
+            said.append(
+                {"role": "user", "content": [{"type": "text", "text": "see"}, {"type": "image", "source": source}]}
+            )
+            message: Any = client.messages.create(model="m", max_tokens=9, messages=said)
+            said.append({"role": "assistant", "content": message.content})
+        return 1.0
+
+    async def engine(request: GenerationRequest) -> CompletionGroup:
+        ids = ids_of(folder, "yes<|im_end|>")
+        return CompletionGroup(request, [Completion(ids, [-1.0] * len(ids), "", "stop")], 0)
+
+    async def attempt(program: AgentProgram) -> Any:
+        try:
+            return await alone(program, engine, {}, SamplingParams(max_new_tokens=9))
+        finally:
+            await program.close()
+
+    rows = []
+    for main in (chat, messages):
+        program = AgentProgram(main)
+        program.setup(folder.tokenizer, folder.processor)
+        (trajectory,) = asyncio.run(attempt(program))
+        assert trajectory.failure is None and trajectory.metrics["turns"] == 2
+        (row,) = trajectory.rows
+        assert row.media is not None and [image.size for image in row.media.images] == [(16, 24)] * 2
+        assert row.media.images[0].tobytes() == picture(16, 24, 1).tobytes()
+        rows.append(row.token_ids)
+    assert rows[0] == rows[1]

@@ -38,7 +38,7 @@ def plan(
     tflops: float = 989.0,
     bandwidth: float = 3.35,
 ) -> None:
-    """Prints the memory per GPU of a run, part by part, under each strategy, and which strategy to use.
+    """Print the memory per GPU of a run, part by part, under each strategy, and which strategy to use.
 
     With `--trajectories` it also estimates the seconds per step on one node whose GPUs generate and train in turn.
 

@@ -26,7 +26,7 @@ def report(
     out: Path | str | None = None,
     others: Sequence[Path | str] = (),
 ) -> Path:
-    """Draws a run, or several on one page, and prints the page's path as the last line.
+    """Draw a run, or several on one page, and print its result, and the page's path as the last line.
 
     Args:
         run_dir: Folder of a run logged by Lightning's `CSVLogger`: it holds `metrics.csv`, or `version_*` folders that
@@ -54,6 +54,7 @@ def report(
     else:
         run = read_run(root, "run_dir")
         before = None if baseline is None else read_run(Path(baseline), "baseline")
+        from lightrl.cli.report.header import result
         from lightrl.cli.report.page import render_page  # matplotlib, after the folders were checked
         from lightrl.cli.report.plots import draw_panels
 
@@ -62,6 +63,7 @@ def report(
         folder.mkdir(parents=True, exist_ok=True)
         for image in images:
             (folder / f"{image.name}.png").write_bytes(image.light)
+        print(result(run, before))
     folder.mkdir(parents=True, exist_ok=True)
     page.write_text(text, encoding="utf-8")
     print(page)

@@ -10,6 +10,7 @@ from html import escape
 from typing import Any, NamedTuple
 
 from lightrl.cli.report.assets import asset
+from lightrl.cli.report.header import header
 from lightrl.cli.report.plots import Image, after_rollouts, running_mean, smoothing
 from lightrl.cli.report.read import Run, Series
 
@@ -28,6 +29,8 @@ SUMMARY = (
     ("time/step", "Time per rollout", "s", min),
 )
 TILES = 4
+CHANGED = 12
+"""Maximum number of evaluation prompts that are shown before and after training."""
 
 
 class Row(NamedTuple):
@@ -62,6 +65,7 @@ def render_page(run: Run, before: Run | None, images: Sequence[Image]) -> str:
     facts += [f"{duration(seconds)} of training"] if seconds else []
     body = [
         f"<h1>{escape(run.name)}</h1><p class=soft>LightRL run report: {', '.join(facts)}.</p>",
+        header(run, before),
         _fallen(run),
         f"<div class=tiles>{''.join(_tile(row) for row in rows[:TILES])}</div>",
         f"<h2>First, last and best</h2>{_summary_table(rows)}" if rows else "",
@@ -193,12 +197,17 @@ def _samples(run: Run, before: Run | None) -> str:
     pairs = _pairs(_at_step(earlier, -1) if earlier else _at_step(samples, 0), _at_step(samples, -1))
     if pairs and (earlier or samples[0]["step"] != samples[-1]["step"]):
         start = "before training" if earlier else _when(samples[0])
+        changed = [pair for pair in pairs if pair[0]["completion"] != pair[1]["completion"]]
+        gains = [_gain(pair) for pair in changed]
+        changed.sort(key=lambda pair: -abs(_gain(pair)))
         cards = [
             f"<div class='card sample'>{_question(new)}<div class=pair>"
             f"{_completion(old, start)}{_completion(new, _when(new), old)}</div></div>"
-            for old, new in pairs
+            for old, new in (changed or pairs)[:CHANGED]
         ]
-        return f"<h2>The same evaluation prompts, before and after</h2>{''.join(cards)}"
+        rose, fell = sum(gain > 0 for gain in gains), sum(gain < 0 for gain in gains)
+        told = f"{len(changed)} of {len(pairs)} completions changed; the reward rose on {rose} and fell on {fell}."
+        return f"<h2>Evaluation prompts, before and after</h2><p class=soft>{told}</p>{''.join(cards)}"
     logged = [r for r in run.samples if r["phase"] == "train"] or samples
     first, last = _at_step(logged, 0), _at_step(logged, -1)
     shown = [*first, *last] if first != last else first
@@ -206,15 +215,26 @@ def _samples(run: Run, before: Run | None) -> str:
     return f"<h2>Sampled completions, first and last logged</h2>{''.join(cards)}" if cards else ""
 
 
+def _gain(pair: tuple[dict[str, Any], dict[str, Any]]) -> float:
+    old, new = (record.get("reward") for record in pair)
+    return 0.0 if old is None or new is None else new - old
+
+
 def _question(record: dict[str, Any]) -> str:
-    """The prompt, under a picture of what it shows."""
+    """The last user message, under a picture of what it shows; the whole prompt as the model saw it folds out."""
     media, picture = record.get("media", ""), record.get("thumbnail")
     image = ""
     if picture is not None:
         data = b64encode(picture.read_bytes()).decode()
         image = f'<img class=thumbnail src="data:image/png;base64,{data}" alt="{escape(media)}">'
     label = f"<div class=label><span>prompt</span><span>{escape(media)}</span></div>"
-    return f"{label}{image}<pre>{escape(record['prompt'])}</pre>"
+    asked, prompt = str(record.get("question") or record["prompt"]), record["prompt"]
+    more = (
+        ""
+        if asked == prompt
+        else f"<details><summary>as the model saw it</summary><pre>{escape(prompt)}</pre></details>"
+    )
+    return f"{label}{image}<pre>{escape(asked)}</pre>{more}"
 
 
 def _at_step(records: list[dict[str, Any]], index: int) -> list[dict[str, Any]]:

@@ -32,6 +32,7 @@ class Run:
         samples: Records of `CompletionLogger`, by step.
         kl_target: Target of the `AdaptiveKL` callback, if `config.yaml` names one.
         checkpoints: (rollouts done, path in the run's folder) of those whose name has that number.
+        settings: What the run passed to its loggers: model, data, command, and so on; empty if nothing.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Run:
     samples: list[dict[str, Any]] = field(default_factory=list)
     kl_target: float | None = None
     checkpoints: list[tuple[int, str]] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
 
     @property
     def num_rollouts(self) -> int:
@@ -82,7 +84,9 @@ def read_run(folder: Path, argument: str) -> Run:
         raise ValueError(f"{argument}={str(folder)!r}: no numbers in metrics.csv yet. Wait for the first rollout.")
     found = [(re.search(r"rollout=(\d+)", path.name), path) for path in sorted(folder.glob("**/*.ckpt"))]
     checkpoints = [(int(match[1]), path.relative_to(folder).as_posix()) for match, path in found if match]
-    return Run(folder.resolve().name, metrics, samples, _kl_target(folder, folders), checkpoints)
+    kept = (_yaml(path / "hparams.yaml", folder) for path in reversed(folders))
+    settings = next((settings for settings in kept if settings), {})
+    return Run(folder.resolve().name, metrics, samples, _kl_target(folder, folders), checkpoints, settings)
 
 
 def metric_folders(folder: Path) -> list[Path]:
@@ -166,8 +170,17 @@ def _samples(path: Path, folder: Path) -> Iterator[dict[str, Any]]:
 def _kl_target(run: Path, folders: list[Path]) -> float | None:
     """Target of `AdaptiveKL` in the newest `config.yaml`."""
     for path in (folder / "config.yaml" for folder in reversed(folders)):
-        config = read_yaml(path) if is_file_inside(path, run) else {}
+        config = _yaml(path, run)
         for callback in (config.get("trainer") or {}).get("callbacks") or []:
             if isinstance(callback, dict) and str(callback.get("class_path")).endswith("AdaptiveKL"):
                 return (callback.get("init_args") or {}).get("target")
     return None
+
+
+def _yaml(path: Path, run: Path) -> dict[str, Any]:
+    """The settings in a file of the run; empty if it is absent, or has other contents, such as Python objects."""
+    try:
+        found = read_yaml(path) if is_file_inside(path, run) else {}
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}

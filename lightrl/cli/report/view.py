@@ -7,7 +7,7 @@ import json
 import sys
 from base64 import b64encode
 from html import escape
-from itertools import groupby
+from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ def view(
     out: Path | str | None = None,
     max_trajectories: int = 2000,
 ) -> Path:
-    """Writes a run's trajectories as one HTML page and prints its path as the last line.
+    """Write a run's trajectories as one HTML page and print its path as the last line.
 
     Args:
         run_dir: Folder of a run with the callback `RolloutWriter`, its `rollouts` folder, or one `rollout=...`.
@@ -93,15 +93,18 @@ def render(records: list[dict[str, Any]], name: str, older: int) -> str | None:
     for record in records:
         try:
             summary, detail = _shown(record, pieces, pictures)
-            shown.append((_json(summary), _json(detail)))
+            _json(summary)  # infinity, which browsers do not read
+            shown.append((summary, _json(detail)))
         except Exception as error:  # of any kind, for a record that somebody else, or half a disk, wrote
             print(f"Left out: {record['place']} is not a trajectory of RolloutWriter: {error!r}", file=sys.stderr)
             continue
         has |= {key for row in detail["rows"] for key in row["values"]}
     if not shown:
         return None
+    for (summary, _), title in zip(shown, _titles([summary["question"] for summary, _ in shown]), strict=True):
+        summary["title"] = title
     head = {"name": name, "leftOut": older, "has": sorted(has), "pictures": [_data_url(path) for path in pictures]}
-    start = f'{_json(head)[:-1]},"list":[{",".join(summary for summary, _ in shown)}]}}'
+    start = f'{_json(head)[:-1]},"list":[{",".join(_json(summary) for summary, _ in shown)}]}}'
     details = "".join(
         f'<script type="application/json" id="t{i}">{detail}</script>' for i, (_, detail) in enumerate(shown)
     )
@@ -135,6 +138,7 @@ def _shown(
         rows.append(
             {
                 "tokens": [pieces.setdefault(text, len(pieces)) for text in texts],
+                "special": row.get("special", []),
                 "turns": [[turn, len(list(run))] for turn, run in groupby(turns)],
                 "values": {name: [row[name][i] for i in sampled] for name in PER_TOKEN if name in row},
                 "versions": sorted({row["policy_versions"][i] for i in sampled} if "policy_versions" in row else ()),
@@ -159,7 +163,7 @@ def _shown(
         "tokens": sum(turn["tokens"] for turn in turns),
         "trained": record.get("trained", True),
         "text": "\n".join([record.get("prompt", ""), record.get("completion", ""), *said]),
-        "title": str(record.get("prompt", ""))[-120:],
+        "question": _question(record),
     }
     detail = {
         "rows": rows,
@@ -174,6 +178,31 @@ def _shown(
         "messages": [] if all("tokens" in row for row in record["rows"]) else record.get("messages") or [],
     }
     return summary, detail
+
+
+def _question(record: dict[str, Any]) -> str:
+    """The last user message before the first reply, or what the data has of the prompt, or all that the engine got."""
+    from lightrl.rewards.chat import plain_text
+
+    columns, prompt = record.get("columns") or {}, str(record.get("prompt", ""))
+    turns = record.get("messages") or columns.get("prompt")
+    if isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns):
+        before = takewhile(lambda turn: turn.get("role") != "assistant", turns)
+        asked = [plain_text(turn["content"]) for turn in before if turn.get("role") == "user" and turn.get("content")]
+        if asked:
+            return asked[-1].strip()
+    texts = (value.strip() for value in columns.values() if isinstance(value, str))
+    return max((text for text in texts if " " in text and text in prompt), key=len, default="") or prompt.strip()
+
+
+def _titles(questions: list[str]) -> list[str]:
+    """The beginnings of questions, without the lines or the many words that all of them begin with."""
+    first, last = min(questions), max(questions)
+    shared = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), 0)
+    cut = first.rfind("\n", 0, shared) + 1
+    if shared - cut > 60:
+        cut = first.rfind(" ", 0, shared) + 1
+    return [("\u2026 " if cut else "") + " ".join(question[cut : cut + 400].split())[:160] for question in questions]
 
 
 def _data_url(path: Path) -> str:

@@ -323,6 +323,11 @@ class VLLMEngine(SteppingEngine):
                 "directions within an image, and vLLM's attention on a CPU is causal. Use TransformersEngine."
             )
         check_lengths(request, limit=("engine's", limit), way_out="raise VLLMEngine.max_model_len")
+        if sampling.extra:
+            try:
+                self._started().grammars.verify(sampling_params(sampling))
+            except Exception as error:  # on hostile schemas nearly anything is raised
+                raise ValueError(f"vLLM rejects the request: {str(error) or type(error).__name__}") from error
 
     def add(self, requests: list[GenerationRequest]) -> None:
         with self._serving() as adapter:
@@ -366,7 +371,14 @@ class VLLMEngine(SteppingEngine):
         new = completion(output.outputs[0], group.request, place)
         switches = [*switches, (len(new.token_ids), -1)]
         versions = [version for (at, version), (end, _) in pairwise(switches) for _ in range(end - at)]
-        return joined(new, group.request, place, versions, self._started().decode)
+        whole = joined(new, group.request, place, versions, self._started().decode)
+        if (
+            not group.request.trained
+            and not group.request.so_far(place).token_ids
+            and whole.finish_reason != "suspended"
+        ):
+            whole.support = self._started().grammars.support(sampling_params(group.request.sampling), whole.token_ids)
+        return whole
 
     def abort(self, requests: list[GenerationRequest]) -> None:
         groups = [self._groups.pop(request, None) for request in requests]

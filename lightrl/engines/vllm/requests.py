@@ -67,6 +67,9 @@ def sampling_params(sampling: SamplingParams) -> Any:
         structured = StructuredOutputsParams(regex=sampling.regex)
     elif sampling.json_schema is not None:
         structured = StructuredOutputsParams(json=sampling.json_schema)
+    extra = dict(sampling.extra or {})
+    if isinstance(extra.get("structured_outputs"), dict):
+        extra["structured_outputs"] = StructuredOutputsParams(**extra["structured_outputs"])
     fire = None if sampling.fire_temperature is None else {"fire_temperature": sampling.fire_temperature}
     arguments: dict[str, Any] = {
         **plain_sampling(sampling),
@@ -76,7 +79,7 @@ def sampling_params(sampling: SamplingParams) -> Any:
         "flat_logprobs": True,
         "output_kind": RequestOutputKind.FINAL_ONLY,
     }
-    return VLLMSamplingParams(**(arguments | (sampling.extra or {})))
+    return VLLMSamplingParams(**(arguments | extra))
 
 
 def plain_sampling(sampling: SamplingParams) -> dict[str, Any]:
@@ -188,8 +191,10 @@ def completion(output: Any, request: GenerationRequest, place: int) -> Completio
     flat = getattr(output.logprobs, "logprobs", None)
     if flat is not None and len(flat) == len(tokens):
         logprobs = [float(value) for value in flat]
+        top = []
     else:  # more than one per token: `extra` asked for it
-        logprobs = [float(entry[token].logprob) for token, entry in zip(tokens, output.logprobs, strict=True)]
+        top = [{int(word): float(found.logprob) for word, found in entry.items()} for entry in output.logprobs]
+        logprobs = [entry[token] for token, entry in zip(tokens, top, strict=True)]
     if output.finish_reason not in ("stop", "length", "abort"):
         raise RuntimeError(f"vLLM ended a completion of {request.name} with finish_reason={output.finish_reason!r}.")
     if output.finish_reason == "length" and begun + len(tokens) < most:
@@ -202,7 +207,8 @@ def completion(output: Any, request: GenerationRequest, place: int) -> Completio
         None if taken is None else Routes(torch.from_numpy(taken.astype("uint8" if taken.max() < 256 else "int16")))
     )
     ended = output.finish_reason != "abort" and (output.finish_reason == "stop" or begun + len(tokens) == most)
-    return Completion(tokens, logprobs, output.text, output.finish_reason if ended else "suspended", routes=routes)
+    reason: Any = output.finish_reason if ended else "suspended"
+    return Completion(tokens, logprobs, output.text, reason, routes=routes, top=top)
 
 
 def joined(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lightrl.environments.base import Message
@@ -12,23 +12,22 @@ from lightrl.environments.endpoint.api import (
     Api,
     Members,
     call_message,
+    content_of,
     event,
     function_tool,
     given,
-    listed,
     new_id,
     of_type,
     pieces,
-    strict,
+    stops_of,
     text_of,
     whole,
 )
-from lightrl.environments.endpoint.session import Answered, Asked, RefusedError
+from lightrl.environments.endpoint.openai_apis import form_of
+from lightrl.environments.endpoint.requests import Answered, Asked, RefusedError
 
-PREFILL = "This model does not support assistant message prefill. The conversation must end with a user message."
-
-_CHOICE = Members(fixed={"type": ("auto", "none"), "name": (), "disable_parallel_tool_use": (False,)})
-_OUTPUT = Members(sampling=["effort"], fixed={"format": (), "task_budget": ()})
+_CHOICE = Members(read=["name", "disable_parallel_tool_use"], fixed={"type": ("auto", "none", "any", "tool")})
+_OUTPUT = Members(read=["format"], sampling=["effort"], fixed={"task_budget": ()})
 _TOOL = Members(
     read=["type", "name", "description", "input_schema", "strict"],
     harmless=["cache_control", "eager_input_streaming"],
@@ -57,9 +56,11 @@ class Messages(Api):
     """
 
     path = "/messages"
+    counting = "/messages/count_tokens"
     members = Members(
         read=[
             *("messages", "model", "system", "tools", "tool_choice", "stream", "max_tokens", "output_config"),
+            *("output_format", "stop_sequences"),
         ],
         sampling=["temperature", "top_k", "top_p", "thinking"],
         harmless=[
@@ -71,41 +72,47 @@ class Messages(Api):
             "container": (),
             "context_management": ({"edits": []},),
             "mcp_servers": ([],),
-            "output_format": (),
-            "stop_sequences": ([],),
             "thread": (),
         },
     )
+    required = ("messages", "max_tokens")
 
-    def read(self, body: Mapping[str, Any], recall: Callable[[str], list[Message]]) -> Asked:
-        ignored = self.members.check(body)
-        choice = given(body, "tool_choice")
-        _CHOICE.check(choice, "tool_choice.")
-        ignored += _OUTPUT.check(given(body, "output_config"), "output_config.")
+    def conversation(
+        self, body: Mapping[str, Any], recall: Callable[[str], list[Message]]
+    ) -> tuple[list[Message], int]:
         said = of_type(body.get("messages"), list, "messages", "a list")
         if not said:
             raise RefusedError(400, "messages must not be empty.", "messages")
-        limit = whole(body.get("max_tokens"), "max_tokens")
-        if limit is None:
-            raise RefusedError(400, "max_tokens: this member is required.", "max_tokens")
         messages: list[Message] = []
         if body.get("system"):
             messages.append({"role": "system", "content": text_of(body["system"], "system")})
         for i, message in enumerate(said):
             messages += _messages(message, f"messages[{i}]")
-        if said[-1].get("role") == "assistant":
-            raise RefusedError(400, PREFILL, "messages")
-        tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(listed(body, "tools"))]
-        return Asked(
-            messages=messages,
-            tools=[] if choice.get("type") == "none" else tools,
-            max_new_tokens=limit,
-            model=str(body.get("model") or ""),
-            stream=bool(body.get("stream")),
-            ignored=ignored + strict(listed(body, "tools")),
-        )
+        return messages, 0
 
-    def write(self, asked: Asked, answered: Answered) -> dict[str, Any]:
+    def tool(self, tool: Any, where: str) -> dict[str, Any]:
+        return _tool(tool, where)
+
+    def wishes(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        choice, output = given(body, "tool_choice"), given(body, "output_config")
+        _CHOICE.check(choice, "tool_choice.")
+        wishes: dict[str, Any] = {
+            "ignored": _OUTPUT.check(output, "output_config."),
+            "max_new_tokens": whole(body.get("max_tokens"), "max_tokens"),
+            "stop": stops_of(body.get("stop_sequences"), "stop_sequences"),
+            "hidden": choice.get("type") == "none",
+            "single": bool(choice.get("disable_parallel_tool_use")) or choice.get("type") == "tool",
+            "structured": form_of(given(body, "output_format"), "output_format")
+            | form_of(given(output, "format"), "output_config.format"),
+            "prefill": _role(body["messages"][-1]) == "assistant" if body.get("messages") else False,
+        }
+        if choice.get("type") in ("any", "tool"):
+            name = choice.get("name")
+            wishes["forced"] = () if choice["type"] == "any" else (of_type(name, str, "tool_choice.name", "a string"),)
+        return wishes
+
+    def write(self, asked: Asked, answers: Sequence[Answered]) -> dict[str, Any]:
+        (answered,) = answers
         return {
             "id": new_id("msg_"),
             "type": "message",
@@ -113,13 +120,14 @@ class Messages(Api):
             "model": asked.model,
             "content": _blocks(answered),
             "stop_reason": _stop(answered),
-            "stop_sequence": None,
+            "stop_sequence": answered.stop,
             "usage": {"input_tokens": answered.prompt_tokens, "output_tokens": answered.completion_tokens},
         }
 
-    def events(self, asked: Asked, answered: Answered, written: Mapping[str, Any]) -> Iterator[bytes]:
+    def events(self, asked: Asked, answers: Sequence[Answered], written: Mapping[str, Any]) -> Iterator[bytes]:
+        (answered,) = answers
         usage = {"input_tokens": answered.prompt_tokens, "output_tokens": 0}
-        start = {**written, "content": [], "stop_reason": None, "usage": usage}
+        start = {**written, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         yield _event("message_start", message=start)
         for i, block in enumerate(written["content"]):
             if block["type"] == "tool_use":
@@ -139,7 +147,7 @@ class Messages(Api):
             for part in parts:
                 yield _event("content_block_delta", index=i, delta=part)
             yield _event("content_block_stop", index=i)
-        delta = {"stop_reason": written["stop_reason"], "stop_sequence": None}
+        delta = {"stop_reason": written["stop_reason"], "stop_sequence": written["stop_sequence"]}
         yield _event("message_delta", delta=delta, usage={"output_tokens": answered.completion_tokens})
         yield _event("message_stop")
 
@@ -162,7 +170,13 @@ def _event(kind: str, **members: Any) -> bytes:
 def _stop(answered: Answered) -> str:
     if answered.reply.truncated:
         return "max_tokens"
-    return "tool_use" if answered.reply.tool_calls else "end_turn"
+    if answered.reply.tool_calls:
+        return "tool_use"
+    return "end_turn" if answered.stop is None else "stop_sequence"
+
+
+def _role(message: Any) -> Any:
+    return message.get("role") if isinstance(message, dict) else None
 
 
 def _blocks(answered: Answered) -> list[dict[str, Any]]:
@@ -212,12 +226,12 @@ def _messages(message: Any, where: str) -> list[Message]:
         {
             "role": "tool",
             "tool_call_id": of_type(block.get("tool_use_id"), str, f"{where}.tool_use_id", "a string"),
-            "content": text_of(block.get("content"), f"{where}.tool_result"),
+            "content": content_of(block.get("content"), f"{where}.tool_result"),
         }
         for block in results
     ]
     if rest or not results:
-        said.append({"role": "user", "content": text_of(rest, where)})
+        said.append({"role": "user", "content": content_of(rest, where)})
     return said
 
 

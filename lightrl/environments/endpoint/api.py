@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import binascii
 import json
 import uuid
 from abc import ABC, abstractmethod
+from base64 import b64decode
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from lightrl.environments.base import Message
-from lightrl.environments.endpoint.session import Answered, Asked, RefusedError
+from lightrl.environments.endpoint.requests import Answered, Asked, RefusedError
 
 
 @dataclass(frozen=True)
@@ -69,23 +71,71 @@ class Api(ABC):
     """One interface, at `path` without `/v1`: from a body with `members` to what is asked, and back from a turn."""
 
     path: str
+    counting: str | None = None
+    """Path that counts a request's tokens."""
     members: Members
+    required: tuple[str, ...] = ()
+    """Members without which no reply can be asked for."""
 
-    @abstractmethod
-    def read(self, body: Mapping[str, Any], recall: Callable[[str], list[Message]]) -> Asked:
+    def read(self, body: Mapping[str, Any], recall: Callable[[str], list[Message]], *, count: bool = False) -> Asked:
         """What a parsed body asks. `recall` gives the conversation of an earlier response by its ID.
+
+        Args:
+            count: Whether only the number of tokens is asked for.
 
         Raises:
             RefusedError: The body is malformed, or asks for something that is not supported.
         """
+        ignored = self.members.check(body)
+        for name in () if count else self.required:
+            if body.get(name) is None:
+                raise RefusedError(400, f"{name}: this member is required.", name)
+        wishes = self.wishes(body)
+        messages, instructions = self.conversation(body, recall)
+        given_tools = listed(body, "tools")
+        tools = [self.tool(tool, f"tools[{i}]") for i, tool in enumerate(given_tools)]
+        strict = any(tool.get("function", tool).get("strict") for tool in given_tools)
+        ignored += wishes.pop("ignored", ()) + (("tools.strict",) if strict else ())
+        forced = wishes.get("forced")
+        names = {tool["function"]["name"] for tool in tools}
+        if forced is not None and not (set(forced) <= names if forced else names):
+            raise RefusedError(400, f"tool_choice={list(forced)}: tools has no such function.", "tool_choice")
+        return Asked(
+            messages=messages,
+            tools=[] if wishes.pop("hidden", False) else tools,
+            model=str(body.get("model") or ""),
+            stream=bool(body.get("stream")),
+            ignored=ignored,
+            template_kwargs=given(body, "chat_template_kwargs"),
+            instructions=instructions,
+            **wishes,
+        )
 
     @abstractmethod
-    def write(self, asked: Asked, answered: Answered) -> dict[str, Any]:
-        """Body of the answer."""
+    def conversation(
+        self, body: Mapping[str, Any], recall: Callable[[str], list[Message]]
+    ) -> tuple[list[Message], int]:
+        """The messages, and how many of them are instructions; see `Asked.instructions`."""
 
     @abstractmethod
-    def events(self, asked: Asked, answered: Answered, written: Mapping[str, Any]) -> Iterator[bytes]:
+    def tool(self, tool: Any, where: str) -> dict[str, Any]:
+        """A tool as chat templates take it."""
+
+    @abstractmethod
+    def wishes(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Further fields of `Asked`, and `hidden`: whether the tools are left out."""
+
+    @abstractmethod
+    def write(self, asked: Asked, answers: Sequence[Answered]) -> dict[str, Any]:
+        """Body of the answer, which has `Asked.n` replies."""
+
+    @abstractmethod
+    def events(self, asked: Asked, answers: Sequence[Answered], written: Mapping[str, Any]) -> Iterator[bytes]:
         """The answer as server-sent events; `written` is its body."""
+
+    def counted(self, tokens: int) -> dict[str, Any]:
+        """Body of the answer to a request for the number of tokens."""
+        return {"input_tokens": tokens}
 
     def error(self, refused: RefusedError) -> dict[str, Any]:
         """Body of a rejection, in OpenAI's shape."""
@@ -143,18 +193,64 @@ def whole(value: Any, name: str) -> int | None:
 
 def text_of(content: Any, name: str, kinds: Sequence[str] = ("text",)) -> str:
     """Text of a message's content: a string, or blocks of text, joined by newlines. Anything else is rejected."""
+    found = content_of(content, name, kinds)
+    if not isinstance(found, str):
+        raise RefusedError(400, f"{name} holds an image; only text is taken there.", name)
+    return found
+
+
+def content_of(content: Any, name: str, kinds: Sequence[str] = ("text",)) -> Any:
+    """A message's content as chat templates take it: text, or, with images, blocks in their order."""
     if content is None:
         return ""
     if isinstance(content, str):
         return content
-    texts = []
+    blocks = []
     for block in of_type(content, list, name, "a string or a list of blocks"):
         kind = of_type(block, dict, name, "a list of objects").get("type")
+        if kind in IMAGES:
+            blocks.append({"type": "image", "image": _image(block, f"{name}.{kind}")})
+            continue
         if kind not in kinds:
-            raise RefusedError(400, f"{name} holds a block of type {kind!r}; this endpoint takes text only.", name)
+            raise RefusedError(400, f"{name} holds a block of type {kind!r}; text and images are taken here.", name)
         TEXT_BLOCK.check(block, f"{name}.")
-        texts.append(of_type(block.get("text", block.get("refusal")), str, f"{name}.text", "a string"))
-    return "\n".join(texts)
+        text = of_type(block.get("text", block.get("refusal")), str, f"{name}.text", "a string")
+        blocks.append({"type": "text", "text": text})
+    if any(block["type"] == "image" for block in blocks):
+        return blocks
+    return "\n".join(block["text"] for block in blocks)
+
+
+IMAGES = {  # of chat completions, responses, and messages
+    "image_url": Members(read=["type", "image_url"], harmless=["cache_control", "prompt_cache_breakpoint"]),
+    "input_image": Members(read=["type", "image_url"], harmless=["detail", "prompt_cache_breakpoint"]),
+    "image": Members(read=["type", "source"], harmless=["cache_control"]),
+}
+
+
+def _image(block: Mapping[str, Any], where: str) -> str:
+    """The data URL of an image."""
+    IMAGES[block["type"]].check(block, f"{where}.")
+    url = block.get("image_url")
+    if block["type"] == "image":
+        source = of_type(block.get("source"), dict, f"{where}.source", "an object")
+        data = source.get("type") == "base64"
+        url = f"data:{source.get('media_type')};base64,{source.get('data')}" if data else source.get("url")
+    elif isinstance(url, dict):
+        url = url.get("url")
+    url = of_type(url, str, where, "the data URL of an image")
+    head, _, data = url.partition(",")
+    try:
+        if not head.startswith("data:") or not b64decode(data, validate=True):
+            raise ValueError
+    except (binascii.Error, ValueError):
+        raise RefusedError(
+            400,
+            f"{where}={url[:60]!r}: files and URLs of other servers are not read here. Send the image as "
+            "data:image/png;base64,...",
+            where,
+        ) from None
+    return url
 
 
 def function_tool(name: Any, description: Any, parameters: Any, where: str) -> dict[str, Any]:
@@ -167,9 +263,10 @@ def function_tool(name: Any, description: Any, parameters: Any, where: str) -> d
     return {"type": "function", "function": function}
 
 
-def strict(tools: Sequence[dict[str, Any]]) -> tuple[str, ...]:
-    """The name of the member that asks for arguments that match their schema, if a tool has it."""
-    return ("tools.strict",) if any(tool.get("function", tool).get("strict") for tool in tools) else ()
+def stops_of(value: Any, name: str) -> tuple[str, ...]:
+    """Stop strings: a text, or a list."""
+    stops = [value] if isinstance(value, str) else of_type(value or [], list, name, "a string or a list of strings")
+    return tuple(dict.fromkeys(stop for stop in stops if of_type(stop, str, name, "a list of strings")))
 
 
 def arguments_of(value: Any, name: str) -> Any:

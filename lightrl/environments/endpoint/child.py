@@ -1,28 +1,40 @@
-"""Runs a program's function in this process: `python child.py PROGRAM RESULT`.
+"""Plays attempts with a program's function: `python child.py PROGRAM`.
 
-The call is a line of JSON on standard input, which stays open as long as the run lives. The file is run by its path, so
-it imports nothing of ours.
+The program is imported once. Each attempt runs in a fork, which finds modules, environment variables, and the working
+folder as the import left them, and ends with all that it started. If the import started threads or uses a GPU, which a
+fork would lack, this process itself plays one attempt and ends.
+
+Standard input has a line per attempt: the folder with its `call.json`, where `log` and `result.json` are written. The
+end of the input ends everything. Standard output answers with "ready", then with an exit code per attempt. The file is
+run by its path, so it imports nothing of ours.
 """
 
 import asyncio
+import contextlib
+import ctypes
 import importlib
 import importlib.util
 import inspect
 import json
 import os
+import select
 import signal
 import sys
 import threading
+import time
 import traceback
+from collections.abc import Collection
 from pathlib import Path
 from typing import IO, Any
 
 sys.path.pop(0)  # the folder of this file
+PR_SET_CHILD_SUBREAPER = 36
 
 
 def _end_with(stream: IO[bytes]) -> None:
-    """Kills this process and its children when the run that started them is gone."""
+    """Kills this process and its children when the stream ends."""
     stream.read()
+    _sweep()
     os.killpg(0, signal.SIGKILL)
 
 
@@ -40,20 +52,23 @@ def _load(run: str) -> Any:
     return getattr(module, name)
 
 
-def main(run: str, result_path: str) -> None:
-    """Calls the function of `file.py:function` once, and writes its reward to a file."""
-    lifeline = os.fdopen(os.dup(0), "rb")  # not inherited by the program's children
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    call = json.loads(lifeline.readline())
+def _play(function: Any, folder: Path, lifeline: IO[bytes]) -> None:
+    """Calls the function, writes its reward to the folder, and ends this process."""
+    log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
     threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
+    for name in ("numpy.random", "torch"):  # forks would all draw the same; Python's `random` sees to it itself
+        if name in sys.modules:
+            sys.modules[name].seed()
+    call = json.loads((folder / "call.json").read_text())
+    os.environ.update(call["env"])
 
     async def awaited(reward: Any) -> Any:
         return await reward
 
     try:
-        reward = _load(run)(call["row"], call["base_url"], call["api_key"])
+        reward = function(call["row"], call["base_url"], call["api_key"])
         if inspect.isawaitable(reward):
             reward = asyncio.run(awaited(reward))
         written = json.dumps({"reward": reward})
@@ -62,10 +77,96 @@ def main(run: str, result_path: str) -> None:
         written = json.dumps({"error": f"{type(error).__name__}: {error}"})
     sys.stdout.flush()
     sys.stderr.flush()
-    part = Path(f"{result_path}.part")
-    part.write_text(written)
-    part.replace(result_path)
+    (folder / "part").write_text(written)
+    (folder / "part").replace(folder / "result.json")
+    _sweep()
     os._exit(0)  # a program's threads and exit handlers would keep the process, and the run waits for its end
+
+
+def _fork(function: Any, folder: Path, calls: IO[bytes], wake: int, parent: int) -> int:
+    """The exit code of an attempt in a fork. The end of `calls` or the parent's death ends it."""
+    before = _children()
+    there, here = os.pipe()  # ends with this process
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if not pid:
+        os.close(here)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setpgid(0, 0)
+        _play(function, folder, os.fdopen(there, "rb"))
+    os.close(there)
+    while os.getppid() == parent and not os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+        ready = select.select([calls.fileno(), wake], [], [], 5)[0]
+        if wake in ready:
+            os.read(wake, 4096)
+        if calls.fileno() in ready:
+            break
+    with contextlib.suppress(OSError):  # it ended, or has no group yet
+        os.killpg(pid, signal.SIGKILL)
+    with contextlib.suppress(OSError):
+        os.kill(pid, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    os.close(here)
+    _sweep(before)  # those that left its group are adopted
+    return code
+
+
+def _children() -> set[int]:
+    """Child processes of this one, as far as the system tells."""
+    found = set()
+    for file in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found |= set(map(int, file.read_text().split()))
+    return found
+
+
+def _sweep(spared: Collection[int] = ()) -> None:
+    """Kills child processes, and their children, which this process then adopts."""
+    for _ in range(200):  # one that can't be killed is left
+        left = _children() - {*spared}
+        for one in left:
+            with contextlib.suppress(OSError):
+                os.kill(one, signal.SIGKILL)
+                os.waitpid(one, os.WNOHANG)
+        if not left:
+            break
+        time.sleep(0.005)
+
+
+def _forks() -> bool:
+    """Whether a fork has all that the import made: no threads, no GPU."""
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    return threading.active_count() == 1 and not (cuda is not None and cuda.is_initialized())
+
+
+def main(run: str) -> None:
+    """Plays attempts with the function of `file.py:function` or `package.module:function` until the input ends."""
+    parent = os.getppid()
+    calls, answers = os.fdopen(os.dup(0), "rb", 0), os.fdopen(os.dup(1), "w")  # not inherited by programs
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    function = _load(run)
+    print("ready", file=answers, flush=True)
+    there, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    while os.getppid() == parent:
+        if not select.select([calls], [], [], 5)[0]:
+            continue
+        if not (folder := calls.readline().decode().rstrip("\n")):
+            break
+        if not _forks():
+            _play(function, Path(folder), calls)
+        print(_fork(function, Path(folder), calls, there, parent), file=answers, flush=True)
+    _sweep()  # what the import started
+    os.killpg(0, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-"""OpenAI's chat completions and responses."""
+"""OpenAI's chat completions, and what they share with responses."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lightrl.environments.base import Message
@@ -14,6 +13,7 @@ from lightrl.environments.endpoint.api import (
     Members,
     arguments_of,
     call_message,
+    content_of,
     event,
     function_tool,
     given,
@@ -21,31 +21,29 @@ from lightrl.environments.endpoint.api import (
     new_id,
     of_type,
     pieces,
-    strict,
+    stops_of,
     text_of,
     whole,
 )
-from lightrl.environments.endpoint.session import Answered, Asked, RefusedError
+from lightrl.environments.endpoint.requests import Answered, Asked, RefusedError
 
-_SAMPLING = frozenset(
+SAMPLING = frozenset(
     [
         *("temperature", "top_p", "frequency_penalty", "presence_penalty", "seed"),
         *("top_k", "min_p", "repetition_penalty"),  # of vLLM and SGLang
     ]
 )
 
-_HARMLESS = frozenset(
+HARMLESS = frozenset(
     [
         *("user", "metadata", "store", "safety_identifier", "service_tier", "prompt_cache_key"),
         *("prompt_cache_retention", "request_id", "session_id", "priority", "cache_salt"),
     ]
 )
 
-_FIXED: Mapping[str, tuple[Any, ...]] = {
-    "parallel_tool_calls": (True,),
+FIXED: Mapping[str, tuple[Any, ...]] = {
     "moderation": (),
     # What vLLM and SGLang add.
-    "stop": ([], ""),
     "stop_token_ids": ([],),
     "include_stop_str_in_output": (False,),
     "ignore_eos": (False,),
@@ -53,13 +51,10 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "allowed_token_ids": (),
     "bad_words": ([],),
-    "structured_outputs": (),
     "use_beam_search": (False,),
     "best_of": (1,),
     "length_penalty": (1.0,),
     "echo": (False,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
     "add_special_tokens": (False,),
     "documents": ([],),
     "include_reasoning": (True,),
@@ -68,6 +63,16 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
 }
+GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
+"""vLLM's earlier members -> those of its `structured_outputs`."""
+READ = frozenset(["stop", "parallel_tool_calls", "structured_outputs", "tool_choice", "top_logprobs", *GUIDED])
+STRUCTURED = Members(
+    read=["json", "regex", "choice", "grammar", "json_object", "structural_tag"],
+    fixed={"disable_any_whitespace": (False,), "disable_additional_properties": (False,), "whitespace_pattern": ()},
+)
+FORM = Members(read=["type", "json_schema", "schema"], harmless=["name", "description", "strict"])
+_SCHEMA = Members(read=["schema"], harmless=["name", "description", "strict"])
+_ALLOWED = Members(read=["type", "mode", "tools"])
 _STREAM = Members(read=["include_usage"], harmless=["include_obfuscation"])
 _CHAT_TOOL = Members(read=["type", "function"], harmless=["cache_control"])
 _CHAT_MESSAGE = Members(
@@ -91,86 +96,174 @@ class ChatCompletions(Api):
 
     path = "/chat/completions"
     members = Members(
-        read=[
-            *("messages", "model", "tools", "stream", "stream_options", "max_tokens"),
-            *("max_completion_tokens", "chat_template_kwargs"),
-        ],
-        sampling=_SAMPLING | {"reasoning_effort", "verbosity"},
-        harmless=_HARMLESS | {"prediction", "prompt_cache_options"},
+        read=READ
+        | {
+            *("messages", "model", "tools", "stream", "stream_options", "max_tokens", "max_completion_tokens"),
+            *("chat_template_kwargs", "response_format", "n", "logprobs"),
+            *("continue_final_message", "add_generation_prompt"),
+        },
+        sampling=SAMPLING | {"reasoning_effort", "verbosity"},
+        harmless=HARMLESS | {"prediction", "prompt_cache_options"},
         fixed={
-            **_FIXED,
-            "n": (1,),
-            "logprobs": (False,),
-            "top_logprobs": (0,),
-            "response_format": ({"type": "text"},),
+            **FIXED,
             "modalities": (["text"],),
             "functions": ([],),
             "function_call": ("none", "auto"),
             "audio": (),
-            "tool_choice": ("auto", "none"),
             "web_search_options": (),
         },
     )
+    required = ("messages",)
 
-    def read(self, body: Mapping[str, Any], recall: Callable[[str], list[Message]]) -> Asked:
-        ignored = self.members.check(body)
+    def conversation(
+        self, body: Mapping[str, Any], recall: Callable[[str], list[Message]]
+    ) -> tuple[list[Message], int]:
         said = of_type(body.get("messages"), list, "messages", "a list")
         if not said:
             raise RefusedError(400, "messages must not be empty.", "messages")
+        return [_chat_message(message, f"messages[{i}]") for i, message in enumerate(said)], 0
+
+    def tool(self, tool: Any, where: str) -> dict[str, Any]:
+        return _chat_tool(tool, where)
+
+    def wishes(self, body: Mapping[str, Any]) -> dict[str, Any]:
         limits = [whole(body.get(name), name) for name in ("max_completion_tokens", "max_tokens")]
         options = given(body, "stream_options")
         _STREAM.check(options, "stream_options.")
-        tools = [_chat_tool(tool, f"tools[{i}]") for i, tool in enumerate(listed(body, "tools"))]
-        return Asked(
-            messages=[_chat_message(message, f"messages[{i}]") for i, message in enumerate(said)],
-            tools=[] if body.get("tool_choice") == "none" else tools,
-            max_new_tokens=min((limit for limit in limits if limit is not None), default=None),
-            model=str(body.get("model") or ""),
-            stream=bool(body.get("stream")),
-            usage=bool(options.get("include_usage")),
-            ignored=ignored + strict(listed(body, "tools")),
-            template_kwargs=given(body, "chat_template_kwargs"),
-        )
-
-    def write(self, asked: Asked, answered: Answered) -> dict[str, Any]:
-        reply = answered.reply
-        message: dict[str, Any] = {"role": "assistant", "content": reply.content or None, "refusal": None}
-        if not reply.tool_calls:
-            message["content"] = reply.content
-        if reply.reasoning:
-            message["reasoning_content"] = reply.reasoning
-        if reply.tool_calls:
-            message["tool_calls"] = _calls(answered)
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _finish(answered)}
+        prefill = bool(body.get("continue_final_message"))
+        if body.get("add_generation_prompt") not in (None, not prefill):
+            raise RefusedError(
+                400,
+                f"add_generation_prompt={json.dumps(not prefill)}: with continue_final_message={json.dumps(prefill)} a "
+                "reply can't begin there. Leave it out.",
+                "add_generation_prompt",
+                "unsupported_value",
+            )
+        top = top_logprobs(body)
+        if top is not None and not body.get("logprobs"):
+            raise RefusedError(400, "top_logprobs: set logprobs also.", "top_logprobs")
         return {
-            **_chat_head(asked, "chat.completion"),
-            "choices": [choice],
-            "usage": _usage(answered),
+            **tool_wishes(body),
+            "max_new_tokens": min((limit for limit in limits if limit is not None), default=None),
+            "structured": structured_of(body, given(body, "response_format"), "response_format"),
+            "usage": bool(options.get("include_usage")),
+            "n": whole(body.get("n"), "n") or 1,
+            "top_logprobs": (top or 0) if body.get("logprobs") else None,
+            "prefill": prefill,
         }
 
-    def events(self, asked: Asked, answered: Answered, written: Mapping[str, Any]) -> Iterator[bytes]:
+    def write(self, asked: Asked, answers: Sequence[Answered]) -> dict[str, Any]:
+        choices = []
+        for i, answered in enumerate(answers):
+            reply = answered.reply
+            message: dict[str, Any] = {"role": "assistant", "content": reply.content or None, "refusal": None}
+            if not reply.tool_calls:
+                message["content"] = reply.content
+            if reply.reasoning:
+                message["reasoning_content"] = reply.reasoning
+            if reply.tool_calls:
+                message["tool_calls"] = _calls(answered)
+            finish = _finish(answered)
+            choices.append({"index": i, "message": message, "logprobs": _logprobs(answered), "finish_reason": finish})
+        return {**_chat_head(asked, "chat.completion"), "choices": choices, "usage": _usage(answers)}
+
+    def events(self, asked: Asked, answers: Sequence[Answered], written: Mapping[str, Any]) -> Iterator[bytes]:
         head = {**_chat_head(asked, "chat.completion.chunk"), "id": written["id"]}
 
-        def chunk(delta: dict[str, Any], finish: str | None = None) -> bytes:
-            choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
+        def chunk(i: int, delta: dict[str, Any], finish: str | None = None, logprobs: Any = None) -> bytes:
+            choice = {"index": i, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
             return event({**head, "choices": [choice], **({"usage": None} if asked.usage else {})})
 
-        yield chunk({"role": "assistant", "content": ""})
-        for piece in pieces(answered.reply.reasoning or ""):
-            yield chunk({"reasoning_content": piece})
-        for piece in pieces(answered.reply.content):
-            yield chunk({"content": piece})
-        for i, call in enumerate(_calls(answered)):
-            arguments = call["function"]["arguments"]
-            yield chunk(
-                {"tool_calls": [{"index": i, **call, "function": {**call["function"], "arguments": ""}}]},
-            )
-            for piece in pieces(arguments):
-                yield chunk({"tool_calls": [{"index": i, "function": {"arguments": piece}}]})
-        yield chunk({}, _finish(answered))
+        for i, answered in enumerate(answers):
+            yield chunk(i, {"role": "assistant", "content": ""}, logprobs=_logprobs(answered))
+            for piece in pieces(answered.reply.reasoning or ""):
+                yield chunk(i, {"reasoning_content": piece})
+            for piece in pieces(answered.reply.content):
+                yield chunk(i, {"content": piece})
+            for place, call in enumerate(_calls(answered)):
+                function = {**call["function"], "arguments": ""}
+                yield chunk(i, {"tool_calls": [{"index": place, **call, "function": function}]})
+                for piece in pieces(call["function"]["arguments"]):
+                    yield chunk(i, {"tool_calls": [{"index": place, "function": {"arguments": piece}}]})
+            yield chunk(i, {}, _finish(answered))
         if asked.usage:
-            yield event({**head, "choices": [], "usage": _usage(answered)})
+            yield event({**head, "choices": [], "usage": _usage(answers)})
         yield b"data: [DONE]\n\n"
+
+
+def tool_wishes(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What both interfaces of OpenAI ask of tools, and where a reply stops."""
+    wishes: dict[str, Any] = {"stop": stops_of(body.get("stop"), "stop")}
+    wishes["single"] = body.get("parallel_tool_calls") is False
+    choice = body.get("tool_choice")
+    if choice == "none":
+        wishes["hidden"] = True
+    elif choice == "required":
+        wishes["forced"] = ()
+    elif isinstance(choice, dict):
+        wishes |= _named(choice)
+    elif choice not in (None, "auto"):
+        raise RefusedError(400, f"tool_choice={json.dumps(choice)[:200]}: unknown.", "tool_choice", "unsupported_value")
+    return wishes
+
+
+def _named(choice: dict[str, Any]) -> dict[str, Any]:
+    """One function, or one of several."""
+    if choice.get("type") == "function":
+        name = given(choice, "function").get("name", choice.get("name"))
+        return {"forced": (of_type(name, str, "tool_choice.name", "a string"),), "single": True}
+    allowed = given(choice, "allowed_tools") or choice
+    _ALLOWED.check(allowed, "tool_choice.")
+    if choice.get("type") != "allowed_tools" or allowed.get("mode") != "required":
+        raise RefusedError(
+            400,
+            f"tool_choice={json.dumps(choice)[:200]}: not supported here. Send only these tools, or "
+            '"mode": "required".',
+            "tool_choice",
+            "unsupported_value",
+        )
+    named = [_named(of_type(tool, dict, "tool_choice.tools", "a list of objects")) for tool in listed(allowed, "tools")]
+    return {"forced": tuple(name for tool in named for name in tool["forced"])}
+
+
+def structured_of(body: Mapping[str, Any], form: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """What a reply must match, as a member of vLLM's `structured_outputs`; empty for nothing."""
+    wanted = given(body, "structured_outputs")
+    STRUCTURED.check(wanted, "structured_outputs.")
+    found = {name: value for name, value in wanted.items() if name in STRUCTURED.read and value is not None}
+    found |= {name: body[guided] for guided, name in GUIDED.items() if body.get(guided) is not None}
+    found |= form_of(form, where)
+    if len(found) > 1:
+        raise RefusedError(400, f"{where}: the reply is to match {' and '.join(sorted(found))}. Ask for one.", where)
+    return found
+
+
+def form_of(form: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The same for a response format."""
+    FORM.check(form, f"{where}.")
+    kind = form.get("type")
+    if kind == "json_object":
+        return {"json_object": True}
+    if kind == "json_schema":
+        inner = given(form, "json_schema")
+        _SCHEMA.check(inner, f"{where}.json_schema.")
+        return {"json": of_type((inner or form).get("schema"), dict, f"{where}.schema", "a JSON schema")}
+    if kind not in (None, "text"):
+        raise RefusedError(400, f"{where}={json.dumps(form)[:200]}: unknown.", where, "unsupported_value")
+    return {}
+
+
+def top_logprobs(body: Mapping[str, Any]) -> int | None:
+    """The number of likeliest tokens asked for at each place."""
+    value = body.get("top_logprobs")
+    if value is not None and not 0 <= of_type(value, int, "top_logprobs", "an integer") <= 20:
+        raise RefusedError(400, f"top_logprobs={value}: must be between 0 and 20.", "top_logprobs")
+    top: int | None = value
+    return top
+
+
+def _logprobs(answered: Answered) -> dict[str, Any] | None:
+    return None if answered.logprobs is None else {"content": answered.logprobs, "refusal": None}
 
 
 def _chat_head(asked: Asked, kind: str) -> dict[str, Any]:
@@ -183,13 +276,9 @@ def _finish(answered: Answered) -> str:
     return "tool_calls" if answered.reply.tool_calls else "stop"
 
 
-def _usage(answered: Answered) -> dict[str, int]:
-    total = answered.prompt_tokens + answered.completion_tokens
-    return {
-        "prompt_tokens": answered.prompt_tokens,
-        "completion_tokens": answered.completion_tokens,
-        "total_tokens": total,
-    }
+def _usage(answers: Sequence[Answered]) -> dict[str, int]:
+    asked, said = answers[0].prompt_tokens, sum(answered.completion_tokens for answered in answers)
+    return {"prompt_tokens": asked, "completion_tokens": said, "total_tokens": asked + said}
 
 
 def _calls(answered: Answered) -> list[dict[str, Any]]:
@@ -224,13 +313,13 @@ def _chat_message(message: Any, where: str) -> Message:
     if role in ("system", "developer", "user"):
         return {
             "role": "system" if role == "developer" else role,
-            "content": text_of(message.get("content"), f"{where}.content"),
+            "content": content_of(message.get("content"), f"{where}.content"),
         }
     if role == "tool":
         return {
             "role": "tool",
             "tool_call_id": of_type(message.get("tool_call_id"), str, f"{where}.tool_call_id", "a string"),
-            "content": text_of(message.get("content"), f"{where}.content"),
+            "content": content_of(message.get("content"), f"{where}.content"),
         }
     if role != "assistant":
         raise RefusedError(
@@ -256,242 +345,3 @@ def _chat_message(message: Any, where: str) -> Message:
     if calls:
         said["tool_calls"] = calls
     return said
-
-
-_FORM = Members(sampling=["verbosity"], fixed={"format": ({"type": "text"},)})
-_CACHE = Members(harmless=["mode", "ttl", "comparison_response_id"], fixed={"prewarm": (False,)})
-_INCLUDE = Members(
-    fixed={
-        "include": (
-            "reasoning.encrypted_content",
-            # Of tools of the server, which are not offered, and of images.
-            "file_search_call.results",
-            "web_search_call.results",
-            "web_search_call.action.sources",
-            "message.input_image.image_url",
-            "computer_call_output.output.image_url",
-            "code_interpreter_call.outputs",
-        )
-    },
-)
-_RESPONSES_TOOL = Members(
-    read=["type", "name", "description", "parameters", "strict"],
-    fixed={"allowed_callers": (["direct"],), "async": (False,), "defer_loading": (False,), "output_schema": ()},
-)
-_PLACE = ("id", "status", "phase", "caller")  # of an item in the conversation that it comes from
-_ITEMS = {
-    "message": Members(read=["type", "role", "content"], harmless=_PLACE),
-    "reasoning": Members(read=["type", "content"], harmless=[*_PLACE, "summary", "encrypted_content"]),
-    "function_call": Members(
-        read=["type", "call_id", "name", "arguments"], harmless=_PLACE, fixed={"async": (False,), "namespace": ()}
-    ),
-    "function_call_output": Members(
-        read=["type", "call_id", "output"], harmless=[*_PLACE, "name"], fixed={"namespace": ()}
-    ),
-}
-_TEXT = ("input_text", "output_text", "text", "refusal")
-
-
-class Responses(Api):
-    """`POST /responses`. A response may be continued by its ID within its attempt.
-
-    Source: https://platform.openai.com/docs/api-reference/responses
-    """
-
-    path = "/responses"
-    members = Members(
-        read=[
-            *("input", "instructions", "model", "tools", "stream", "max_output_tokens"),
-            *("previous_response_id", "text", "include", "prompt_cache_options", "chat_template_kwargs"),
-        ],
-        sampling=_SAMPLING | {"reasoning"},
-        harmless=_HARMLESS | {"access_programs", "background_options", "image", "max_tool_calls", "stream_options"},
-        fixed={
-            **_FIXED,
-            "background": (False,),
-            "context_management": ([],),
-            "conversation": (),
-            "enable_response_messages": (False,),
-            "multi_agent": ({"enabled": False},),
-            "prompt": (),
-            "tool_choice": ("auto", "none"),
-            "top_logprobs": (0,),
-            "truncation": ("disabled",),
-        },
-    )
-
-    def read(self, body: Mapping[str, Any], recall: Callable[[str], list[Message]]) -> Asked:
-        ignored = self.members.check(body)
-        ignored += _FORM.check(given(body, "text"), "text.")
-        _CACHE.check(given(body, "prompt_cache_options"), "prompt_cache_options.")
-        for wanted in listed(body, "include"):
-            _INCLUDE.check({"include": wanted})
-        messages: list[Message] = []
-        if body.get("instructions") is not None:
-            messages.append({"role": "system", "content": text_of(body["instructions"], "instructions")})
-        first = len(messages)
-        if (earlier := body.get("previous_response_id")) is not None:
-            messages += recall(of_type(earlier, str, "previous_response_id", "a string"))
-        asked = body.get("input")
-        if isinstance(asked, str):
-            messages.append({"role": "user", "content": asked})
-        else:
-            items = of_type(asked, list, "input", "text or a list of items")
-            _add(messages, items)
-        if len(messages) == first:
-            raise RefusedError(400, "input must not be empty.", "input")
-        tools = [_responses_tool(tool, f"tools[{i}]") for i, tool in enumerate(listed(body, "tools"))]
-        return Asked(
-            messages=messages,
-            tools=[] if body.get("tool_choice") == "none" else tools,
-            max_new_tokens=whole(body.get("max_output_tokens"), "max_output_tokens"),
-            model=str(body.get("model") or ""),
-            stream=bool(body.get("stream")),
-            ignored=ignored + strict(listed(body, "tools")),
-            template_kwargs=given(body, "chat_template_kwargs"),
-            instructions=first,
-        )
-
-    def write(self, asked: Asked, answered: Answered) -> dict[str, Any]:
-        return {**_responses_head(asked), **_end(answered), "output": _items(answered)}
-
-    def events(self, asked: Asked, answered: Answered, written: Mapping[str, Any]) -> Iterator[bytes]:
-        empty = {**written, "status": "in_progress", "incomplete_details": None, "usage": None, "output": []}
-        number = itertools.count()
-
-        def said(kind: str, **members: Any) -> bytes:
-            return event({"type": kind, "sequence_number": next(number), **members}, kind)
-
-        yield said("response.created", response=empty)
-        yield said("response.in_progress", response=empty)
-        for i, item in enumerate(written["output"]):
-            place = {"item_id": item["id"], "output_index": i}
-            begun = {**item, "status": "in_progress"}
-            if item["type"] == "message":
-                block = item["content"][0]
-                yield said("response.output_item.added", output_index=i, item={**begun, "content": []})
-                yield said("response.content_part.added", **place, content_index=0, part={**block, "text": ""})
-                for piece in pieces(block["text"]):
-                    yield said("response.output_text.delta", **place, content_index=0, delta=piece, logprobs=[])
-                yield said("response.output_text.done", **place, content_index=0, text=block["text"], logprobs=[])
-                yield said("response.content_part.done", **place, content_index=0, part=block)
-            elif item["type"] == "function_call":
-                yield said("response.output_item.added", output_index=i, item={**begun, "arguments": ""})
-                for piece in pieces(item["arguments"]):
-                    yield said("response.function_call_arguments.delta", **place, delta=piece)
-                yield said(
-                    "response.function_call_arguments.done", **place, name=item["name"], arguments=item["arguments"]
-                )
-            else:
-                yield said("response.output_item.added", output_index=i, item={**begun, "content": []})
-                text = item["content"][0]["text"]
-                for piece in pieces(text):
-                    yield said("response.reasoning_text.delta", **place, content_index=0, delta=piece)
-                yield said("response.reasoning_text.done", **place, content_index=0, text=text)
-            yield said("response.output_item.done", output_index=i, item=item)
-        yield said(f"response.{written['status']}", response=written)
-
-
-def _responses_head(asked: Asked) -> dict[str, Any]:
-    return {
-        "id": new_id("resp_"),
-        "object": "response",
-        "created_at": int(time.time()),
-        "model": asked.model,
-        "error": None,
-        "instructions": None,
-        "metadata": {},
-        "parallel_tool_calls": True,
-        "temperature": None,
-        "top_p": None,
-        "tool_choice": "auto",
-        "tools": [],
-    }
-
-
-def _end(answered: Answered) -> dict[str, Any]:
-    cut = answered.reply.truncated
-    return {
-        "status": "incomplete" if cut else "completed",
-        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-        "usage": {
-            "input_tokens": answered.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": 0},
-            "output_tokens": answered.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": answered.prompt_tokens + answered.completion_tokens,
-        },
-    }
-
-
-def _items(answered: Answered) -> list[dict[str, Any]]:
-    reply = answered.reply
-    status = "incomplete" if reply.truncated else "completed"
-    items: list[dict[str, Any]] = []
-    if reply.reasoning:
-        thoughts = [{"type": "reasoning_text", "text": reply.reasoning}]
-        items.append({"id": new_id("rs_"), "type": "reasoning", "summary": [], "content": thoughts, "status": status})
-    if reply.content or not reply.tool_calls:
-        block = {"type": "output_text", "text": reply.content, "annotations": [], "logprobs": []}
-        items.append(
-            {"id": new_id("msg_"), "type": "message", "role": "assistant", "status": status, "content": [block]}
-        )
-    items += [
-        {
-            "id": new_id("fc_"),
-            "type": "function_call",
-            "call_id": call.id,
-            "name": call.name,
-            "arguments": json.dumps(call.arguments, ensure_ascii=False),
-            "status": status,
-        }
-        for call in reply.tool_calls
-    ]
-    return items
-
-
-def _responses_tool(tool: Any, where: str) -> dict[str, Any]:
-    kind = of_type(tool, dict, where, "an object").get("type")
-    if kind != "function":
-        raise RefusedError(400, f"{where}: tools of type {kind!r} are not offered here, only functions.", where)
-    _RESPONSES_TOOL.check(tool, f"{where}.")
-    return function_tool(tool.get("name"), tool.get("description"), tool.get("parameters"), where)
-
-
-def _add(messages: list[Message], items: list[Any]) -> None:
-    """Appends items as messages: neighbouring items of the assistant's are one message."""
-    open_one: Message | None = None  # the assistant's message that further items belong to
-    for i, item in enumerate(items):
-        where = f"input[{i}]"
-        kind = of_type(item, dict, where, "an object").get("type", "message")
-        role = item.get("role")
-        if kind in _ITEMS:
-            _ITEMS[kind].check(item, f"{where}.")
-        if kind in ("reasoning", "function_call") or (kind == "message" and role == "assistant"):
-            if open_one is None:
-                open_one = {"role": "assistant", "content": ""}
-                messages.append(open_one)
-            _add_to_assistant(open_one, kind, item, where)
-            continue
-        open_one = None
-        if kind == "function_call_output":
-            call_id = of_type(item.get("call_id"), str, f"{where}.call_id", "a string")
-            text = text_of(item.get("output"), f"{where}.output", _TEXT)
-            messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
-        elif kind == "message" and role in ("user", "system", "developer"):
-            text = text_of(item.get("content"), f"{where}.content", _TEXT)
-            messages.append({"role": "user" if role == "user" else "system", "content": text})
-        else:
-            raise RefusedError(400, f"{where}: an item of type {kind!r} and role {role!r} is not offered here.", where)
-
-
-def _add_to_assistant(message: Message, kind: str, item: dict[str, Any], where: str) -> None:
-    if kind == "message":
-        text = text_of(item.get("content"), f"{where}.content", _TEXT)
-        message["content"] = f"{message['content']}\n{text}" if message["content"] else text
-    elif kind == "function_call":
-        arguments = arguments_of(item.get("arguments"), f"{where}.arguments")
-        call = call_message(item.get("call_id"), item.get("name"), arguments, where)
-        message["tool_calls"] = [*message.get("tool_calls", ()), call]
-    elif item.get("content"):
-        message["reasoning_content"] = text_of(item["content"], f"{where}.content", ("reasoning_text",))

@@ -8,9 +8,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from lightning.pytorch.utilities import rank_zero_warn
 
@@ -18,8 +17,8 @@ from lightrl.compat.arguments import MAX_REWARD, imported, require_packages
 from lightrl.engines.background import in_background, in_thread
 from lightrl.environments import calling
 from lightrl.environments.endpoint import running
-from lightrl.environments.endpoint.running import ProgramBlockedError, ProgramError, Runner
-from lightrl.environments.endpoint.session import Session
+from lightrl.environments.endpoint.running import ProgramBlockedError, ProgramError, Worker, Workers, run_here
+from lightrl.environments.endpoint.session import Constrained, Session
 from lightrl.environments.multi_turn import Attempt, MultiTurn
 from lightrl.records import StopReason, Trajectory
 from lightrl.rewards.base import users_lines
@@ -46,8 +45,8 @@ class AgentProgram(MultiTurn):
     A request that continues one of the attempt's conversations word for word extends its row if that is proven to be
     exact. Any other begins a new row, with what was sampled before as context (sub-agents, compactions). The run's
     sampling settings apply: sampling parameters in a request have no effect, are counted (`ignored_parameters`), and
-    named once in a warning. Members that would change the completion, and unknown ones, are rejected as the provider
-    rejects them. A server on 127.0.0.1 answers, from the first attempt until `close`.
+    named once in a warning. Unknown members are rejected as the provider rejects them. A server answers, from the first
+    attempt until `close`.
 
     Each attempt has its own key, which is void after its end. A request with the key of another attempt ends the run,
     and so does a reward from a program that sent no request.
@@ -58,14 +57,25 @@ class AgentProgram(MultiTurn):
 
     Args:
         run: "file.py:main" or "package.module:main", or the function itself.
-        process: Runs each attempt in a separate process, which is killed with its children at the end. It also finds
-            the endpoint in `OPENAI_BASE_URL` and the like.
+        process: Runs each attempt in a separate process, which is killed with its children at the end. Processes that
+            have imported the program stay and fork one for each attempt, so that the import happens once, and no
+            attempt changes the variables, environment, or working folder of another. The program also finds the
+            endpoint in `OPENAI_BASE_URL` and the like.
         python: Interpreter of such processes; None for this one.
         env: Additional environment variables of such processes.
         max_turns: Maximum number of turns. A request beyond is rejected with status 403.
         max_seconds: Seconds that the program may take, without those of the engine; None for no limit.
         limit_reward: Reward of an attempt that a limit ended before the program returned one; None leaves it to the
             reward functions.
+        constrained: What becomes of replies that a request constrains (a forced tool, `response_format`). "engine" uses
+            the engine's structured outputs. Such turns are counted (`constrained_turns`), and left out of the loss
+            (`masked_turns`) unless the engine records which tokens were left. "free" samples and trains them like all
+            others, as if the request did not ask. "reject" rejects the request.
+        bind: Address that the server listens on. The default is reachable from this machine only; "0.0.0.0" also from
+            containers and other machines. Keys protect the policy, but traffic is not encrypted.
+        port: Port of the server; 0 for a free one.
+        url: Base URL by which programs reach the server, with `{port}` for the port, such as
+            "http://host.docker.internal:{port}/v1". Defaults to the address.
         limits: Other arguments of `MultiTurn`. A conversation longer than `max_tokens` is rejected as too long for the
             context; the program may shorten it and continue.
 
@@ -83,13 +93,20 @@ class AgentProgram(MultiTurn):
         max_turns: int = 32,
         max_seconds: float | None = 600.0,
         limit_reward: float | None = 0.0,
+        constrained: Constrained = "engine",
+        bind: str = "127.0.0.1",
+        port: int = 0,
+        url: str | None = None,
         **limits: Any,
     ) -> None:
         super().__init__(max_turns=max_turns, max_seconds=max_seconds, **limits)
         if limit_reward is not None and not math.isfinite(limit_reward):
             raise ValueError(f"limit_reward={limit_reward}: must be a finite number or None.")
+        if constrained not in get_args(Constrained):
+            raise ValueError(f"constrained={constrained!r}: unknown. Use one of {', '.join(get_args(Constrained))}.")
         require_packages("AgentProgram", "agents", "fastapi", "uvicorn")
-        self.runner: Runner
+        self.workers: Workers | None = None
+        self.function: Callable[..., Any] | None = None
         if process:
             place = run.rpartition(":")[0] if isinstance(run, str) else ""
             if not place or (place.endswith(".py") and not Path(place).exists()):
@@ -97,14 +114,16 @@ class AgentProgram(MultiTurn):
                     f'run={run!r}: process=True needs an existing program. Pass "file.py:main" or '
                     '"package.module:main".'
                 )
-            self.runner = partial(running.run_process, str(run), python, env)
+            self.workers = Workers(str(run), python, env)
         elif python is not None or env:
             raise ValueError(
                 f"python={python!r}, env={env!r}: belong to processes. Set process=True, or leave them out."
             )
         else:
-            self.runner = partial(running.run_here, imported("run:", run) if isinstance(run, str) else run)
+            self.function = _imported(run) if isinstance(run, str) else run
         self.limit_reward = limit_reward
+        self.constrained = constrained
+        self.address = (bind, port, url)
         self._endpoint: Endpoint | None = None
         self._notified: set[str] = set()
 
@@ -126,6 +145,7 @@ class AgentProgram(MultiTurn):
             name=attempt.name,
             template_kwargs=self.variables(attempt.row),
             notify=self._notify,
+            constrained=self.constrained,
         )
         return await self._play(session, self._served(), attempt.row)
 
@@ -137,23 +157,28 @@ class AgentProgram(MultiTurn):
 
                 if self._endpoint is not None:
                     in_background(self._endpoint.stop, "endpoint's end")
-                self._endpoint = Endpoint()
+                self._endpoint = Endpoint(*self.address)
             return self._endpoint
 
     async def close(self) -> None:
-        """Ends the endpoint."""
+        """Ends the endpoint and the processes of programs."""
+        if self.workers is not None:
+            await in_thread(self.workers.stop, "end of programs")
         endpoint, self._endpoint = self._endpoint, None
         if endpoint is not None:
             await in_thread(endpoint.stop, "endpoint's end")
 
     async def _play(self, session: Session, endpoint: Endpoint, row: Mapping[str, Any]) -> Trajectory:
         """Runs the program and makes a trajectory of its outcome."""
-        began = time.monotonic()
         stop: StopReason | None = None
         reward: float | None = None
-        key = endpoint.open(session)
+        worker = await self._worker(endpoint.base_url)
+        began = time.monotonic()
+        keys = [endpoint.open(session)]
+        if isinstance(worker, Worker):  # clients that the import made have its key
+            keys.append(endpoint.open(session, worker.key))
         broken = asyncio.ensure_future(session.broken.wait())
-        program = asyncio.ensure_future(self.runner(row, endpoint.base_url, key))
+        program = asyncio.ensure_future(self._run(worker, row, endpoint.base_url, keys[0]))
         try:
             while not program.done() and not broken.done():
                 left = None
@@ -168,10 +193,13 @@ class AgentProgram(MultiTurn):
                 reward = self._reward(program, session)
         finally:
             session.end()
-            endpoint.close(key)
+            for key in keys:
+                endpoint.close(key)
             broken.cancel()
             program.cancel()
             await asyncio.gather(program, broken, return_exceptions=True)
+            if isinstance(worker, Worker) and self.workers is not None:
+                self.workers.give(worker)
         if session.error is not None:
             raise session.error
         if not program.cancelled() and isinstance(error := program.exception(), ProgramBlockedError):
@@ -197,6 +225,26 @@ class AgentProgram(MultiTurn):
             raised_at=session.raised_at,
         )
 
+    async def _worker(self, base_url: str) -> Worker | ProgramError | None:
+        """A process for an attempt, or why there is none; None for programs of this process."""
+        if self.workers is None:
+            return None
+        try:
+            return await asyncio.wait_for(self.workers.take(base_url), self.max_seconds)
+        except ProgramError as error:
+            return error
+        except asyncio.TimeoutError:
+            return ProgramError(f"max_seconds={self.max_seconds:g}: importing it took longer. Raise max_seconds.")
+
+    async def _run(self, worker: Worker | ProgramError | None, row: Mapping[str, Any], base_url: str, key: str) -> Any:
+        """What the program returns."""
+        if isinstance(worker, ProgramError):
+            raise worker
+        if worker is not None:
+            return await worker.run(row, base_url, key)
+        assert self.function is not None
+        return await run_here(self.function, row, base_url, key)
+
     def _reward(self, program: asyncio.Future[Any], session: Session) -> float | None:
         """What the program returned; None if a limit made it raise.
 
@@ -219,3 +267,12 @@ class AgentProgram(MultiTurn):
                 "size, or None."
             )
         return float(reward)
+
+
+def _imported(run: str) -> Any:
+    try:
+        return imported("run:", run)
+    except ValueError as error:
+        if "api_key" not in str(error):
+            raise
+        raise ValueError(f"{error} {_HINT} Or set process=True, where the import finds a key.") from error

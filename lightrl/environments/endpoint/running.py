@@ -1,4 +1,4 @@
-"""Runs a program once, in this process or in another one."""
+"""Runs a program, in this process or in others."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ import asyncio
 import contextlib
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import IO, Any
 
-from lightrl.engines.background import in_thread
+from lightrl.engines.background import in_background, in_thread
 from lightrl.environments.calling import LoopBlockedError, UserCode
-from lightrl.environments.endpoint.callers import enter
+from lightrl.environments.endpoint.callers import enter, leave
 from lightrl.rewards.base import message_of
 
 CHILD = Path(__file__).with_name("child.py")
 LOG_BYTES = 4000
 """Bytes of a process's output that a message shows."""
 
-Runner: TypeAlias = Callable[[Mapping[str, Any], str, str], Awaitable[Any]]
-"""Runs a program with a row, a base URL, and a key, and returns what it returns. Cancelling it ends the program.
-
-It raises a `ProgramError` if the program raised or its process died.
-"""
+STOP_SECONDS = 2.0
+"""Seconds that a process has to end what it started, before it is killed."""
 
 
 class ProgramError(Exception):
@@ -42,6 +42,8 @@ class ProgramBlockedError(ProgramError):
 
 async def run_here(function: Callable[..., Any], row: Mapping[str, Any], base_url: str, api_key: str) -> Any:
     """Calls a function in a thread, or, if it awaits, on the event loop of all users' async code.
+
+    It raises a `ProgramError` if the function does, as `Worker.run`. Cancelling either ends the program.
 
     An async function is cancelled at its next `await`. A sync one can't be ended: its key is void, and its thread is
     left behind with a warning.
@@ -56,73 +58,180 @@ async def run_here(function: Callable[..., Any], row: Mapping[str, Any], base_ur
         raise
     finally:
         code.close()
+        leave(api_key)
     if error is None:
         return value
     kind = ProgramBlockedError if isinstance(error, LoopBlockedError) else ProgramError
     raise kind(f"{type(error).__name__}: {message_of(error)}".removesuffix(": ")) from error
 
 
-async def run_process(
-    program: str, python: str | None, env: Mapping[str, str] | None, row: Mapping[str, Any], base_url: str, api_key: str
-) -> Any:
-    """Calls a function in another Python process.
+class Worker:
+    """A Python process that has imported a program, and plays one attempt at a time, each in a fork.
 
-    The process leads a group, which is killed as a whole, including the program's children, when the function has
-    returned, when it is to end, and by the process itself when this one is gone.
+    It and what it started end with `stop`, and when this process is gone.
 
     Args:
         program: "file.py:function" or "package.module:function".
         python: Interpreter; None for this one.
         env: Environment variables in addition to those of this process.
-        row: Row, which must be JSON.
         base_url: Base URL of the endpoint.
-        api_key: Key of the attempt.
+
+    Attributes:
+        key: Key that clients which the import made have.
+        reusable: Whether it can play another attempt.
     """
-    try:
-        call = json.dumps({"row": dict(row), "base_url": base_url, "api_key": api_key})
-    except TypeError as error:
-        raise ValueError(
-            f"process=True: a row goes to a process as JSON, which can't hold it ({error}). Leave the column out, or "
-            "use process=False."
-        ) from error
-    own = {"OPENAI_BASE_URL": base_url, "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1")}
-    own |= {"OPENAI_API_KEY": api_key, "ANTHROPIC_API_KEY": api_key}
-    with tempfile.TemporaryDirectory(prefix="program-") as folder, open(Path(folder) / "log", "w+b") as log:
-        result = Path(folder) / "result.json"
-        process = subprocess.Popen(
-            [python or sys.executable, str(CHILD), program, str(result)],
+
+    def __init__(self, program: str, python: str | None, env: Mapping[str, str] | None, base_url: str) -> None:
+        self.base_url = base_url
+        self.key = f"sk-{secrets.token_urlsafe(32)}"
+        self.reusable = False
+        self._code: int | None = None
+        self._stopping = threading.Lock()
+        self._env = dict(env or {})
+        self._started = False
+        self._log = tempfile.TemporaryFile(prefix="program-")  # noqa: SIM115  (as long as the process lives)
+        self._process = subprocess.Popen(
+            [python or sys.executable, str(CHILD), program],
             stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **own, **(env or {})},
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env={**os.environ, **self._variables(self.key)},
             start_new_session=True,
         )
-        assert process.stdin is not None
-        stdin = process.stdin
 
-        def ended() -> None:
-            with contextlib.suppress(BrokenPipeError):
-                stdin.write(call.encode() + b"\n")
-                stdin.flush()
-            # Not reaped yet, so that no other process can have its number when its group is killed.
-            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    def _variables(self, key: str) -> dict[str, str]:
+        """The environment variables by which clients find the endpoint."""
+        own = {"OPENAI_BASE_URL": self.base_url, "ANTHROPIC_BASE_URL": self.base_url.removesuffix("/v1")}
+        return {**own, "OPENAI_API_KEY": key, "ANTHROPIC_API_KEY": key, **self._env}
 
-        waiting = asyncio.ensure_future(in_thread(ended, "program's process"))
+    def start(self) -> None:
+        """Waits until the program is imported.
+
+        Raises:
+            ProgramError: The import failed.
+        """
+        assert self._process.stdout is not None
+        self._started = self._process.stdout.readline() == b"ready\n"
+        if not self._started:
+            self.stop()
+            raise ProgramError(self._died(self._log, "it can't be imported"))
+
+    async def run(self, row: Mapping[str, Any], base_url: str, api_key: str) -> Any:
+        """Calls the function. The row must be JSON."""
         try:
-            _, failed = await asyncio.shield(waiting)
-            if failed is not None:
-                raise ProgramError(f"{type(failed).__name__}: {failed}")
-        finally:
+            call = json.dumps(
+                {"row": dict(row), "base_url": base_url, "api_key": api_key, "env": self._variables(api_key)}
+            )
+        except TypeError as error:
+            raise ValueError(
+                f"process=True: a row goes to a process as JSON, which can't hold it ({error}). Leave the column out, "
+                "or use process=False."
+            ) from error
+        self.reusable = False
+        with tempfile.TemporaryDirectory(prefix="program-") as name:
+            folder = Path(name)
+            (folder / "call.json").write_text(call)
+            (folder / "log").touch()
+            playing = asyncio.ensure_future(in_thread(partial(self._ended, name), "program's process"))
+            try:
+                _, failed = await asyncio.shield(playing)
+                if failed is not None:
+                    raise ProgramError(f"{type(failed).__name__}: {failed}")
+            finally:
+                if not self.reusable:  # it was given up, or the process died
+                    await asyncio.wait([asyncio.ensure_future(in_thread(self.stop, "program's process"))])
+                await asyncio.wait([playing])
+            result = folder / "result.json"
+            answer = json.loads(result.read_text()) if result.exists() else {}
+            if "reward" not in answer:
+                with open(folder / "log", "rb") as log:
+                    raise ProgramError(self._died(log, answer.get("error")))
+            return answer["reward"]
+
+    def _ended(self, folder: str) -> None:
+        """Plays the attempt of a folder and waits for its end."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(f"{folder}\n".encode())
+            self._process.stdin.flush()
+        code = self._process.stdout.readline()
+        # Requests of a killed attempt may still be on their way, and the key of the import would belong to the next.
+        self.reusable = code == b"0\n"
+        self._code = int(code) if code else None
+
+    def _died(self, log: IO[bytes], cause: str | None) -> str:
+        """The cause, and the last that was written to a log."""
+        log.seek(max(log.seek(0, os.SEEK_END) - LOG_BYTES, 0))
+        said = log.read().decode(errors="replace").strip()
+        code = self._process.returncode if self._code is None else self._code
+        return f"{cause or f'its process ended with exit code {code}'}\n{said}".strip()
+
+    @property
+    def exited(self) -> bool:
+        """Whether it ended. It is not reaped, so that no other process has its number when its group is killed."""
+        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return self._process.returncode is not None or bool(os.waitid(os.P_PID, self._process.pid, options))
+
+    def stop(self) -> None:
+        """Ends the process and what it started."""
+        self.reusable = False
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        until = time.monotonic() + STOP_SECONDS * self._started  # while it imports, it does not listen
+        with self._stopping:
+            if self._process.returncode is not None:
+                return
+            while not self.exited and time.monotonic() < until:
+                time.sleep(0.005)
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-            await asyncio.wait([waiting])
-            process.wait()
-            with contextlib.suppress(OSError):
-                stdin.close()
-        answer = json.loads(result.read_text()) if result.exists() else {}
-        if "reward" not in answer:
-            log.seek(max(log.seek(0, os.SEEK_END) - LOG_BYTES, 0))
-            said = log.read().decode(errors="replace").strip()
-            cause = answer.get("error") or f"its process ended with exit code {process.returncode}"
-            raise ProgramError(f"{cause}\n{said}" if said else cause)
-        return answer["reward"]
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+
+class Workers:
+    """Processes that stay for later attempts: as many as there are attempts at once."""
+
+    def __init__(self, program: str, python: str | None, env: Mapping[str, str] | None) -> None:
+        self._make = partial(Worker, program, python, env)
+        self._all: set[Worker] = set()
+        self._idle: list[Worker] = []
+        self._lock = threading.Lock()
+
+    async def take(self, base_url: str) -> Worker:
+        """A process for one attempt, whose endpoint is at `base_url`.
+
+        Raises:
+            ProgramError: The program can't be imported.
+        """
+        with self._lock:
+            while self._idle:
+                worker = self._idle.pop()
+                if worker.base_url == base_url and not worker.exited:
+                    return worker
+                in_background(worker.stop, "program's process")
+            worker = self._make(base_url)
+            self._all.add(worker)
+        try:
+            _, failed = await in_thread(worker.start, "program's process")
+        except asyncio.CancelledError:
+            in_background(worker.stop, "program's process")
+            raise
+        if failed is not None:
+            raise failed
+        return worker
+
+    def give(self, worker: Worker) -> None:
+        """Takes a process back."""
+        with self._lock:
+            if worker.reusable and worker in self._all:
+                self._idle.append(worker)
+            else:
+                self._all.discard(worker)
+
+    def stop(self) -> None:
+        """Ends all processes."""
+        with self._lock:
+            workers, self._all, self._idle = self._all, set(), []
+        for worker in workers:
+            worker.stop()

@@ -1,4 +1,4 @@
-"""The loopback server that programs use as a model server."""
+"""The server that programs use as a model server."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
@@ -21,10 +21,12 @@ from lightrl.engines.background import BackgroundLoop
 from lightrl.environments.endpoint.anthropic_messages import Messages
 from lightrl.environments.endpoint.api import Api
 from lightrl.environments.endpoint.callers import UNKNOWN, key_of
-from lightrl.environments.endpoint.openai_apis import ChatCompletions, Responses
-from lightrl.environments.endpoint.session import Answered, Asked, RefusedError, Session
+from lightrl.environments.endpoint.openai_apis import ChatCompletions
+from lightrl.environments.endpoint.requests import RefusedError
+from lightrl.environments.endpoint.responses import Responses
+from lightrl.environments.endpoint.session import Session
 
-HOST = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 # OpenAI's clients add "/chat/completions" to their base URL, Anthropic's "/v1/messages": one URL does for both.
 PREFIXES = ("", "/v1", "/v1/v1")
 MIXED_UP = (
@@ -36,30 +38,42 @@ UNTOLD = (
     "run: a request came from a thread that carries no attempt's context, so it can't be told which one it trains. "
     "Start it with `contextvars.copy_context().run` (as `asyncio.to_thread` does), or set process=True."
 )
+T = TypeVar("T")
 NO_RETRY = {"x-should-retry": "false"}  # what was rejected is rejected again; both official clients heed it
 
 
 class Endpoint:
-    """Serves sessions on 127.0.0.1 at a free port, on an event loop in a separate thread.
+    """Serves sessions on an event loop in a separate thread.
 
-    Each session has a secret key of 256 random bits, void after the session's end. Without a valid key no body is read.
-    If serving ends unasked, the sessions fail.
+    Each session has a secret key of 256 random bits, void after the session's end. Without a valid key no body is read,
+    and only `/health` is answered. If serving ends unasked, the sessions fail.
+
+    Args:
+        bind: Address to listen on.
+        port: Port; 0 for a free one.
+        url: Base URL for programs, with `{port}` for the port; None for the address.
 
     Attributes:
+        base_url: Base URL for programs.
         ended: Whether it serves no more.
 
     Raises:
+        ValueError: The address can't be listened on.
         RuntimeError: The server does not come up.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, bind: str = LOOPBACK, port: int = 0, url: str | None = None) -> None:
         self._sessions: dict[str, Session] = {}  # by key
         self._opened = 0
         self._opening = threading.Lock()
         self.ended = False
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        self._socket.bind((HOST, 0))
-        self.base_url = f"http://{HOST}:{self._socket.getsockname()[1]}/v1"
+        try:
+            self._socket = socket.create_server((bind, port), family=socket.AF_INET6 if ":" in bind else socket.AF_INET)
+        except OSError as error:
+            raise ValueError(f"bind={bind!r}, port={port}: can't be listened on ({error}). Set others.") from error
+        self.port = int(self._socket.getsockname()[1])
+        host = {"0.0.0.0": LOOPBACK, "::": "[::1]"}.get(bind, f"[{bind}]" if ":" in bind else bind)
+        self.base_url = (url or f"http://{host}:{{port}}/v1").replace("{port}", str(self.port))
         self._server = uvicorn.Server(
             uvicorn.Config(
                 self._app(),
@@ -103,9 +117,14 @@ class Endpoint:
             self._loop.close()
         self._socket.close()
 
-    def open(self, session: Session) -> str:
-        """The key of a session, which is answered from now on. The session fails if the endpoint has ended."""
-        key = f"sk-{secrets.token_urlsafe(32)}"
+    def open(self, session: Session, key: str | None = None) -> str:
+        """The key of a session, which is answered from now on. The session fails if the endpoint has ended.
+
+        Args:
+            session: Session.
+            key: Key; None for a new one.
+        """
+        key = key or f"sk-{secrets.token_urlsafe(32)}"
         with self._opening:
             self._opened += 1
             if self.ended:
@@ -127,7 +146,8 @@ class Endpoint:
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         key = (key if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")).strip()
         session = self._sessions.get(key)
-        caller = None if request.client is None else key_of(request.client.port)
+        local = request.client is not None and request.client.host == LOOPBACK
+        caller = key_of(request.client.port, request.scope["server"][1]) if request.client and local else None
         if caller is not None and caller != key and session is not None and self._opened > 1:
             cause = UNTOLD if caller == UNKNOWN else MIXED_UP
             for mixed_up in filter(None, (session, self._sessions.get(caller))):
@@ -145,7 +165,13 @@ class Endpoint:
         for prefix in PREFIXES:
             for api in (chat, Responses(), messages):
                 app.add_api_route(prefix + api.path, self._handler(api), methods=["POST"], response_model=None)
-            app.add_api_route(prefix + "/models", self._handler(chat, _models), methods=["GET"], response_model=None)
+                if api.counting is not None:
+                    handler = self._handler(api, _count)
+                    app.add_api_route(prefix + api.counting, handler, methods=["POST"], response_model=None)
+            models = self._handler(chat, _models)
+            for path in ("/models", "/models/{name:path}"):
+                app.add_api_route(prefix + path, models, methods=["GET"], response_model=None)
+        app.add_api_route("/health", _health, methods=["GET"])
 
         async def missing(request: Request, error: Exception) -> Response:
             async def refuse(api: Api, session: Session, request: Request) -> Response:
@@ -181,34 +207,55 @@ class Endpoint:
         return handle
 
 
+async def _health() -> dict[str, str]:
+    return {"status": "ok"}
+
+
 async def _models(api: Api, session: Session, request: Request) -> Response:
-    model = {"id": "policy", "object": "model", "created": 0, "owned_by": "run"}
-    return JSONResponse({"object": "list", "data": [model]})
+    """The one model, under any name, with the members of both providers."""
+    name = request.path_params.get("name")
+    model = {
+        **{"id": name or "policy", "object": "model", "created": 0, "owned_by": "run"},
+        **{"type": "model", "display_name": name or "policy", "created_at": "1970-01-01T00:00:00Z"},
+    }
+    if name is not None:
+        return JSONResponse(model)
+    ends = {"first_id": model["id"], "last_id": model["id"], "has_more": False}
+    return JSONResponse({"object": "list", "data": [model], **ends})
 
 
-async def _answer(api: Api, session: Session, request: Request) -> Response:
+async def _body(request: Request) -> dict[str, Any]:
     try:
         body = json.loads(await request.body())
     except (ValueError, RecursionError) as error:
         raise RefusedError(400, f"The body is not valid JSON: {error}") from error
     if not isinstance(body, dict):
         raise RefusedError(400, "The body must be a JSON object.")
-    asked = api.read(body, session.recall)
-    answered = await _turn(session, asked, request)
-    if answered is None:
+    return body
+
+
+async def _count(api: Api, session: Session, request: Request) -> Response:
+    asked = api.read(await _body(request), session.recall, count=True)
+    tokens = await _made(session, session.count(asked), request)
+    return Response(status_code=499) if tokens is None else JSONResponse(api.counted(tokens))
+
+
+async def _answer(api: Api, session: Session, request: Request) -> Response:
+    asked = api.read(await _body(request), session.recall)
+    answers = await _made(session, session.turns_of(asked), request)
+    if answers is None:
         return Response(status_code=499)  # the client has gone
-    written = api.write(asked, answered)
+    written = api.write(asked, answers)
     if isinstance(api, Responses):  # by the id that the program gets
-        session.remember(written["id"], [*asked.messages[asked.instructions :], answered.reply.message()])
+        session.remember(written["id"], [*asked.messages[asked.instructions :], answers[0].reply.message()])
     if not asked.stream:
         return JSONResponse(written)
-    events = api.events(asked, answered, written)
+    events = api.events(asked, answers, written)
     return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
 
 
-async def _turn(session: Session, asked: Asked, request: Request) -> Answered | None:
-    """The session's answer, made on its loop; None if the client has gone, which gives the turn up."""
-    work = session.turn(asked)
+async def _made(session: Session, work: Coroutine[Any, Any, T], request: Request) -> T | None:
+    """What the session makes on its loop; None if the client has gone, which gives it up."""
     try:
         future = asyncio.run_coroutine_threadsafe(work, session.loop)
     except RuntimeError as error:

@@ -8,98 +8,23 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
-from lightrl.environments.base import Message, Reply, Tools
+from lightrl.engines.background import all_of
+from lightrl.environments.base import Message, Tools
 from lightrl.environments.bridges import Bridge
+from lightrl.environments.endpoint.requests import Answered, Asked, RefusedError
+from lightrl.environments.endpoint.streams import Stream, cut, same
 from lightrl.environments.episodes import Ask
 from lightrl.environments.ledger import Ledger
 from lightrl.environments.parsing import ReplyParser
-from lightrl.records import GenerationRequest, SamplingParams, StopReason, TrajectoryRow
+from lightrl.records import Completion, CompletionGroup, GenerationRequest, SamplingParams, StopReason, TrajectoryRow
 
-_COUNTS = ("tool_calls", "parse_errors", "refused_requests", "ignored_parameters")
-
-
-class RefusedError(Exception):
-    """A request that is rejected.
-
-    Args:
-        status: HTTP status.
-        message: What is wrong, and the fix.
-        parameter: Member of the body that is wrong.
-        code: Word for programs, such as "context_length_exceeded".
-    """
-
-    def __init__(self, status: int, message: str, parameter: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.parameter = parameter
-        self.code = code
-
-
-@dataclass
-class Asked:
-    """A request of a program, whichever interface it came by.
-
-    Attributes:
-        messages: Conversation; IDs of tool calls are those that the program was given.
-        tools: JSON schemas, as chat templates take them.
-        max_new_tokens: Maximum number of tokens of the reply; None for the run's limit.
-        model: Name that the program asked for. It is given back and has no effect.
-        stream: Whether the answer comes as server-sent events.
-        usage: Whether a stream of chat completions ends with the counts of tokens.
-        ignored: Names of sampling parameters, which have no effect.
-        template_kwargs: Variables of the chat template that the program asked for.
-        instructions: Number of first messages that are not part of the conversation that a response continues.
-    """
-
-    messages: list[Message]
-    tools: list[dict[str, Any]] = field(default_factory=list)
-    max_new_tokens: int | None = None
-    model: str = ""
-    stream: bool = False
-    usage: bool = False
-    ignored: tuple[str, ...] = ()
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    instructions: int = 0
-
-
-@dataclass
-class Answered:
-    """A turn as the program gets it. IDs of the reply's tool calls are unique in the attempt."""
-
-    number: int
-    reply: Reply
-    prompt_tokens: int
-    completion_tokens: int
-
-
-@dataclass
-class _Stream:
-    """A conversation that may be continued. `busy`: a turn of it is being sampled."""
-
-    ledger: Ledger
-    busy: bool = False
-
-    def rest(self, messages: Sequence[Message], tools: Tools) -> list[Message] | None:
-        """The messages after this conversation; None if they do not continue it."""
-        said = self.ledger.conversation
-        if self.busy or self.ledger.tools != list(tools) or len(messages) < len(said):
-            return None
-        if not all(_same(mine, theirs) for mine, theirs in zip(said, messages, strict=False)):
-            return None
-        rest = list(messages[len(said) :])
-        if len(said) == len(self.ledger.messages):  # its last request has no reply: only the same one again
-            return None if rest else []
-        return rest if rest and all(message["role"] != "assistant" for message in rest) else None
-
-
-def _same(mine: Message, theirs: Message) -> bool:
-    """Whether a program means this message of ours. Many programs do not send thoughts back."""
-    if "reasoning_content" in mine and "reasoning_content" not in theirs:
-        mine = {key: value for key, value in mine.items() if key != "reasoning_content"}
-    return mine == theirs
+_COUNTS = (
+    *("tool_calls", "parse_errors", "refused_requests", "ignored_parameters", "constrained_turns"),
+    "masked_turns",
+)
+Constrained = Literal["engine", "free", "reject"]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -125,6 +50,9 @@ class Session:
         name: Name of the attempt in messages.
         template_kwargs: Variables of the chat template.
         notify: Gets what a user should read once.
+        constrained: What becomes of replies that a program constrains (a forced tool, a JSON schema). "engine" has the
+            engine constrain them, and leaves their tokens out of the loss unless it records what they were drawn from;
+            "free" samples and trains them like all others; "reject" rejects the request.
 
     Attributes:
         broken: Set if something failed or the run must end.
@@ -145,6 +73,7 @@ class Session:
     name: str
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     notify: Callable[[str], None] = lambda message: None
+    constrained: Constrained = "engine"
 
     def __post_init__(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -159,8 +88,8 @@ class Session:
         self._counts = dict.fromkeys(_COUNTS, 0.0)
         self._limit: StopReason | None = None
         self._last: StopReason = "stop"
-        self._streams: list[_Stream] = []
-        self._latest: _Stream | None = None
+        self._streams: list[Stream] = []
+        self._latest: Stream | None = None
         self._free: list[int] = []  # numbers of turns that were given up
         self._numbers = 0
         self._turns: set[int] = set()
@@ -169,6 +98,7 @@ class Session:
         self._waited = 0.0
         self._waiting_since = 0.0
         self._responses: dict[str, list[Message]] = {}
+        self._images: dict[str, Any] = {}  # by their data URLs, decoded as a ledger does
 
     # ---- outcome ----------------------------------------------------------------------------------------------------
 
@@ -275,11 +205,7 @@ class Session:
         if not self._tasks:
             self._waiting_since = time.monotonic()
         self._tasks.add(task)
-        self._counts["ignored_parameters"] += len(asked.ignored)
-        for name in asked.ignored:
-            self.notify(
-                f"The program's requests set {name}, which has no effect: turns are sampled by the run's settings."
-            )
+        self._ignore(asked.ignored)
         try:
             return await self._sample(asked)
         except RefusedError:
@@ -307,11 +233,20 @@ class Session:
                     f"chat_template_kwargs.{name}",
                     "unsupported_value",
                 )
+        structured, wish = self._structured(asked)
+        extra: dict[str, Any] = {"structured_outputs": structured} if structured else {}
+        if asked.top_logprobs:
+            extra["logprobs"] = asked.top_logprobs
         number = heapq.heappop(self._free) if self._free else self._numbers
         self._numbers = max(self._numbers, number + 1)
         stream = None
         try:
-            stream, prompt_ids = self._begun(self._as_policy(asked.messages), asked.tools)
+            messages = self._as_policy(asked.messages)
+            begun = self._prefill(messages) if asked.prefill else ""
+            stream, prompt_ids = self._begun(messages, asked.tools)
+            prefix = self.bridge.plain_ids(self._tokenizer(asked.tools), begun) if begun else []
+            if prefix:
+                prompt_ids = stream.ledger.prefill(prefix)
             left = self.max_tokens - len(prompt_ids)
             if left < max(1, self.sampling.min_new_tokens):
                 self._limit = "tokens"
@@ -321,40 +256,168 @@ class Session:
                     "reply: the prompt is too long. Shorten it.",
                     code="context_length_exceeded",
                 )
-            sampling = replace(self.sampling, max_new_tokens=min(wanted, left))
+            sampling = replace(
+                self.sampling,
+                max_new_tokens=min(wanted, left),
+                stop=[*(self.sampling.stop or []), *asked.stop] or None,
+                extra={**(self.sampling.extra or {}), **extra} or None,
+            )
             name = f"turn {number} of {self.name}"
-            request = GenerationRequest(prompt_ids, sampling, self.turn_seed(number), name=name)
-            group = await self.ask(stream.ledger.shown(request))
+            request = GenerationRequest(prompt_ids, sampling, self.turn_seed(number), name=name, trained=not structured)
+            group = await self._asking(stream.ledger.shown(request), wish or "top_logprobs" if extra else None)
         except BaseException:
             heapq.heappush(self._free, number)
-            raise
-        finally:
             if stream is not None:
-                stream.busy = False
-        completion = group.completions[0]
-        reply = self.parser(asked.tools).read(prompt_ids, completion, asked.tools, self.bridge)
+                stream.busy = bool(begun)  # forever: its tokens end with the beginning of a reply that never came
+            raise
+        stream.busy = False
+        return self._answered(asked, stream, number, group, prefix, begun, "tokens" if left < wanted else "length")
+
+    async def _asking(self, request: GenerationRequest, wish: str | None) -> CompletionGroup:
+        """The engine's answer. `wish`: member of the request that it may not support."""
+        try:
+            return await self.ask(request)
+        except ValueError as error:
+            if wish is None:
+                raise
+            raise RefusedError(400, f"{wish}: {error}", wish, "unsupported_value") from error
+
+    def _answered(
+        self,
+        asked: Asked,
+        stream: Stream,
+        number: int,
+        group: CompletionGroup,
+        prefix: list[int],
+        begun: str,
+        limit: StopReason,
+    ) -> Answered:
+        """Records a turn, which continues the tokens of `begun`; `limit` is the name of what may have cut it."""
+        (completion,) = group.completions
+        prompt_ids = group.request.token_ids
+        whole = replace(completion, token_ids=prefix + completion.token_ids)
+        reply = self.parser(asked.tools).read(
+            prompt_ids[: len(prompt_ids) - len(prefix)], whole, asked.tools, self.bridge
+        )
         self._counts["parse_errors"] += bool(reply.errors)
-        stream.ledger.sampled(completion, group.versions(0), reply.message(), turn=number)
+        sampled = reply.content
+        reply, stop = cut(reply, asked.stop, len(begun))
+        if asked.single:
+            reply = replace(reply, tool_calls=reply.tool_calls[:1])
+        trained = group.request.trained or completion.support is not None
+        self._counts["constrained_turns"] += not group.request.trained
+        self._counts["masked_turns"] += not trained
+        if not trained:
+            self.notify(
+                "The program's requests constrain replies, and the engine does not record what their tokens were drawn "
+                'from, so these are not trained (masked_turns). Set episode.constrained to "free" to sample and train '
+                "them without the constraint."
+            )
+        stream.ledger.sampled(completion, group.versions(0), reply.message(), turn=number, trained=trained)
+        ended = self.bridge.ends_turn(completion.token_ids)
+        stream.sampled = None if ended or reply.tool_calls else sampled
         self._turns.add(number)
         self._latest = stream
         self.completion = reply.content
         self._limit = None
-        self._last = "stop" if not reply.truncated else "tokens" if left < wanted else "length"
+        self._last = "stop" if not reply.truncated else limit
         self._counts["tool_calls"] += len(reply.tool_calls)
-        for_program = replace(reply, tool_calls=[])
+        for_program = replace(reply, content=reply.content.removeprefix(begun), tool_calls=[])
         for i, call in enumerate(reply.tool_calls):
             call_id = f"call_{number}_{i}"
             self._call_ids[call_id] = (call.id, call.name)
             for_program.tool_calls.append(replace(call, id=call_id))
-        return Answered(number, for_program, len(prompt_ids), len(completion.token_ids))
+        logprobs = None if asked.top_logprobs is None else self._logprobs(asked, completion)
+        return Answered(number, for_program, len(prompt_ids), len(completion.token_ids), stop, logprobs)
 
-    def _begun(self, messages: list[Message], tools: list[dict[str, Any]]) -> tuple[_Stream, list[int]]:
+    def _logprobs(self, asked: Asked, completion: Completion) -> list[dict[str, Any]]:
+        """The tokens with their log-probs, and the likeliest ones, up to the end of the turn or the stop string."""
+        tokenizer, entries = self._tokenizer(asked.tools), list[dict[str, Any]]()
+        ids = completion.token_ids[:-1] if self.bridge.ends_turn(completion.token_ids) else completion.token_ids
+        text = ""
+
+        def entry(token: int, logprob: float) -> dict[str, Any]:
+            word = tokenizer.decode([token])
+            return {"token": word, "logprob": logprob, "bytes": list(word.encode(errors="replace"))}
+
+        for place, token in enumerate(ids):
+            top = sorted(completion.top[place].items(), key=lambda pair: -pair[1]) if completion.top else []
+            likeliest = [entry(*pair) for pair in top[: asked.top_logprobs]]
+            entries.append({**entry(token, completion.logprobs[place]), "top_logprobs": likeliest})
+            text += entries[-1]["token"]
+            if any(stop in text for stop in asked.stop):
+                break
+        return entries
+
+    def _structured(self, asked: Asked) -> tuple[dict[str, Any], str]:
+        """What the engine constrains the reply to, and the member of the request that asks for it."""
+        wish = "tool_choice" if asked.forced is not None else "response_format" if asked.structured else ""
+        if not wish:
+            return {}, ""
+        if self.constrained == "reject":
+            raise RefusedError(
+                400,
+                f'{wish}: constrains the reply, which this run does not do (constrained="reject"). Leave it out.',
+                wish,
+                "unsupported_parameter",
+            )
+        if self.constrained == "free":
+            self._ignore([wish])
+            return {}, wish
+        if not asked.tools:
+            return dict(asked.structured), wish
+        try:
+            return self.parser(asked.tools).grammar(asked.tools, asked.forced, asked.structured), wish
+        except ValueError as error:
+            raise RefusedError(400, f"{wish}: {error}", wish, "unsupported_value") from error
+
+    def _ignore(self, names: Sequence[str]) -> None:
+        self._counts["ignored_parameters"] += len(names)
+        for name in names:
+            self.notify(
+                f"The program's requests set {name}, which has no effect: turns are sampled by the run's settings."
+            )
+
+    async def turns_of(self, asked: Asked) -> list[Answered]:
+        """Answers a request as often as it asks. Each reply is a turn."""
+        return await all_of(self.turn(asked) for _ in range(asked.n))
+
+    def _prefill(self, messages: list[Message]) -> str:
+        """Takes the beginning of the reply from the end of a conversation."""
+        last = messages.pop()
+        text = last.get("content")
+        if not messages or last["role"] != "assistant" or last.get("tool_calls") or not isinstance(text, str):
+            raise RefusedError(400, "To continue a reply, end messages with an assistant message of text.", "messages")
+        if text != text.rstrip():
+            raise RefusedError(400, "The final assistant content cannot end with trailing whitespace.", "messages")
+        return text
+
+    async def count(self, asked: Asked) -> int:
+        """Number of tokens of a request."""
+        self.requested = True
+        try:
+            return len(self.bridge.render(self.bridge.opened(self._as_policy(asked.messages)), asked.tools))
+        except ValueError as error:
+            raise RefusedError(400, str(error), "messages") from error
+
+    def _tokenizer(self, tools: Tools) -> Any:
+        return self.parser(tools).tokenizer
+
+    def _begun(self, messages: list[Message], tools: list[dict[str, Any]]) -> tuple[Stream, list[int]]:
         """The conversation that a request continues, or a new one, and the tokens to ask the engine with."""
-        found = [(stream, rest) for stream in self._streams if (rest := stream.rest(messages, tools)) is not None]
+        found = [(stream, *left) for stream in self._streams if (left := stream.rest(messages, tools)) is not None]
         try:
             if found:
-                stream, rest = max(found, key=lambda pair: len(pair[0].ledger.messages))
-                ids = stream.ledger.answer(rest) if rest else stream.ledger.request_ids
+                stream, rest, more = max(found, key=lambda each: len(each[0].ledger.messages))
+                if more:
+                    said, ids = (
+                        messages[len(messages) - len(rest) - 1],
+                        self.bridge.plain_ids(self._tokenizer(tools), more),
+                    )
+                    stream.ledger.answer(rest, said, ids)
+                elif rest:
+                    stream.ledger.answer(rest)
+                ids = stream.ledger.request_ids
             else:
                 stream, ids = self._forked(messages, tools)
                 self._streams.append(stream)
@@ -365,19 +428,19 @@ class Session:
         stream.busy = True
         return stream, ids
 
-    def _forked(self, messages: list[Message], tools: list[dict[str, Any]]) -> tuple[_Stream, list[int]]:
+    def _forked(self, messages: list[Message], tools: list[dict[str, Any]]) -> tuple[Stream, list[int]]:
         """A conversation that leaves another one after one of its turns, or a new one."""
         same_tools = [stream.ledger for stream in self._streams if stream.ledger.tools == list(tools)]
-        branches = [branch for ledger in same_tools if (branch := ledger.branch(messages, _same)) is not None]
+        branches = [branch for ledger in same_tools if (branch := ledger.branch(messages, same)) is not None]
         if branches:
             ledger = max(branches, key=lambda branch: len(branch.messages))
             rest = messages[len(ledger.conversation) :]
             if all(message["role"] != "assistant" for message in rest):
                 ids = ledger.answer(rest)
                 if not ledger.forks:  # else the template does not extend what was sampled
-                    return _Stream(ledger), ids
+                    return Stream(ledger), ids
         ledger = Ledger(self.bridge, tools)
-        return _Stream(ledger), ledger.begin(messages)
+        return Stream(ledger), ledger.begin(messages)
 
     def _as_policy(self, messages: Sequence[Message]) -> list[Message]:
         """The conversation with the policy's IDs of tool calls, and the names of tools that answered."""
@@ -388,6 +451,8 @@ class Session:
             if message.get("tool_calls"):
                 names |= {call["id"]: call["function"]["name"] for call in message["tool_calls"]}
                 message["tool_calls"] = [{**call, "id": self._policy_id(call["id"])} for call in message["tool_calls"]]
+            if isinstance(message.get("content"), list):
+                message["content"] = [self._seen(part) for part in message["content"]]
             if message["role"] == "tool":
                 name = names.get(message["tool_call_id"])
                 message = {
@@ -398,6 +463,19 @@ class Session:
                 }
             said.append(message)
         return said
+
+    def _seen(self, part: dict[str, Any]) -> dict[str, Any]:
+        """A block of content with its image decoded, so that it equals the ledger's."""
+        if part["type"] != "image":
+            return part
+        if (url := part["image"]) not in self._images:
+            message: Message = {"role": "user", "content": [part]}
+            try:
+                (message,) = self.bridge.opened(self.bridge.opened([message]))
+            except ValueError as error:
+                raise RefusedError(400, str(error), "messages") from error
+            self._images[url] = message["content"][0]["image"]
+        return {**part, "image": self._images[url]}
 
     def _policy_id(self, call_id: str) -> str:
         return self._call_ids.get(call_id, (call_id, ""))[0]

@@ -106,12 +106,14 @@ def _rectangles(lengths: list[int], units: list[list[int]], budget: int, num_bin
     """Longest units first, as many into a bin as its longest row leaves room for; the fullest are halved for more."""
     longest = [max(lengths[row] for row in unit) for unit in units]
     bins: list[list[int]] = []  # of numbers of units
+    rows = 0  # in the last bin
     for i in sorted(range(len(units)), key=lambda i: -longest[i]):
-        rows = sum(len(units[j]) for j in bins[-1]) + len(units[i]) if bins else 0
+        rows += len(units[i])
         if bins and rows * longest[bins[-1][0]] <= budget:
             bins[-1].append(i)
         else:
             bins.append([i])
+            rows = len(units[i])
     if num_bins is not None and num_bins < len(bins):
         raise ValueError(f"num_bins={num_bins}: these rows need {len(bins)} of {budget} tokens. Raise it.")
     while num_bins is not None and len(bins) < num_bins:

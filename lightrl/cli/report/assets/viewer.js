@@ -51,8 +51,15 @@ const distinct = f => [...new Set(all.map(f))].sort((a, b) => a > b ? 1 : a < b 
 const any = [["", "all"]];
 const rollout = field("Rollout", select(any.concat(distinct(t => t.rollout).map(x => [x, x]))), "rollout");
 const stop = field("Ended by", select(any.concat(distinct(t => t.stop).map(x => [x, x]))), "stop");
+const bound = (label, id) => {
+  const node = document.createElement("input");
+  node.type = "number"; node.step = "any"; node.className = "bound";
+  return field(label, node, id);
+};
+const from = bound("Reward from", "from"), to = bound("to", "to");
 const learnt = field("Show", select([["", "all"], ["up", "advantage above 0"], ["down", "advantage below 0"],
-  ["zero", "advantage 0"], ["untrained", "not trained"]]), "learnt");
+  ["zero", "advantage 0"], ["untrained", "not trained"], ["failed", "failed or not scored"],
+  ["mixed", "groups with different rewards"]]), "learnt");
 const order = field("Order", select([["", "as sampled"], ["high", "highest reward"], ["low", "lowest reward"],
   ["long", "most tokens"]]), "order");
 const overlay = field("Colour by", select(Object.entries(OVERLAYS).map(([key, [label, needs]]) => {
@@ -71,17 +78,24 @@ const texts = all.map(t => t.text.toLowerCase());
 const place = t => t.rollout + " " + t.group;
 const groups = new Map();
 all.forEach((t, i) => { const g = place(t); if (!groups.has(g)) groups.set(g, []); groups.get(g).push(i); });
+const rewards = new Map([...groups].map(([g, members]) =>
+  [g, [...new Set(members.map(i => all[i].reward).filter(x => x !== null))].sort((a, b) => a - b)]));
+const scored = t => t.reward !== null && t.reward !== undefined;
 let visible = [];
 const keeps = i => {
   const t = all[i], word = search.value.trim().toLowerCase(), a = t.advantage || 0;
   if (word && !texts[i].includes(word)) return false;
   if (rollout.value && String(t.rollout) !== rollout.value) return false;
   if (stop.value && t.stop !== stop.value) return false;
+  if (from.value && !(scored(t) && t.reward >= Number(from.value))) return false;
+  if (to.value && !(scored(t) && t.reward <= Number(to.value))) return false;
   switch (learnt.value) {
     case "up": return t.trained && a > 0;
     case "down": return t.trained && a < 0;
     case "zero": return t.trained && a === 0;
     case "untrained": return !t.trained;
+    case "failed": return t.stop === "failure" || !scored(t);
+    case "mixed": return rewards.get(place(t)).length > 1;
     default: return true;
   }
 };
@@ -97,12 +111,19 @@ const list = () => {
     const t = all[i], now = key ? "sorted" : place(t);
     if (now !== last) {
       section = make("section", frame);
-      const title = key ? order.selectedOptions[0].textContent : `rollout ${t.rollout}, ${t.group}: ${t.title}`;
-      make("h2", section, title).title = key ? "" : t.title;
+      const title = make("h2", section, key ? order.selectedOptions[0].textContent : t.title);
+      if (!key) {
+        const range = rewards.get(now), [least, most] = [range[0], range[range.length - 1]];
+        const span = !range.length ? "not scored" : least === most ? `reward ${number(least)}`
+          : `rewards ${number(least)} to ${number(most)}`;
+        title.title = t.question;
+        make("p", section, `rollout ${t.rollout}, ${t.group}, ${span}`);
+      }
       last = now;
     }
     const button = make("button", section);
     button.dataset.i = i;
+    button.title = key ? t.question : "";
     make("span", button, "#" + t.trajectory);
     make("span", button, number(t.reward), t.trained ? direction(t.advantage) : "soft");
     make("small", button, t.trained ? t.stop : t.stop + ", not trained");
@@ -127,7 +148,12 @@ const show = i => {
   main.replaceChildren();
   if (i === null) { make("p", main, "No trajectory matches.", "soft"); mark(); return; }
   pieces = pieces || read("pieces");
-  for (const member of groups.get(place(all[i]))) main.append(trajectory(member));
+  const question = make("div", main, all[i].question);
+  question.id = "question";
+  question.title = "Click to see all of it";
+  const group = make("div", main, null, "group");
+  for (const member of groups.get(place(all[i]))) group.append(trajectory(member));
+  main.style.setProperty("--question", question.offsetHeight + "px");
   paint();
   mark();
   main.querySelector(".chosen").scrollIntoView({block: "nearest", inline: "nearest"});
@@ -151,6 +177,7 @@ const trajectory = i => {
   d.rows.forEach((row, r) => {
     if (d.rows.length > 1) make("div", box, `row ${r + 1} of ${d.rows.length}`, "row");
     let at = 0, sampled = 0;
+    const special = new Set(row.special);
     for (const [turn, length] of row.turns) {
       if (turn >= 0) {
         const line = make("div", box, null, "turn"), info = of.get(turn);
@@ -164,11 +191,21 @@ const trajectory = i => {
         }
       }
       const block = make("pre", box, null, turn < 0 ? "context" : "sampled");
-      if (turn < 0) block.textContent = row.tokens.slice(at, at + length).map(x => pieces[x]).join("");
-      else for (let k = 0; k < length; k++, sampled++) {
+      if (turn < 0) {
+        let text = "";  // special tokens stand out, so that a text that imitates them does not
+        for (let k = at; k < at + length; k++) {
+          if (!special.has(k)) { text += pieces[row.tokens[k]]; continue; }
+          if (text) block.append(text);
+          make("span", block, pieces[row.tokens[k]], "special");
+          text = "";
+        }
+        if (text) block.append(text);
+      } else for (let k = 0; k < length; k++, sampled++) {
         const span = make("span", block, pieces[row.tokens[at + k]]), values = {};
         for (const name in row.values) values[name] = row.values[name][sampled];
         if (/^\s*\n\s*$/.test(span.textContent)) span.className = "newline";
+        if (special.has(at + k)) span.className = "special";
+        if (!span.textContent) span.className = "part";
         spans.push([span, values]);
         span.values = values;
       }
@@ -206,7 +243,14 @@ const paint = () => {
 // ---- what people do
 for (const node of [rollout, stop, learnt, order]) node.addEventListener("change", list);
 let soon = 0;
-search.addEventListener("input", () => { clearTimeout(soon); soon = setTimeout(list, 60); });
+for (const node of [search, from, to]) {
+  node.addEventListener("input", () => { clearTimeout(soon); soon = setTimeout(list, 60); });
+}
+main.addEventListener("click", event => {
+  if (event.target.id !== "question" || String(getSelection())) return;
+  event.target.classList.toggle("whole");
+  main.style.setProperty("--question", event.target.offsetHeight + "px");
+});
 overlay.addEventListener("change", paint);
 nav.addEventListener("click", event => {
   const button = event.target.closest("button");

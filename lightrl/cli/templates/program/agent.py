@@ -1,0 +1,68 @@
+"""The agent: any code that talks to a model server, here with OpenAI's client. `main` makes one attempt.
+
+Without training, against any model server: OPENAI_API_KEY=... python agent.py "What is 61 * 65 + 141?"
+"""
+
+import asyncio
+import json
+import os
+import re
+import sys
+
+import openai
+
+MODEL = os.environ.get("MODEL", "policy")  # a run ignores the name
+CLIENT = openai.AsyncOpenAI(api_key="given for each attempt")  # one for all attempts, which share its event loop
+NUMBERS = {name: {"type": "integer", "description": f"the {name} number"} for name in ("first", "second")}
+CALCULATOR = {
+    "name": "calculate",
+    "description": "Adds or multiplies two numbers.",
+    "parameters": {
+        "type": "object",
+        "properties": {"operation": {"type": "string", "enum": ["add", "multiply"]}, **NUMBERS},
+        "required": ["operation", "first", "second"],
+    },
+}
+
+
+def calculate(arguments: str) -> str:
+    """The result of a call, or what is wrong with it: the model reads both."""
+    try:
+        given = json.loads(arguments)
+        first, second = int(given["first"]), int(given["second"])
+        return str({"add": first + second, "multiply": first * second}[given["operation"]])
+    except (KeyError, TypeError, ValueError) as error:
+        return f"Error: {type(error).__name__}: {error}"
+
+
+async def solve(client: openai.AsyncOpenAI, question: str) -> str:
+    """The model's answer, after at most three rounds with the calculator."""
+    messages = [{"role": "user", "content": question}]
+    for _ in range(4):
+        tools = [{"type": "function", "function": CALCULATOR}]
+        reply = await client.chat.completions.create(model=MODEL, messages=messages, tools=tools)
+        message = reply.choices[0].message
+        messages.append(message)
+        if not message.tool_calls:
+            return message.content or ""
+        for call in message.tool_calls:
+            result = calculate(call.function.arguments)
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+    return ""
+
+
+async def main(row: dict, base_url: str, api_key: str) -> float:
+    """One attempt, and its reward: 1 if the answer's last number is correct, and else 0.
+
+    Args:
+        row: The columns of a row of `rows.jsonl`.
+        base_url: Where the policy answers.
+        api_key: Key of this attempt.
+    """
+    answer = await solve(CLIENT.with_options(base_url=base_url, api_key=api_key), row["prompt"])
+    numbers = re.findall(r"-?\d+", answer.replace(",", ""))
+    return float(numbers[-1:] == [str(row["answer"])])
+
+
+if __name__ == "__main__":
+    print(asyncio.run(solve(openai.AsyncOpenAI(), sys.argv[1])))

@@ -1,0 +1,293 @@
+"""OpenAI's responses."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from lightrl.environments.base import Message
+from lightrl.environments.endpoint.api import (
+    Api,
+    Members,
+    arguments_of,
+    call_message,
+    content_of,
+    event,
+    function_tool,
+    given,
+    listed,
+    new_id,
+    of_type,
+    pieces,
+    text_of,
+    whole,
+)
+from lightrl.environments.endpoint.openai_apis import (
+    FIXED,
+    HARMLESS,
+    READ,
+    SAMPLING,
+    structured_of,
+    tool_wishes,
+    top_logprobs,
+)
+from lightrl.environments.endpoint.requests import Answered, Asked, RefusedError
+
+_TEXT_MEMBERS = Members(read=["format"], sampling=["verbosity"])
+_LOGPROBS = "message.output_text.logprobs"
+_CACHE = Members(harmless=["mode", "ttl", "comparison_response_id"], fixed={"prewarm": (False,)})
+_INCLUDE = Members(
+    fixed={
+        "include": (
+            "reasoning.encrypted_content",
+            _LOGPROBS,
+            # Of tools of the server, which are not offered, and of images.
+            "file_search_call.results",
+            "web_search_call.results",
+            "web_search_call.action.sources",
+            "message.input_image.image_url",
+            "computer_call_output.output.image_url",
+            "code_interpreter_call.outputs",
+        )
+    },
+)
+_RESPONSES_TOOL = Members(
+    read=["type", "name", "description", "parameters", "strict"],
+    fixed={"allowed_callers": (["direct"],), "async": (False,), "defer_loading": (False,), "output_schema": ()},
+)
+_PLACE = ("id", "status", "phase", "caller")  # of an item in the conversation that it comes from
+_ITEMS = {
+    "message": Members(read=["type", "role", "content"], harmless=_PLACE),
+    "reasoning": Members(read=["type", "content"], harmless=[*_PLACE, "summary", "encrypted_content"]),
+    "function_call": Members(
+        read=["type", "call_id", "name", "arguments"], harmless=_PLACE, fixed={"async": (False,), "namespace": ()}
+    ),
+    "function_call_output": Members(
+        read=["type", "call_id", "output"], harmless=[*_PLACE, "name"], fixed={"namespace": ()}
+    ),
+}
+_TEXT = ("input_text", "output_text", "text", "refusal")
+
+
+class Responses(Api):
+    """`POST /responses`. A response may be continued by its ID within its attempt.
+
+    Source: https://platform.openai.com/docs/api-reference/responses
+    """
+
+    path = "/responses"
+    counting = "/responses/input_tokens"
+    members = Members(
+        read=READ
+        | {
+            *("input", "instructions", "model", "tools", "stream", "max_output_tokens", "previous_response_id"),
+            *("text", "include", "prompt_cache_options", "chat_template_kwargs"),
+        },
+        sampling=SAMPLING | {"reasoning"},
+        harmless=HARMLESS | {"access_programs", "background_options", "image", "max_tool_calls", "stream_options"},
+        fixed={
+            **FIXED,
+            "add_generation_prompt": (True,),
+            "background": (False,),
+            "context_management": ([],),
+            "continue_final_message": (False,),
+            "conversation": (),
+            "enable_response_messages": (False,),
+            "multi_agent": ({"enabled": False},),
+            "prompt": (),
+            "truncation": ("disabled",),
+        },
+    )
+
+    def conversation(
+        self, body: Mapping[str, Any], recall: Callable[[str], list[Message]]
+    ) -> tuple[list[Message], int]:
+        messages: list[Message] = []
+        if body.get("instructions") is not None:
+            messages.append({"role": "system", "content": text_of(body["instructions"], "instructions")})
+        first = len(messages)
+        if (earlier := body.get("previous_response_id")) is not None:
+            messages += recall(of_type(earlier, str, "previous_response_id", "a string"))
+        asked = body.get("input")
+        if isinstance(asked, str):
+            messages.append({"role": "user", "content": asked})
+        else:
+            _add(messages, of_type(asked, list, "input", "text or a list of items"))
+        if len(messages) == first:
+            raise RefusedError(400, "input must not be empty.", "input")
+        return messages, first
+
+    def tool(self, tool: Any, where: str) -> dict[str, Any]:
+        return _responses_tool(tool, where)
+
+    def wishes(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        text = given(body, "text")
+        ignored = _TEXT_MEMBERS.check(text, "text.")
+        _CACHE.check(given(body, "prompt_cache_options"), "prompt_cache_options.")
+        for wanted in listed(body, "include"):
+            _INCLUDE.check({"include": wanted})
+        top = top_logprobs(body)
+        return {
+            **tool_wishes(body),
+            "ignored": ignored,
+            "max_new_tokens": whole(body.get("max_output_tokens"), "max_output_tokens"),
+            "structured": structured_of(body, given(text, "format"), "text.format"),
+            "top_logprobs": (top or 0) if top or _LOGPROBS in listed(body, "include") else None,
+        }
+
+    def write(self, asked: Asked, answers: Sequence[Answered]) -> dict[str, Any]:
+        (answered,) = answers
+        return {**_responses_head(asked), **_end(answered), "output": _items(answered)}
+
+    def counted(self, tokens: int) -> dict[str, Any]:
+        return {"object": "response.input_tokens", "input_tokens": tokens}
+
+    def events(self, asked: Asked, answers: Sequence[Answered], written: Mapping[str, Any]) -> Iterator[bytes]:
+        empty = {**written, "status": "in_progress", "incomplete_details": None, "usage": None, "output": []}
+        number = itertools.count()
+
+        def said(kind: str, **members: Any) -> bytes:
+            return event({"type": kind, "sequence_number": next(number), **members}, kind)
+
+        yield said("response.created", response=empty)
+        yield said("response.in_progress", response=empty)
+        for i, item in enumerate(written["output"]):
+            place = {"item_id": item["id"], "output_index": i}
+            begun = {**item, "status": "in_progress"}
+            if item["type"] == "message":
+                block = item["content"][0]
+                yield said("response.output_item.added", output_index=i, item={**begun, "content": []})
+                yield said("response.content_part.added", **place, content_index=0, part={**block, "text": ""})
+                for piece in pieces(block["text"]):
+                    yield said("response.output_text.delta", **place, content_index=0, delta=piece, logprobs=[])
+                yield said(
+                    "response.output_text.done",
+                    **place,
+                    content_index=0,
+                    text=block["text"],
+                    logprobs=block["logprobs"],
+                )
+                yield said("response.content_part.done", **place, content_index=0, part=block)
+            elif item["type"] == "function_call":
+                yield said("response.output_item.added", output_index=i, item={**begun, "arguments": ""})
+                for piece in pieces(item["arguments"]):
+                    yield said("response.function_call_arguments.delta", **place, delta=piece)
+                yield said(
+                    "response.function_call_arguments.done", **place, name=item["name"], arguments=item["arguments"]
+                )
+            else:
+                yield said("response.output_item.added", output_index=i, item={**begun, "content": []})
+                text = item["content"][0]["text"]
+                for piece in pieces(text):
+                    yield said("response.reasoning_text.delta", **place, content_index=0, delta=piece)
+                yield said("response.reasoning_text.done", **place, content_index=0, text=text)
+            yield said("response.output_item.done", output_index=i, item=item)
+        yield said(f"response.{written['status']}", response=written)
+
+
+def _responses_head(asked: Asked) -> dict[str, Any]:
+    return {
+        "id": new_id("resp_"),
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": asked.model,
+        "error": None,
+        "instructions": None,
+        "metadata": {},
+        "parallel_tool_calls": True,
+        "temperature": None,
+        "top_p": None,
+        "tool_choice": "auto",
+        "tools": [],
+    }
+
+
+def _end(answered: Answered) -> dict[str, Any]:
+    cut = answered.reply.truncated
+    return {
+        "status": "incomplete" if cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "usage": {
+            "input_tokens": answered.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": answered.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": answered.prompt_tokens + answered.completion_tokens,
+        },
+    }
+
+
+def _items(answered: Answered) -> list[dict[str, Any]]:
+    reply = answered.reply
+    status = "incomplete" if reply.truncated else "completed"
+    items: list[dict[str, Any]] = []
+    if reply.reasoning:
+        thoughts = [{"type": "reasoning_text", "text": reply.reasoning}]
+        items.append({"id": new_id("rs_"), "type": "reasoning", "summary": [], "content": thoughts, "status": status})
+    if reply.content or not reply.tool_calls:
+        block = {"type": "output_text", "text": reply.content, "annotations": [], "logprobs": answered.logprobs or []}
+        items.append(
+            {"id": new_id("msg_"), "type": "message", "role": "assistant", "status": status, "content": [block]}
+        )
+    items += [
+        {
+            "id": new_id("fc_"),
+            "type": "function_call",
+            "call_id": call.id,
+            "name": call.name,
+            "arguments": json.dumps(call.arguments, ensure_ascii=False),
+            "status": status,
+        }
+        for call in reply.tool_calls
+    ]
+    return items
+
+
+def _responses_tool(tool: Any, where: str) -> dict[str, Any]:
+    kind = of_type(tool, dict, where, "an object").get("type")
+    if kind != "function":
+        raise RefusedError(400, f"{where}: tools of type {kind!r} are not offered here, only functions.", where)
+    _RESPONSES_TOOL.check(tool, f"{where}.")
+    return function_tool(tool.get("name"), tool.get("description"), tool.get("parameters"), where)
+
+
+def _add(messages: list[Message], items: list[Any]) -> None:
+    """Appends items as messages: neighbouring items of the assistant's are one message."""
+    open_one: Message | None = None  # the assistant's message that further items belong to
+    for i, item in enumerate(items):
+        where = f"input[{i}]"
+        kind = of_type(item, dict, where, "an object").get("type", "message")
+        role = item.get("role")
+        if kind in _ITEMS:
+            _ITEMS[kind].check(item, f"{where}.")
+        if kind in ("reasoning", "function_call") or (kind == "message" and role == "assistant"):
+            if open_one is None:
+                open_one = {"role": "assistant", "content": ""}
+                messages.append(open_one)
+            _add_to_assistant(open_one, kind, item, where)
+            continue
+        open_one = None
+        if kind == "function_call_output":
+            call_id = of_type(item.get("call_id"), str, f"{where}.call_id", "a string")
+            content = content_of(item.get("output"), f"{where}.output", _TEXT)
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+        elif kind == "message" and role in ("user", "system", "developer"):
+            content = content_of(item.get("content"), f"{where}.content", _TEXT)
+            messages.append({"role": "user" if role == "user" else "system", "content": content})
+        else:
+            raise RefusedError(400, f"{where}: an item of type {kind!r} and role {role!r} is not offered here.", where)
+
+
+def _add_to_assistant(message: Message, kind: str, item: dict[str, Any], where: str) -> None:
+    if kind == "message":
+        text = text_of(item.get("content"), f"{where}.content", _TEXT)
+        message["content"] = f"{message['content']}\n{text}" if message["content"] else text
+    elif kind == "function_call":
+        arguments = arguments_of(item.get("arguments"), f"{where}.arguments")
+        call = call_message(item.get("call_id"), item.get("name"), arguments, where)
+        message["tool_calls"] = [*message.get("tool_calls", ()), call]
+    elif item.get("content"):
+        message["reasoning_content"] = text_of(item["content"], f"{where}.content", ("reasoning_text",))

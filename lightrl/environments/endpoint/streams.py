@@ -1,0 +1,81 @@
+"""Conversations of an attempt: whether a request continues one, and what a program sees of a reply."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from lightrl.environments.base import Message, Reply, Tools
+from lightrl.environments.ledger import Ledger
+
+
+@dataclass
+class Stream:
+    """A conversation that may be continued.
+
+    Attributes:
+        ledger: Its tokens.
+        busy: Whether a turn of it is being sampled.
+        sampled: Text of the last reply with its stop string, if the policy did not end its turn; programs such as
+            smolagents write text behind it.
+    """
+
+    ledger: Ledger
+    busy: bool = False
+    sampled: str | None = None
+
+    def rest(self, messages: Sequence[Message], tools: Tools) -> tuple[list[Message], str] | None:
+        """The messages after this conversation, and text behind its last reply; None if they do not continue it."""
+        said = self.ledger.conversation
+        if self.busy or self.ledger.tools != list(tools) or len(messages) < len(said):
+            return None
+        *before, last = said
+        if not all(same(mine, theirs) for mine, theirs in zip(before, messages, strict=False)):
+            return None
+        more = "" if same(last, messages[len(before)]) else self._more(last, messages[len(before)])
+        if more is None:
+            return None
+        rest = list(messages[len(said) :])
+        if len(said) == len(self.ledger.messages):  # its last request has no reply: only the same one again
+            return None if rest else ([], "")
+        return (rest, more) if rest and all(message["role"] != "assistant" for message in rest) else None
+
+    def _more(self, mine: Message, theirs: Message) -> str | None:
+        """What a program wrote behind the text that was sampled; None if it wrote something else."""
+        if (
+            self.sampled is None
+            or mine["role"] != "assistant"
+            or not same({**mine, "content": ""}, {**theirs, "content": ""})
+        ):
+            return None
+        text, sampled = theirs["content"], self.sampled.lstrip()
+        if not isinstance(text, str) or not sampled or not text.lstrip().startswith(sampled.rstrip()):
+            return None
+        return text.lstrip()[len(sampled.rstrip()) :].removeprefix(sampled[len(sampled.rstrip()) :])
+
+
+def same(mine: Message, theirs: Message) -> bool:
+    """Whether a program means this message of ours. Many programs do not send thoughts back, or strip texts."""
+    if mine["role"] != "assistant":
+        return mine == theirs
+    if "reasoning_content" in mine and "reasoning_content" not in theirs:
+        mine = {key: value for key, value in mine.items() if key != "reasoning_content"}
+    return _stripped(mine) == _stripped(theirs)
+
+
+def _stripped(message: Message) -> Message:
+    content = message.get("content")
+    return {**message, "content": content.strip()} if isinstance(content, str) else message
+
+
+def cut(reply: Reply, stops: Sequence[str], start: int) -> tuple[Reply, str | None]:
+    """The reply up to the first stop string that begins at `start` of its content or later, and that string."""
+    for name in ("reasoning", "content"):
+        text, first = getattr(reply, name) or "", start if name == "content" else 0
+        found = [(place, -len(stop), stop) for stop in stops if (place := text.find(stop, first)) >= 0]
+        if found:
+            place, _, stop = min(found)
+            if name == "content":
+                return replace(reply, content=text[:place]), stop
+            return replace(reply, reasoning=text[:place], content=""), stop
+    return reply, None

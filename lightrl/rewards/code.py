@@ -1,0 +1,205 @@
+"""Reward of hidden tests for code that a policy writes."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import functools
+import json
+import os
+import subprocess
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightrl.compat.arguments import above, at_least
+from lightrl.engines.background import in_thread
+from lightrl.rewards.base import Reward, RewardError
+from lightrl.rewards.rules import column_of
+from lightrl.rewards.sandbox import Sandbox
+
+_FENCES = ("```", "```python", "```python3", "```py")
+
+
+def extract_code(completion: str) -> str:
+    """The last fenced Python block of a completion; without one, the whole completion."""
+    found: list[str] | None = None
+    block: list[str] | None = None
+    for line in completion.split("\n"):
+        fence = line.strip().lower()
+        if not fence.startswith("```"):
+            if block is not None:
+                block.append(line)
+        elif block is not None:  # the end
+            block = None
+        else:
+            block = []
+            found = block if fence in _FENCES else found
+    return completion if found is None else "\n".join(found)
+
+
+class CodeTests(Reward):
+    """Share of hidden tests that a completion's code passes, run in a `Sandbox`.
+
+    A row's tests have one of these forms, or are JSON of it:
+
+    - a list of Python snippets, each a test that passes if it raises nothing, such as `assert add(1, 2) == 3`;
+    - Python code, which is cut into tests after each top-level statement with an `assert`;
+    - a list of `{"input": ..., "output": ...}`: what the program reads from stdin and has to print. Whitespace at the
+      end of lines and of the output is ignored;
+    - `{"inputs": [...], "outputs": [...]}`, the same.
+
+    The code runs in one sandbox and the tests in another. Built-in values go between the two, so the code can't read
+    the tests, compare, or report a result. Other objects have their attributes, methods, items, and length, but compare
+    equal only to themselves: tests compare built-in values. Tests import the modules that they use.
+
+    A row is not applicable (None) if its tests are None or have a syntax error. Logged as fractions: `all_passed` and
+    `unusable` rows.
+
+    Args:
+        column: Dataset column with the tests.
+        all_or_nothing: Reward 1 if all tests pass and else 0, instead of the share.
+        test_timeout: Seconds per test, above 0.
+        sandbox: Where the code runs. Its `timeout` is for all tests of a completion.
+        concurrency: Completions that run at the same time. Defaults to the number of CPUs.
+
+    Raises:
+        ValueError: A number is out of range, or no sandbox works here.
+    """
+
+    def __init__(
+        self,
+        column: str = "tests",
+        all_or_nothing: bool = False,
+        test_timeout: float = 3.0,
+        sandbox: Sandbox | None = None,
+        concurrency: int | None = None,
+    ) -> None:
+        self.column = column
+        self.needed_columns = (column,)
+        self.all_or_nothing = all_or_nothing
+        self.test_timeout = above("CodeTests.test_timeout", test_timeout, note=" seconds")
+        self.sandbox = sandbox or Sandbox(timeout=30.0)
+        at_least("CodeTests.concurrency", concurrency, 1, or_none="for the number of CPUs")
+        self._slots = threading.Semaphore(concurrency or os.cpu_count() or 1)
+
+    async def __call__(
+        self, completions: Sequence[str], log_metric: Callable[[str, float], None] | None = None, **columns: Any
+    ) -> list[float | None]:
+        tests = [parse_tests(cell) for cell in column_of(columns, self.column)]
+        shares = await asyncio.gather(*map(self._share, completions, tests))
+        if log_metric is not None and shares:
+            log_metric("all_passed", shares.count(1.0) / len(shares))
+            log_metric("unusable", shares.count(None) / len(shares))
+        return [float(share == 1.0) if self.all_or_nothing and share is not None else share for share in shares]
+
+    async def _share(self, completion: str, tests: list[Any] | None) -> float | None:
+        if tests is None:
+            return None
+        share, error = await in_thread(functools.partial(self._passed, extract_code(completion), tests), "code-tests")
+        if error is not None:
+            raise error
+        return share
+
+    def _passed(self, code: str, tests: list[Any]) -> float:
+        with self._slots:
+            results = self._verdicts(code, tests) if isinstance(tests[0], str) else self._outputs(code, tests)
+        return sum(results) / len(tests)
+
+    def _verdicts(self, code: str, tests: list[str]) -> list[bool]:
+        """Which tests passed, until the tests ended."""
+        (answers, tell), (requests, ask) = os.pipe(), os.pipe()
+        streams = [answers, tell, requests, ask]
+        try:
+            with (
+                self._started("candidate", requests, tell, subprocess.DEVNULL, code=code),
+                self._started("tester", answers, ask, subprocess.PIPE, tests=tests) as tester,
+            ):
+                while streams:
+                    os.close(streams.pop())
+                (_, verdicts), _ = tester.read(len(tests))
+                tester.end()
+        finally:
+            for stream in streams:
+                os.close(stream)
+        return [verdict == ord("1") for verdict in verdicts]
+
+    def _outputs(self, code: str, pairs: list[tuple[str, str]]) -> list[bool]:
+        """Which outputs were right."""
+        size = 2 * max(len(output.encode()) for _, output in pairs) + 4096
+        inputs = [text for text, _ in pairs]
+        with self._started(
+            "programs", subprocess.DEVNULL, subprocess.PIPE, subprocess.DEVNULL, code=code, inputs=inputs, output=size
+        ) as running:
+            (said, _), _ = running.read(6 * size * len(pairs))
+            running.end()
+        try:
+            outputs = json.loads(said)
+            return [
+                isinstance(text, str) and _lines(text) == _lines(output)
+                for text, (_, output) in zip(outputs, pairs, strict=True)
+            ]
+        except (ValueError, TypeError, RecursionError):  # what the completion's code wrote in its place
+            return []
+
+    def _started(self, role: str, stdin: int, stdout: int, stderr: int, code: str = "", **job: Any) -> Any:
+        files = {"main.py": _driver(), "job.json": json.dumps({**job, "seconds": self.test_timeout}), "code.py": code}
+        return self.sandbox.started(
+            [self.sandbox.python, "-I", "../program/main.py", role], files, stdin, stdout, stderr
+        )
+
+
+@functools.cache
+def _driver() -> str:
+    return Path(__file__).with_name("code_driver.py").read_text()
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def parse_tests(cell: Any) -> list[Any] | None:
+    """A row's tests as snippets or as pairs of input and output; None if there are none that can be used.
+
+    Raises:
+        RewardError: The value has none of the forms that `CodeTests` describes.
+    """
+    if isinstance(cell, str):
+        try:
+            cell = json.loads(cell)
+        except ValueError:
+            return _snippets(cell)
+    if isinstance(cell, Mapping) and {"inputs", "outputs"} <= cell.keys():
+        cell = [{"input": text, "output": out} for text, out in zip(cell["inputs"], cell["outputs"], strict=True)]
+    if cell is None:
+        return None
+    if isinstance(cell, Sequence) and cell:
+        if all(isinstance(test, str) for test in cell):
+            return list(cell) if all(_snippets(test) for test in cell) else None
+        if all(isinstance(test, Mapping) and {"input", "output"} <= test.keys() for test in cell):
+            return [(str(test["input"]), str(test["output"])) for test in cell]
+    raise RewardError(
+        f"tests={str(cell)[:80]!r}: neither test code, a list of it, nor pairs of input and output. "
+        'Write ["assert add(1, 2) == 3"] or [{"input": "1 2", "output": "3"}].'
+    )
+
+
+def _snippets(source: str) -> list[str] | None:
+    """Top-level statements in groups that end with an `assert`; None without statements, or for a syntax error."""
+    try:
+        statements = ast.parse(source).body
+    except (SyntaxError, ValueError):
+        return None
+    groups: list[list[ast.stmt]] = [[]]
+    for statement in statements:
+        groups[-1].append(statement)
+        defines = isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+        if not defines and any(isinstance(node, ast.Assert) for node in ast.walk(statement)):
+            groups.append([])
+    rest = groups.pop()
+    if groups and rest:
+        groups[-1] += rest
+    elif rest:
+        groups.append(rest)
+    return [ast.unparse(ast.Module(group, [])) for group in groups] or None

@@ -1,0 +1,253 @@
+"""Rewards over HTTP: requests that are retried, and `RemoteReward`, which asks a scoring server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import httpx
+
+from lightrl.checkpoints.redaction import redact_text, remember_secret
+from lightrl.compat.arguments import above, at_least, bearer_token, one_of
+from lightrl.engines.background import all_of
+from lightrl.rewards.base import Reward, RewardError
+from lightrl.rewards.encoding import encode_rows
+from lightrl.rewards.rules import column_of
+
+log = logging.getLogger(__name__)
+_RETRIED_STATUS = frozenset({408, 425, 429})  # "try again later"; every other 4xx is a mistake in the request
+
+
+class RetryingReward(Reward):
+    """A reward that posts JSON to one address.
+
+    A request that times out, cannot connect, breaks off, or gets a 5xx status is sent again after
+    `backoff * 2^k * u` seconds, k = 0, 1, ... and u uniform in [0.5, 1.5], at most `max_backoff`.
+
+    Args:
+        url: Address.
+        timeout: Seconds to connect, and between two pieces of the response.
+        retries: Maximum number of times that a failed request is sent again.
+        backoff: Seconds before the first retry.
+        max_backoff: Maximum seconds before a retry.
+        concurrency: Maximum number of concurrent requests of this object.
+        token_env: Environment variable with the server's bearer token; None sends none. The token itself is not an
+            argument, since arguments end up in checkpoints and loggers.
+        on_failure: What happens if the last retry fails: "error" ends the run; "skip" leaves the rows of that request
+            unscored, logs a warning, and counts them in `reward/<name>/unanswered`.
+
+    Raises:
+        ValueError: An argument is out of range, or `token_env` has no token that a header can hold.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout: float = 60.0,
+        retries: int = 4,
+        backoff: float = 0.5,
+        max_backoff: float = 30.0,
+        concurrency: int = 8,
+        token_env: str | None = None,
+        on_failure: Literal["error", "skip"] = "error",
+    ) -> None:
+        owner = type(self).__name__
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"{owner}.url={url!r}: must start with http:// or https://.")
+        self.url = url
+        if token_env is not None and not os.environ.get(token_env):
+            raise ValueError(f"{owner}.token_env={token_env!r}: that environment variable is not set.")
+        self.token_env = token_env
+        self._headers()
+        self.on_failure = one_of(f"{owner}.on_failure", on_failure, "error", "skip")
+        self.timeout = above(f"{owner}.timeout", timeout, note=" seconds")
+        self.retries = at_least(f"{owner}.retries", retries, 0)
+        self.backoff = above(f"{owner}.backoff", backoff, note=" seconds")
+        self.max_backoff = above(f"{owner}.max_backoff", max_backoff, note=" seconds")
+        self.concurrency = at_least(f"{owner}.concurrency", concurrency, 1)
+        self._client: httpx.AsyncClient | None = None
+        self._slots: asyncio.Semaphore | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def post(self, body: Mapping[str, Any], what: str) -> Any:
+        """Posts JSON and returns the JSON of the response; None if all retries failed and `on_failure` is "skip".
+
+        Args:
+            body: JSON to send.
+            what: What is scored, for messages: "3 rows".
+
+        Raises:
+            ConnectionError: All retries failed and `on_failure` is "error".
+            RewardError: The server rejected the request, or its response is not JSON.
+        """
+        client, slots = self._open()
+        problem = ""
+        for attempt in range(self.retries + 1):
+            if attempt:
+                wait = self.backoff * 2 ** (attempt - 1) * random.uniform(0.5, 1.5)
+                await asyncio.sleep(min(self.max_backoff, wait))
+            try:
+                async with slots:
+                    response = await client.post(self.url, json=body, headers=self._headers())
+            except httpx.TransportError as error:  # timeouts, refused and broken connections
+                problem = redact_text(f"{type(error).__name__}: {error}")
+                continue
+            if response.status_code < 500 and response.status_code not in _RETRIED_STATUS:
+                return self._decoded(response)
+            problem = f"status {response.status_code}: {redact_text(response.text)[:200]}"
+        message = f"{self.url} did not score {what} in {self.retries + 1} attempts; the last: {problem}"
+        if self.on_failure == "error":
+            raise ConnectionError(message)
+        log.warning("%s. They count as not scored (on_failure='skip').", message)
+        return None
+
+    async def close(self) -> None:  # type: ignore[override]
+        """Closes the connections; the next request opens new ones."""
+        client, self._client, self._loop = self._client, None, None
+        if client is not None:
+            await client.aclose()
+
+    def _decoded(self, response: httpx.Response) -> Any:
+        said, status = redact_text(response.text)[:200], response.status_code
+        if status != 200:
+            hints = {401: " Set token_env.", 403: " Set token_env.", 413: " Send less in one request (batch_size)."}
+            raise RewardError(f"{self.url} rejected the request with {status}: {said}.{hints.get(status, '')}")
+        try:
+            value = json.loads(response.content)
+        except ValueError as error:
+            raise RewardError(f"{self.url} answered {said!r}, which is not JSON.") from error
+        if value is None:  # None means that the server did not answer
+            raise RewardError(f"{self.url} answered null.")
+        return value
+
+    def _headers(self) -> dict[str, str]:
+        if self.token_env is None:
+            return {}
+        token = os.environ[self.token_env]
+        remember_secret(token)  # a server may quote it
+        bearer_token(f"{type(self).__name__}.token_env: the token in ${self.token_env}", token)
+        return {"Authorization": f"Bearer {token}"}
+
+    def _open(self) -> tuple[httpx.AsyncClient, asyncio.Semaphore]:
+        loop = asyncio.get_running_loop()
+        if self._client is None or self._slots is None or self._loop is not loop:  # connections belong to their loop
+            local = httpx.URL(self.url).host in ("127.0.0.1", "localhost", "::1")
+            self._client = httpx.AsyncClient(timeout=self.timeout, trust_env=not local)  # no proxy for loopback
+            self._slots, self._loop = asyncio.Semaphore(self.concurrency), loop
+        return self._client, self._slots
+
+
+class RemoteReward(RetryingReward):
+    """Asks a scoring server, such as `lightrl serve-reward`.
+
+    A request is `POST url` with JSON, lists of n values without the keys that are not configured:
+
+        {"queries": [prompt + completion, ...], "prompts": [...], "completions": [...], "group_ids": [...],
+         "references": [...], "labels": [...], "images": [...], "videos": [...], "completion_ids": [[...], ...],
+         "columns": {name: [...]}}
+
+    `images` has a list of base64 PNG files per row, `videos` a list of lists of frames. The response is
+    `{"rewards": [number or null, ...]}` with n values. A 4xx status or any other response is a mistake in the setup:
+    always an error, without retries.
+
+    Args:
+        url: Scoring address, for example `http://127.0.0.1:8000/score`.
+        columns: Dataset columns to send, under their own names.
+        reference_column: Column sent as `references`.
+        label_column: Column sent as `labels`.
+        image_column: Column sent as `images` instead of the row's decoded images: text unchanged, bytes and PIL images
+            as base64, also in lists.
+        send_media: Send the images and videos of rows.
+        send_completion_ids: Also send the sampled token ids.
+        batch_size: Maximum number of rows per request; a larger group is sent whole.
+        connection: Timeout, retries, token: the other arguments of `RetryingReward`.
+
+    Raises:
+        ValueError: An argument is out of range, or `token_env` has no token.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        columns: list[str] | None = None,
+        reference_column: str | None = None,
+        label_column: str | None = None,
+        image_column: str | None = None,
+        send_media: bool = True,
+        send_completion_ids: bool = False,
+        batch_size: int = 64,
+        **connection: Any,
+    ) -> None:
+        super().__init__(url, **connection)
+        self.columns = list(columns or [])
+        self.fields = {"references": reference_column, "labels": label_column, "images": image_column}
+        self.send_media = send_media
+        self.send_completion_ids = send_completion_ids
+        self.batch_size = at_least("RemoteReward.batch_size", batch_size, 1)
+
+    async def __call__(
+        self,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        group_ids: Sequence[int],
+        images: Sequence[Any] = (),
+        videos: Sequence[Any] = (),
+        log_metric: Callable[[str, float], None] | None = None,
+        **columns: Any,
+    ) -> list[float | None]:
+        media = {name: rows for name, rows in (("images", images), ("videos", videos)) if any(rows)}
+        rows: dict[str, Any] = {
+            key: list(column_of({**columns, **media}, name)) for key, name in self.fields.items() if name
+        }
+        own = {name: list(column_of(columns, name)) for name in self.columns}
+        if self.send_media:
+            rows = {**media, **rows}
+        rows |= {name: encode_rows(rows[name]) for name in ("images", "videos") if name in rows}
+        if self.send_completion_ids:
+            rows["completion_ids"] = [list(ids) for ids in columns["completion_ids"]]
+        rows["queries"] = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
+        rows |= {"prompts": list(prompts), "completions": list(completions), "group_ids": list(group_ids)}
+        batches = _batches(group_ids, self.batch_size)
+        answers = await all_of(self._ask(_cut(rows, a, b) | {"columns": _cut(own, a, b)}, b - a) for a, b in batches)
+        if self.on_failure == "skip" and log_metric is not None:
+            lost = sum(b - a for (a, b), answer in zip(batches, answers, strict=True) if answer is None)
+            log_metric("unanswered", lost / max(1, len(completions)))
+        values: list[float | None] = []
+        for (a, b), answer in zip(batches, answers, strict=True):
+            values += [None] * (b - a) if answer is None else answer
+        return values
+
+    async def _ask(self, body: dict[str, Any], num_rows: int) -> list[float | None] | None:
+        """Rewards of one request; None if all retries failed and `on_failure` is "skip"."""
+        answer = await self.post(body, f"{num_rows} rows")
+        if answer is None:
+            return None
+        rewards = answer.get("rewards") if isinstance(answer, dict) else None
+        if not isinstance(rewards, list) or len(rewards) != num_rows:
+            raise RewardError(
+                f'{self.url} answered {str(answer)[:200]} for {num_rows} rows, not {{"rewards": [...]}} with '
+                "one number or null each."
+            )
+        return rewards
+
+
+def _cut(rows: Mapping[str, Sequence[Any]], start: int, end: int) -> dict[str, Any]:
+    return {name: values[start:end] for name, values in rows.items()}
+
+
+def _batches(group_ids: Sequence[int], size: int) -> list[tuple[int, int]]:
+    """Cuts n rows into [start, end) pieces of at most `size` rows, between groups only."""
+    cuts = [i for i in range(1, len(group_ids)) if group_ids[i] != group_ids[i - 1]] + [len(group_ids)]
+    batches, start, end = [], 0, 0
+    for cut in cuts:
+        if cut - start > size and end > start:
+            batches.append((start, end))
+            start = end
+        end = cut
+    return [*batches, (start, end)] if end > start else batches

@@ -1,0 +1,275 @@
+"""The process around one sandboxed program: starts it, watches its limits, and leaves nothing behind.
+
+It runs as a file with Python's standard library and sandlock alone. A socket brings a JSON line with the program and
+takes a JSON line with how it ended. When the other side closes the socket or dies, the program ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import platform
+import resource
+import select
+import signal
+import socket
+import stat
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+_SYSTEM = (
+    *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/group", "/etc/ld.so.cache"),
+    *("/etc/localtime", "/etc/nsswitch.conf", "/etc/passwd"),
+)
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+# Landlock does not govern metadata: without these, a program could change the mode of each of its user's files.
+_METADATA = (
+    *("chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat", "file_setattr"),
+    *("utime", "utimes", "futimesat", "utimensat", "setxattr", "lsetxattr", "fsetxattr", "setxattrat"),
+    *("removexattr", "lremovexattr", "fremovexattr", "removexattrat"),
+)
+# System calls with their numbers on x86-64 and 64-bit ARM. Namespaces or Landlock don't govern these: they reach keys
+# of the kernel, other processes of the user, names of files, or memory that belongs to no process.
+_KERNEL = {
+    **{"ptrace": (101, 117), "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219)},
+    **{"process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "perf_event_open": (298, 241)},
+    **{"setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setparam": (142, 118), "sched_setattr": (314, 274)},
+    **{"sched_setscheduler": (144, 119), "sched_setaffinity": (203, 122), "kcmp": (312, 272)},
+    **{"migrate_pages": (256, 238), "move_pages": (279, 239), "process_madvise": (440, 440)},
+    **{"bpf": (321, 280), "userfaultfd": (323, 282), "io_uring_setup": (425, 425), "memfd_create": (319, 279)},
+    **{"memfd_secret": (447, 447), "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190)},
+    **{"mq_open": (240, 180), "mq_unlink": (241, 181), "inotify_add_watch": (254, 27)},
+    **{"unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41)},
+    **{"open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430), "fsmount": (432, 432)},
+}
+# The largest first argument of others: the own process for `prlimit64`, no family of `socket` above AF_NETLINK.
+_LARGEST = {(302, 261): 0, (41, 198): 16}
+_EPERM, _ALLOW = (0x06, 0, 0, 0x50001), (0x06, 0, 0, 0x7FFF0000)
+_ENTRY_BYTES = 4096  # a file, even an empty one
+_LONGEST_PATH = 1024
+
+
+def main() -> None:
+    """Runs the program that the socket brings."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    control.set_inheritable(False)
+    job = json.loads(control.makefile("r").readline())
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: what loses its parent becomes this process's child
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores, and programs inherit
+        signal.signal(number, signal.SIG_DFL)
+    root = Path(tempfile.mkdtemp(prefix="lightrl-sandbox-"))
+    try:
+        ended = _run(job, root, control, libc)
+    except Exception as error:
+        ended = {"error": f"{type(error).__name__}: {error}"}
+    finally:
+        _kill_all()
+        with contextlib.suppress(OSError):
+            _remove(root)
+    with contextlib.suppress(OSError):
+        control.send(json.dumps(ended).encode() + b"\n", socket.MSG_NOSIGNAL)
+    os._exit(0)  # sandlock's own end would wait for what has ended
+
+
+def _run(job: dict[str, Any], root: Path, control: socket.socket, libc: Any) -> dict[str, Any]:
+    for name in ("program", "scratch", "shm"):
+        (root / name).mkdir()
+    for name, text in job["files"].items():
+        (root / "program" / name).write_bytes(text.encode(errors="surrogatepass"))
+    for limit, value in (
+        (resource.RLIMIT_CORE, 0),
+        (
+            resource.RLIMIT_CPU,
+            int(job["timeout"] * (os.cpu_count() or 1)) + 10,
+        ),  # if this process is killed
+        (resource.RLIMIT_FSIZE, job["disk"]),
+        (resource.RLIMIT_NOFILE, 256),
+    ):
+        resource.setrlimit(limit, (value, value))
+    # Not a limit of this process, which needs more address space than some programs may have.
+    job["command"] = ["sh", "-c", f'ulimit -v {job["memory"] // 1024}; exec "$@"', "sh", *job["command"]]
+    deadline = time.monotonic() + job["timeout"]
+    pid, wait = _MECHANISMS[job["mechanism"]](job, root, libc)
+    reason = _watch(job, root, pid, deadline, control)
+    return {"reason": reason, "code": wait() if reason == "exit" else -signal.SIGKILL}
+
+
+def _watch(job: dict[str, Any], root: Path, pid: int, deadline: float, control: socket.socket) -> str:
+    """Why the program ended or has to end."""
+    poll = select.poll()
+    try:
+        program = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return "exit"
+    for descriptor in (program, control.fileno()):
+        poll.register(descriptor, select.POLLIN)
+    pause = 10.0
+    while not (ready := dict(poll.poll(max(0.0, min(pause, 1000 * (deadline - time.monotonic())))))):
+        pause = min(50.0, 1.5 * pause)
+        if time.monotonic() >= deadline:
+            return "timeout"
+        pids = list(_descendants(os.getpid()))
+        memory, deleted = map(sum, zip((0, 0), *map(_usage, pids), strict=True))
+        if memory > job["memory"]:
+            return "memory"
+        if len(pids) > job["processes"] + 2:  # and those of the mechanism
+            return "processes"
+        if deleted + _size(root, job["disk"] - deleted) > job["disk"]:
+            return "disk"
+    return "exit" if program in ready else "stopped"
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    waiting = [pid]
+    while waiting:
+        parent = waiting.pop()
+        with contextlib.suppress(OSError):
+            for task in os.listdir(f"/proc/{parent}/task"):
+                children = Path(f"/proc/{parent}/task/{task}/children").read_text().split()
+                waiting += map(int, children)
+                yield from map(int, children)
+
+
+def _usage(pid: int) -> tuple[int, int]:
+    """Bytes of memory that a process fills, and of files without a name that it has open."""
+    memory = deleted = 0
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_bytes().splitlines():
+            if line.startswith((b"RssAnon", b"RssShmem")):
+                memory += 1024 * int(line.split()[1])
+        for descriptor in os.listdir(f"/proc/{pid}/fd"):
+            found = os.stat(f"/proc/{pid}/fd/{descriptor}")
+            if stat.S_ISREG(found.st_mode) and not found.st_nlink:
+                deleted += 512 * found.st_blocks
+    return memory, deleted
+
+
+def _size(folder: Path, enough: int) -> int:
+    """Bytes in a folder, counted until there are enough. One that can't be looked into counts as full."""
+    size, waiting = 0, [str(folder)]
+    while waiting and size <= enough:
+        try:
+            if len(path := waiting.pop()) > _LONGEST_PATH:
+                return enough + 1
+            with os.scandir(path) as entries:
+                for entry in entries:
+                    size += _ENTRY_BYTES + 512 * entry.stat(follow_symlinks=False).st_blocks
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(entry.path)
+        except FileNotFoundError:  # deleted meanwhile
+            continue
+        except OSError:  # closed, or too deep
+            return enough + 1
+    return size
+
+
+def _kill_all() -> None:
+    """Kills all descendants, also those that fork meanwhile."""
+    while pids := list(_descendants(os.getpid())):
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        time.sleep(0.001)
+
+
+def _remove(root: Path) -> None:
+    """Deletes a folder, however deep. Folders move to its top first, since long paths are slow and limited."""
+    folders = [str(root)]
+    for folder in folders:
+        with os.scandir(folder) as entries:
+            for entry in list(entries):
+                if entry.is_dir(follow_symlinks=False):
+                    os.chmod(entry.path, 0o700)
+                    folders.append(f"{root}/{len(folders)}")
+                    os.rename(entry.path, folders[-1])
+                else:
+                    os.unlink(entry.path)
+    for folder in reversed(folders):
+        os.rmdir(folder)
+
+
+def _environment(scratch: Path) -> dict[str, str]:
+    paths = {"HOME": str(scratch), "TMPDIR": str(scratch), "PATH": "/usr/local/bin:/usr/bin:/bin"}
+    return {**paths, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def _filter(names: Iterable[str]) -> bytes:
+    """A seccomp filter that rejects system calls, and arguments of others."""
+    column = {"x86_64": 0, "aarch64": 1}[platform.machine()]
+    architecture = (0xC000003E, 0xC00000B7)[column]
+    rules = [(0x20, 0, 0, 4), (0x15, 1, 0, architecture), (0x06, 0, 0, 0x80000000), (0x20, 0, 0, 0)]
+    rules += [(0x35, 0, 1, 0x40000000), _EPERM]  # numbers of x32
+    for name in names:
+        rules += [(0x15, 0, 1, _KERNEL[name][column]), _EPERM]
+    for numbers, largest in _LARGEST.items():
+        rules += [(0x15, 0, 4, numbers[column]), (0x20, 0, 0, 16), (0x25, 0, 1, largest), _EPERM, _ALLOW]
+    return b"".join(struct.pack("HBBI", *rule) for rule in [*rules, _ALLOW])
+
+
+def _sandlock(job: dict[str, Any], root: Path, libc: Any) -> tuple[int, Callable[[], int]]:
+    sys.path.append(job["sandlock"])
+    import sandlock
+
+    for capability in range(64):
+        libc.prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP: root's program has no more rights than another's
+    rules = ctypes.create_string_buffer(code := _filter([]), len(code))
+    program = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(rules))
+    if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, program, 0, 0):  # PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP
+        raise OSError(ctypes.get_errno(), "seccomp")
+    scratch = root / "scratch"
+    readable = [*_SYSTEM, *_DEVICES, "/proc", *job["readable"], str(root / "program")]
+    process = sandlock.Sandbox(
+        fs_readable=[path for path in readable if os.path.exists(path)],
+        fs_writable=[str(scratch), "/dev/null"],
+        extra_deny_syscalls=[*_METADATA, *_KERNEL],
+        max_memory=4 * job["memory"],  # which ends the program without a word: other limits come first
+        max_processes=job["processes"],
+        no_coredump=True,
+        clean_env=True,
+        env=_environment(scratch),
+        cwd=str(scratch),
+    ).popen(job["command"])
+
+    def wait() -> int:
+        result = process.wait(timeout=5.0)
+        killed = result.signal if result.signal > 0 else signal.SIGKILL
+        return int(-killed if result.exit_code < 0 else result.exit_code)
+
+    return process.pid, wait
+
+
+def _bubblewrap(job: dict[str, Any], root: Path, libc: Any) -> tuple[int, Callable[[], int]]:
+    scratch, program, shm = (str(root / name) for name in ("scratch", "program", "shm"))
+    options = ["--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--hostname", "sandbox"]
+    for path in (*_SYSTEM, *job["readable"], program):
+        options += ["--ro-bind-try", path, path]
+    options += ["--proc", "/proc", "--dev", "/dev", "--bind", scratch, scratch, "--bind", shm, "/dev/shm"]
+    for path in ("/dev", "/proc", "/"):  # root could write to /proc/sys
+        options += ["--remount-ro", path]
+    for name, value in _environment(root / "scratch").items():
+        options += ["--setenv", name, value]
+    with tempfile.TemporaryFile(dir=root) as rules:
+        rules.write(_filter(_KERNEL))
+        rules.seek(0)
+        options += ["--seccomp", str(rules.fileno()), "--chdir", scratch, "--"]
+        command = [job["bubblewrap"], *options, *job["command"]]
+        process = subprocess.Popen(command, pass_fds=[rules.fileno()], env={})
+    return process.pid, process.wait
+
+
+_MECHANISMS = {"sandlock": _sandlock, "bubblewrap": _bubblewrap}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""Games with the interfaces of Gymnasium, Gym, GEM, SkyRL-Gym, and TextArena."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightrl.environments import Environment, GymnasiumEnvironment, Reply
+from lightrl.records import Trajectory
+from tests.environments.families import FAMILIES, make_tokenizer
+from tests.environments.scripted import ScriptedAttempts, ScriptedEngine, Turn, alone, spell
+from tests.environments.test_attempts import SAMPLING
+
+TOKENIZER = make_tokenizer(FAMILIES["qwen2.5"])
+
+
+def play(
+    make: Any, said: Sequence[str], row: Mapping[str, Any] | None = None, seed: int = 1, **limits: Any
+) -> Trajectory:
+    turns = [Turn(Reply(text), spell(TOKENIZER, text + "<|im_end|>")) for text in said]
+    attempts = ScriptedAttempts(make, **limits)
+    attempts.turns = turns
+    attempts.setup(TOKENIZER)
+    (trajectory,) = asyncio.run(
+        alone(attempts, ScriptedEngine(turns), row or {"prompt": "Go. "}, SAMPLING, seed=seed, max_model_len=10**6)
+    )
+    return trajectory
+
+
+def shown(trajectory: Trajectory) -> list[Any]:
+    return [message["content"] for message in trajectory.messages if message["role"] != "assistant"]
+
+
+class Guess:
+    """Guess a digit, with the interface that `kind` names."""
+
+    def __init__(self, kind: str = "gymnasium", slow: float = 0.0) -> None:
+        self.kind, self.slow, self.tries, self.closed = kind, slow, 0, False
+        self.threads: set[int] = set()
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        self.number = np.random.default_rng(seed).integers(10)
+        text = f"{(options or {}).get('hello', 'Guess a digit')}: {self.number}?"
+        return text if self.kind == "gym" else (text, {})
+
+    def step(self, action: str) -> Any:
+        self.threads.add(threading.get_ident())
+        time.sleep(self.slow)
+        self.tries += 1
+        if action == "break":
+            raise RuntimeError("the dice are gone")
+        right = action == str(self.number)
+        cut = self.tries == 3 and not right
+        said, reward = f"no, {self.tries} tries", np.float32(right - 0.25)
+        if self.kind == "gym":
+            return said, reward, right or cut, {"TimeLimit.truncated": cut}
+        if self.kind == "odd":
+            return said, reward
+        return said, reward, right, cut, {}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize("kind", ["gymnasium", "gym"])
+def test_a_game_with_gymnasiums_or_gyms_interface_is_played(kind: str) -> None:
+    made: list[Guess] = []
+
+    def factory(kind: str) -> Guess:
+        made.append(Guess(kind))
+        return made[-1]
+
+    def make() -> GymnasiumEnvironment:
+        return GymnasiumEnvironment(factory, {"kind": kind})
+
+    number = int(np.random.default_rng(5).integers(10))
+    row = {"prompt": "Go. ", "hello": "Which one", "seed": 5}
+    won = play(make, ["x", str(number)], row)
+    assert shown(won) == [f"Go. Which one: {number}?", "no, 1 tries"]
+    assert (won.stop_reason, won.turn_rewards, won.metrics["truncated"]) == ("stop", [-0.25, 0.75], 0.0)
+    cut = play(make, ["x"] * 3, row)
+    assert (cut.stop_reason, cut.turn_rewards, cut.metrics["truncated"]) == ("stop", [-0.25] * 3, 1.0)
+    assert play(make, ["x"] * 2, row, max_turns=2).stop_reason == "turns"
+    assert all(game.closed for game in made)
+    assert shown(play(make, ["x"] * 3, seed=2**40)) == shown(play(make, ["x"] * 3, seed=2**40))
+
+
+def test_a_step_that_raises_or_returns_something_else_is_a_failure() -> None:
+    failed = play(lambda: GymnasiumEnvironment(Guess), ["break"])
+    assert failed.stop_reason == "failure" and "the dice are gone" in str(failed.failure)
+    assert failed.raised_at.count("test_gym.py") == 1 and "gym.py" not in failed.raised_at.replace("test_gym.py", "")
+    odd = play(lambda: GymnasiumEnvironment(Guess, {"kind": "odd"}), ["x"])
+    assert odd.stop_reason == "failure" and "step=" in str(odd.failure)
+    with pytest.raises(ValueError, match="factory"):
+        GymnasiumEnvironment("no_such_package.make")
+
+
+def test_a_slow_step_does_not_hold_up_other_games() -> None:
+    said = [Turn(Reply("x"), spell(TOKENIZER, "x<|im_end|>"))] * 8
+    attempts = ScriptedAttempts(lambda: GymnasiumEnvironment(Guess, {"slow": 0.4}), max_turns=1)
+    attempts.turns = said
+    attempts.setup(TOKENIZER)
+    began = time.monotonic()
+    games = asyncio.run(alone(attempts, ScriptedEngine(said), {"prompt": ""}, SAMPLING, number=8))
+    assert [game.stop_reason for game in games] == ["turns"] * 8
+    assert time.monotonic() - began < 2.4
+
+
+class Wandering:
+    """A game that draws from the generators of the process, in `step` also."""
+
+    def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        random.seed(seed)
+        return f"{random.random()} {np.random.rand()}", {}
+
+    def step(self, action: str) -> Any:
+        time.sleep(0.01)
+        return f"{random.random()} {np.random.rand()}", 0.0, False, False, {}
+
+
+def test_games_that_draw_from_the_processs_generators_repeat_and_leave_them_alone() -> None:
+    turns = [Turn(Reply("x"), spell(TOKENIZER, "x<|im_end|>"))] * 12
+    attempts = ScriptedAttempts(lambda: GymnasiumEnvironment(Wandering, global_random=True), max_turns=3)
+    attempts.turns = turns
+    attempts.setup(TOKENIZER)
+    before = random.getstate(), np.random.get_state()[1].tolist()
+    games = asyncio.run(alone(attempts, ScriptedEngine(turns), {"prompt": ""}, SAMPLING, number=4))
+    assert len({tuple(shown(game)) for game in games}) == 1 and len(set(shown(games[0]))) == 3
+    assert before == (random.getstate(), np.random.get_state()[1].tolist())
+
+
+class Chat:
+    """A game with SkyRL-Gym's interface."""
+
+    def __init__(self, extras: dict[str, Any], turns: int = 2) -> None:
+        self.answer, self.left = extras["reward_spec"]["ground_truth"], turns
+
+    def init(self, prompt: list[dict[str, str]]) -> Any:
+        return [{"role": "system", "content": "Be brief."}, *prompt], {}
+
+    def step(self, action: str) -> dict[str, Any]:
+        self.left -= 1
+        right = action == self.answer
+        again = [] if right else [{"role": "user", "content": "Again."}]
+        return {"observations": again, "reward": float(right), "done": right or self.left == 0, "metadata": {}}
+
+
+def test_a_game_of_skyrl_gym_gets_the_row_and_talks_in_messages() -> None:
+    row = {"prompt": "6 x 7?", "reward_spec": {"ground_truth": "42"}}
+    won = play(lambda: GymnasiumEnvironment(Chat), ["41", "42"], row)
+    assert [(message["role"], message["content"]) for message in won.messages] == [
+        ("system", "Be brief."),
+        ("user", "6 x 7?"),
+        ("assistant", "41"),
+        ("user", "Again."),
+        ("assistant", "42"),
+    ]
+    assert (won.stop_reason, won.turn_rewards) == ("stop", [0.0, 1.0])
+
+
+def test_gymnasiums_own_games_are_played_by_numbers_and_what_they_render() -> None:
+    pytest.importorskip("gymnasium")
+    arguments = {"id": "FrozenLake-v1", "render_mode": "ansi", "is_slippery": False}
+
+    def make(**more: Any) -> Environment:
+        return GymnasiumEnvironment("gymnasium.make", arguments | more)
+
+    walked = play(make, ["left", "7", "[1]", "1", "2"])
+    first, *later = shown(walked)
+    assert first.startswith("Go. ") and "FFFH" in first
+    assert [text.startswith("Error: ") for text in later] == [True, True, True, False]
+    assert "Discrete(4)" in later[0] and walked.metrics["invalid_actions"] == 3.0
+    assert (walked.stop_reason, walked.turn_rewards[-1]) == ("stop", 0.0)
+    blind = play(lambda: make(render_mode=None), ["1"])
+    assert blind.stop_reason == "failure" and "observation=" in str(blind.failure)
+
+
+def test_games_of_gem_repeat() -> None:
+    pytest.importorskip("gem")
+    from gem.envs.game_env.guess_the_number import GuessTheNumberEnv
+
+    turns = [Turn(Reply(f"\\boxed{{{n}}}"), spell(TOKENIZER, "x<|im_end|>")) for n in (3, 3, 9, 9)]
+    attempts = ScriptedAttempts(lambda: GymnasiumEnvironment(GuessTheNumberEnv), max_turns=2)
+    attempts.turns = turns
+    attempts.setup(TOKENIZER)
+    state = random.getstate()
+    games = asyncio.run(alone(attempts, ScriptedEngine(turns), {"prompt": ""}, SAMPLING, number=2))
+    assert [game.failure for game in games] == [None, None] and random.getstate() == state
+    assert "Guess The Number" in shown(games[0])[0]

