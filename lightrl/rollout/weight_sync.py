@@ -32,15 +32,15 @@ class WeightSync(EngineSync):
     once there are any, of random ones before. If they differ by more than `tolerance` the run stops: training on
     samples of stale or half-loaded weights fails silently otherwise. If the run has prompts with media, it also samples
     a few tokens after one of them and compares their log-probs: what the vision tower computes, how image tokens are
-    attended to, and adapters on the tower show there alone. It also stops where the trainer's log-probs have
-    moved by ten times the gap of the push before, and the push has not brought the engine's half of the way: steps too
-    small for any tolerance leave an engine behind unseen otherwise.
+    attended to, and adapters on the tower show there alone. Two checks catch what is smaller than the tolerance: the
+    engine must not answer exactly as before the push while the trainer's log-probs have moved, and where these have
+    moved by ten times the gap of the push before, the engine's must have come half of the way.
 
     Args:
         canary: whether to ask after each push.
         tolerance: Maximum mean absolute difference in nats. Defaults by the engine's dtype: 5e-4 for float32, 0.05 for
-            float16, 0.5 for bfloat16 (a pretrained model of 135M parameters rounds by 0.05 to 0.16). With a default,
-            the engine must also have come half of the way that the trainer's log-probs moved.
+            float16, 0.5 for bfloat16 (a pretrained model of 135M parameters rounds by 0.05 to 0.16). A tolerance of
+            your own replaces the two other checks.
         num_sequences: sequences of the canary.
         num_tokens: tokens in each, and tokens sampled after a prompt with media. A mixture of experts gets more
             sequences if the engine routes its tokens: about eight tokens for each expert.
@@ -64,7 +64,7 @@ class WeightSync(EngineSync):
         self._prompts: list[list[int]] | None = None
         self._media: GenerationRequest | None = None
         self._media_before: tuple[Completion, torch.Tensor, float] | None = None  # its trainer's log-probs, the gap
-        self._answered: tuple[torch.Tensor, torch.Tensor, float] | None = None  # tokens, the engine's answer, the gap
+        self._answered: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # tokens, engine's, trainer's
 
     def show_prompts(self, token_ids: Sequence[Sequence[int]]) -> None:
         """Takes the first prompts that it sees for the canary."""
@@ -120,17 +120,16 @@ class WeightSync(EngineSync):
         gaps = (ours - theirs).abs()
         self.last_gap = float(gaps.mean())
         tolerance = self._tolerance(engine)
-        behind = self.tolerance is None and self._is_behind(tokens, ours)
-        worst = bool(module.all_max(torch.tensor(float(behind or not self.last_gap <= tolerance))))
-        self._answered = None if worst else (tokens, theirs, self.last_gap)
+        behind = self._why_behind(tokens, theirs, ours, tolerance) if self.tolerance is None else ""
+        worst = bool(module.all_max(torch.tensor(float(bool(behind) or not self.last_gap <= tolerance))))
+        self._answered = None if worst else (tokens, theirs, ours)
         if worst:
             version = engine.policy_version
             engine.mark_stale()
-            half = ", and half of what the trainer has moved by" if behind else ""
             raise StaleWeightsError(
                 f"After pushing the weights of policy version {version} the engine's log-probs differ from the "
                 f"trainer's by {self.last_gap:.2e} on average (at most {gaps.max():.2e}; allowed: {tolerance:g} on "
-                f"average{half}). The engine holds stale or incomplete weights. Check that its dtype matches the "
+                f"average{behind}). The engine holds stale or incomplete weights. Check that its dtype matches the "
                 "trainer's precision; raise WeightSync.tolerance only if the gap is rounding."
             )
 
@@ -191,13 +190,17 @@ class WeightSync(EngineSync):
         rows = -(-8 * experts // (length * (getattr(config, "num_experts_per_tok", None) or 1)))
         return torch.cat([tokens, torch.randint(config.vocab_size, (rows, length), generator=generator)])
 
-    def _is_behind(self, tokens: torch.Tensor, ours: torch.Tensor) -> bool:
-        """Whether the trainer has moved well beyond rounding since the last canary, and the engine not half as far."""
+    def _why_behind(self, tokens: torch.Tensor, theirs: torch.Tensor, ours: torch.Tensor, tolerance: float) -> str:
+        """How the answers since the last canary show that this push has not arrived; empty if they do not."""
         if self._answered is None or not torch.equal(tokens, self._answered[0]):
-            return False
-        _, before, rounding = self._answered
-        moved = float((ours - before).abs().mean())  # what the gap would be without a push
-        return moved > 10 * rounding and self.last_gap is not None and self.last_gap > moved / 2
+            return ""
+        _, their_last, our_last = self._answered
+        if torch.equal(theirs, their_last) and float((ours - our_last).abs().mean()) > tolerance / 100:
+            return ", and none exactly as before the push"
+        rounding = float((our_last - their_last).abs().mean())
+        moved = float((ours - their_last).abs().mean())  # what the gap would be without a push
+        half = moved > 10 * rounding and float((ours - theirs).abs().mean()) > moved / 2
+        return ", and half of what the trainer has moved by" if half else ""
 
 
 @torch.no_grad()

@@ -86,8 +86,11 @@ def test_bfloat16_rounding_is_let_through_and_a_skipped_push_is_not(model: str) 
     sync = WeightSync()
     fit(model, Engine(), sync=sync, precision="bf16-mixed")
     assert sync.last_gap is not None and sync.last_gap < 0.15
-    with pytest.raises(StaleWeightsError, match="allowed: 0.15 on average"):
+    with pytest.raises(StaleWeightsError, match="allowed: 0.5 on average"):
         fit(model, Engine(skip_from=2), lr=0.1, precision="bf16-mixed")
+    with pytest.raises(StaleWeightsError, match="exactly as before the push"):
+        fit(model, Engine(skip_from=2), lr=1e-3, sync=sync, precision="bf16-mixed")
+    assert sync.last_gap < 0.5
 
 
 def test_steps_far_below_the_tolerance_leave_no_engine_behind_unseen(model: str) -> None:
@@ -108,7 +111,7 @@ def test_steps_far_below_the_tolerance_leave_no_engine_behind_unseen(model: str)
     tokenizer = AutoTokenizer.from_pretrained(model)
     assert all(tokenizer.decode(tokens[i : i + 6]).endswith("=") for i in range(0, 30, 6)), first
     sync = WeightSync()
-    with pytest.raises(StaleWeightsError, match="of policy version 4 .*half of what the trainer has moved by"):
+    with pytest.raises(StaleWeightsError, match="of policy version 4 "):
         fit(model, Engine(skip_from=4), lr=3e-7, sync=sync)
     assert sync.last_gap is not None and sync.last_gap < 5e-4 / 2
     assert fit(model, Engine(skip_from=4), lr=3e-7, sync=WeightSync(tolerance=5e-4)).policy_version == 8

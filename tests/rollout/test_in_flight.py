@@ -257,6 +257,8 @@ def with_vllm(folder: Path, lora: LoraSpec | None) -> tuple[KeptEngine, Any]:
 
     def learn(*callbacks: Any, **data: Any) -> tuple[Any, Watch]:
         module = GRPOLightningModule(ModelSpec(path, lora=lora), kl=None, optimizer=sgd)
+        schedule = data.get("schedule")
+        engine._keeps_cache = schedule is not None and schedule.keeps_cache  # a shared engine starts once
         return in_flight(path, *callbacks, module=module, **few, **data)
 
     return engine, learn
