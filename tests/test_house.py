@@ -12,7 +12,7 @@ import pytest
 from tests.toys import quickstart_model
 
 GRPO_FILES, GRPO_LINES = 75, 19520  # the goal is 30 and 8,000
-PACKAGE_LINES = 45300  # the goal is 28,000
+PACKAGE_LINES = 46000  # the goal is 28,000
 LARGEST_FILE = 510
 
 RUN = """

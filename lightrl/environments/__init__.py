@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lightrl.environments.playing import EnvironmentEpisode
     from lightrl.environments.remote import MCPEnvironment, OpenEnvironment
     from lightrl.environments.tools import ToolEnvironment
+    from lightrl.environments.verifiers import VerifiersProgram, VerifiersRows
 
 __all__ = [
     "AgentProgram",
@@ -37,11 +38,11 @@ __all__ = [
     "Task",
     "ToolCall",
     "ToolEnvironment",
+    "VerifiersProgram",
+    "VerifiersRows",
     "check_trajectories",
 ]
 
-_MODULES = (
-    *("episodes", "base", "canary", "ledger", "tools", "gym", "playing", "remote", "code_tools"),
-    "endpoint.program",
-)
+_MODULES = ("episodes", "base", "canary", "ledger", "tools", "gym", "playing", "remote", "code_tools")
+_MODULES += ("endpoint.program", "verifiers")
 __getattr__ = lazy_names(__name__, _MODULES, __all__)

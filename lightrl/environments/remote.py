@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -140,14 +141,15 @@ def _innermost(error: BaseException) -> str:
 class OpenEnvironment(Environment):
     """Plays an environment of an OpenEnv server, over one WebSocket per attempt.
 
-    The policy's reply is the action, and the observation the next user message. The server decides on rewards and the
-    end. Its `reset` gets the row's columns and the group's seed, and takes those that it has arguments for. The first
-    observation follows the row's prompt. The policy reads why an action does not fit the server's model. Override
-    `action` and `text` for servers that take more than a text.
+    The policy's reply is the action, as the server's model of actions wants it: the value of its only required field,
+    otherwise a JSON object. The observation is the next user message. The server decides on rewards and the end. Its
+    `reset` gets the row's columns and the group's seed, and takes those that it has arguments for. The first
+    observation follows the row's prompt. The policy reads why an action does not fit. Override `action` and `text` for
+    anything else.
 
     Args:
         url: URL of the server.
-        action_field: Field of the action that gets the reply's text.
+        action_field: Field of the action that gets the reply. None uses the only required one.
         observation_field: Field of the observation that the policy reads; None shows all of it as JSON.
         timeout: Seconds that connecting and each answer may take. More is an infrastructure failure, as is a server
             that is absent or answers with another error.
@@ -159,16 +161,39 @@ class OpenEnvironment(Environment):
     """
 
     def __init__(
-        self, url: str, action_field: str = "message", observation_field: str | None = None, timeout: float = 60.0
+        self, url: str, action_field: str | None = None, observation_field: str | None = None, timeout: float = 60.0
     ) -> None:
         require_packages("OpenEnvironment", "openenv", "openenv")
+        self.url = url
+        self.timeout = above("timeout", timeout)
         self.action_field = action_field
         self.observation_field = observation_field
-        self._client = openenv.make_client(url, above("timeout", timeout))
+        self._client = openenv.make_client(url, self.timeout)
+        self._fields: dict[str, Any] = {}
         self._invalid = 0
 
     def action(self, reply: Reply) -> dict[str, Any]:
-        """The action for a reply, as the server takes it."""
+        """The action for a reply, as the server takes it.
+
+        Raises:
+            ValueError: The reply is not an action. The policy reads the message.
+        """
+        text = reply.content.strip()
+        if text.startswith("```") and text.endswith("```"):
+            text = text.strip("`").partition("\n")[2].strip()
+        if self.action_field is None:
+            fields = ", ".join(self._fields) or "none"
+            try:
+                action = json.loads(text)
+            except ValueError as error:
+                raise ValueError(f"Answer with a JSON object with the fields {fields} ({error})") from None
+            if not isinstance(action, dict):
+                raise ValueError(f"Answer with a JSON object with the fields {fields}")
+            return action
+        field = self._fields.get(self.action_field, {"type": "string"})
+        if "string" not in (field.get("type"), *(one.get("type") for one in field.get("anyOf", ()))):
+            with suppress(ValueError):  # the server says what it wants
+                return {self.action_field: json.loads(text)}
         return {self.action_field: reply.content}
 
     def text(self, observation: Mapping[str, Any]) -> str:
@@ -185,6 +210,10 @@ class OpenEnvironment(Environment):
         if left := sorted(set(row) - set(arguments)):
             rank_zero_warn(f"OpenEnvironment: JSON can't hold the columns {', '.join(left)}, so `reset` goes without.")
         arguments.setdefault("seed", seed % 2**31)  # servers keep seeds in 32 bits
+        schema = await openenv.action_schema(self.url, self.timeout)
+        self._fields = {name: one for name, one in schema.get("properties", {}).items() if name != "metadata"}
+        if self.action_field is None and len(required := schema.get("required", [])) == 1:
+            self.action_field = required[0]
         await self._client.connect()
         result = await self._client.reset(**arguments)
         return first_messages(row, self.text(result.observation) or None)
@@ -192,16 +221,24 @@ class OpenEnvironment(Environment):
     async def step(self, reply: Reply) -> Step:
         try:
             result = await self._client.step(self.action(reply))
+        except ValueError as error:
+            return self._told(str(error))
         except openenv.ServerError as error:
+            if error.code == "SESSION_ERROR" and "ValueError" in str(error):
+                self._invalid += 1  # a validator of the model raised, which ends the session of a server of 0.10
+                return Step(done=True)
             if error.code != "VALIDATION_ERROR":
                 raise
-            self._invalid += 1
             wrong = [f"{place(one.get('loc', ()))}: {one.get('msg', '')}" for one in error.errors] or [str(error)]
-            return Step([{"role": "user", "content": f"Error: {'. '.join(wrong)}."}])
+            return self._told(". ".join(wrong))
         reward = float(result.reward or 0.0)
         if result.done:
             return Step(reward=reward, done=True)
         return Step([{"role": "user", "content": self.text(result.observation)}], reward=reward)
+
+    def _told(self, error: str) -> Step:
+        self._invalid += 1
+        return Step([{"role": "user", "content": f"Error: {error}."}])
 
     @property
     def metrics(self) -> Mapping[str, float]:

@@ -52,12 +52,12 @@ def results(trajectory: Trajectory) -> list[Any]:
 class Server:
     """A server at a free port."""
 
-    def __init__(self, file: str) -> None:
+    def __init__(self, file: str, *arguments: str) -> None:
         self.holder = held_port()
         self.port = int(self.holder.getsockname()[1])
         self.url = f"http://127.0.0.1:{self.port}"
         environment = os.environ | {"PYTHONPATH": str(HERE.parent.parent)}
-        self.process = subprocess.Popen([sys.executable, str(HERE / file), str(self.port)], env=environment)
+        self.process = subprocess.Popen([sys.executable, str(HERE / file), str(self.port), *arguments], env=environment)
         until = time.monotonic() + 120
         while time.monotonic() < until:
             with socket.socket() as probe:
@@ -248,6 +248,35 @@ def test_remote_environments_are_given_back_whatever_ends_an_attempt(guess: Serv
     assert play(make, [said("x"), said("x")], max_turns=2).stop_reason == "turns"
 
 
+def test_typed_actions_of_openenv_are_json_and_a_lost_session_is_no_other_game() -> None:
+    pytest.importorskip("openenv")
+    server = Server("openenv_server.py", "corner")
+
+    def make() -> OpenEnvironment:
+        return OpenEnvironment(server.url, observation_field="text")
+
+    class Dropped(OpenEnvironment):
+        async def step(self, reply: Reply) -> Any:
+            if reply.content.startswith("drop"):
+                await self._client.disconnect()
+            return await super().step(Reply(reply.content.removeprefix("drop ")))
+
+    corner = '{"row": 2, "col": 2}'
+    try:
+        bad = ["2, 2", "[2, 2]", '{"row": 2}', '{"row": 2, "col": 3}', '{"row": 2, "cow": 2, "col": 0}']
+        found = play(make, [said(text) for text in (*bad, '```json\n{"row": 0, "col": 2}\n```', corner)])
+        assert (found.stop_reason, found.turn_rewards) == ("stop", [0.0] * 6 + [1.0])
+        assert [text.startswith("Error: ") for text in results(found)] == [True] * 5 + [False]
+        assert "row, col, note" in results(found)[0] and results(found)[2].startswith("Error: col: ")
+        assert found.metrics["invalid_actions"] == 5.0
+        swore = play(make, [said('{"row": 2, "col": 2, "note": "damn"}')])
+        assert (swore.stop_reason, swore.failure, swore.turn_rewards) == ("stop", None, [0.0])
+        lost = play(lambda: Dropped(server.url, observation_field="text"), [said(f"drop {corner}")])
+        assert lost.stop_reason == "failure" and "session" in str(lost.failure)
+    finally:
+        server.kill()
+
+
 def test_an_openenv_server_that_is_not_there_or_dies_is_a_failure() -> None:
     pytest.importorskip("openenv")
     server = Server("openenv_server.py")
@@ -260,4 +289,4 @@ def test_an_openenv_server_that_is_not_there_or_dies_is_a_failure() -> None:
     died = play(lambda: Kills(server.url), [said("1"), said("2")])
     assert died.stop_reason == "failure" and died.failure
     absent = play(lambda: OpenEnvironment(server.url), [said("1")])
-    assert absent.stop_reason == "failure" and "Failed to connect" in str(absent.failure)
+    assert absent.stop_reason == "failure" and absent.failure

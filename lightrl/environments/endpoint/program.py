@@ -37,10 +37,10 @@ class AgentProgram(MultiTurn):
     """Has each attempt made by a program that uses the policy as a model server.
 
     The program is a function `main(row, base_url, api_key)`, sync or async, that returns a reward, or None to leave it
-    to the reward functions. `row` has the dataset's columns and `prompt`. At `base_url` the policy answers OpenAI's
-    chat completions and responses and Anthropic's messages, plain or streaming, with any client. Sync programs run in
-    threads, async ones on one event loop, so that one client can serve all attempts if each request has its attempt's
-    key.
+    to the reward functions, or `{"reward": ..., "metrics": {...}}` with numbers to log. `row` has the dataset's columns
+    and `prompt`. At `base_url` the policy answers OpenAI's chat completions and responses and Anthropic's messages,
+    plain or streaming, with any client. Sync programs run in threads, async ones on one event loop, so that one client
+    can serve all attempts if each request has its attempt's key.
 
     A request that continues one of the attempt's conversations word for word extends its row if that is proven to be
     exact. Any other begins a new row, with what was sampled before as context (sub-agents, compactions). The run's
@@ -172,6 +172,7 @@ class AgentProgram(MultiTurn):
         """Runs the program and makes a trajectory of its outcome."""
         stop: StopReason | None = None
         reward: float | None = None
+        metrics: dict[str, float] = {}
         worker = await self._worker(endpoint.base_url)
         began = time.monotonic()
         keys = [endpoint.open(session)]
@@ -190,7 +191,7 @@ class AgentProgram(MultiTurn):
                 await asyncio.wait({program, broken}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             stop = stop or session.stop_reason
             if program.done() and not broken.done():
-                reward = self._reward(program, session)
+                reward, metrics = self._reward(program, session)
         finally:
             session.end()
             for key in keys:
@@ -221,7 +222,7 @@ class AgentProgram(MultiTurn):
             messages=session.conversation,
             turn_rewards=[] if reward is None else [0.0] * (session.turns - 1) + [reward],
             failure=session.failure,
-            metrics=session.metrics(time.monotonic() - began),
+            metrics={**metrics, **session.metrics(time.monotonic() - began)},
             raised_at=session.raised_at,
         )
 
@@ -245,12 +246,13 @@ class AgentProgram(MultiTurn):
         assert self.function is not None
         return await run_here(self.function, row, base_url, key)
 
-    def _reward(self, program: asyncio.Future[Any], session: Session) -> float | None:
-        """What the program returned; None if a limit made it raise.
+    def _reward(self, program: asyncio.Future[Any], session: Session) -> tuple[float | None, dict[str, float]]:
+        """The reward and metrics that the program returned; without a reward if a limit made it raise.
 
         Raises:
-            ValueError: It is not a reward.
+            ValueError: It is not a reward, or a metric is not a number.
         """
+        metrics: Any = {}
         try:
             reward = program.result()
         except ProgramError as error:
@@ -258,15 +260,20 @@ class AgentProgram(MultiTurn):
                 hint = "" if session.requested else f"\nIt sent no request with its key. {_HINT}"
                 lines = users_lines(error, __file__, running.__file__, calling.__file__)
                 session.fail(f"the program failed: {error}{hint}", lines)
-            return None
+            return None, {}
+        if isinstance(reward, Mapping) and set(reward) == {"reward", "metrics"}:
+            reward, metrics = reward["reward"], reward["metrics"]
+            if not isinstance(metrics, Mapping) or not all(isinstance(one, int | float) for one in metrics.values()):
+                raise ValueError(f"run: the program returned metrics={repr(metrics)[:60]}. Return numbers by name.")
+        metrics = {str(name): float(value) for name, value in metrics.items()}
         if reward is None:
-            return None
+            return None, metrics
         if not isinstance(reward, int | float) or not abs(reward) <= MAX_REWARD:
             raise ValueError(
                 f"run: the program returned {repr(reward)[:60]}. Return a finite number of at most {MAX_REWARD:g} in "
                 "size, or None."
             )
-        return float(reward)
+        return float(reward), metrics
 
 
 def _imported(run: str) -> Any:
