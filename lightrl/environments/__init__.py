@@ -43,6 +43,8 @@ __all__ = [
     "check_trajectories",
 ]
 
-_MODULES = ("episodes", "base", "canary", "ledger", "tools", "gym", "playing", "remote", "code_tools")
-_MODULES += ("endpoint.program", "verifiers")
+_MODULES = (
+    *("episodes", "base", "canary", "ledger", "tools", "gym", "playing", "remote", "code_tools"),
+    *("endpoint.program", "verifiers"),
+)
 __getattr__ = lazy_names(__name__, _MODULES, __all__)
