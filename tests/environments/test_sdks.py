@@ -1,6 +1,6 @@
 """Agents of many SDKs, each with its real package over loopback. The policy's words are scripted.
 
-`docs/environments.md` has the table that these cases make: `python -m tests.environments.test_sdks` prints it.
+`docs/programs.md` has the table of these cases: `python -m tests.environments.test_sdks` prints it.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def test_an_sdks_agent_trains_what_it_sampled(case: Case, stream: bool) -> None:
 
 def table() -> str:
     """The table of the docs."""
-    lines = ["| SDK | program | streaming | rows per attempt | constrained turns |", "|---|---|---|---|---|"]
+    lines = ["| SDK | program | streaming | sequences per trajectory | constrained turns |", "|---|---|---|---|---|"]
     for case in CASES:
         constrained = f"{case.constrained} of {len(case.texts)}" if case.constrained else "none"
         streams = "yes" if case.streams else "-"
@@ -168,7 +168,7 @@ def table() -> str:
 
 
 def test_the_docs_have_the_table_of_these_cases() -> None:
-    assert table() in (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
+    assert table() in (Path(__file__).parents[2] / "docs" / "programs.md").read_text()
 
 
 if __name__ == "__main__":

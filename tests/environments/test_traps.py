@@ -1,4 +1,4 @@
-"""What went wrong elsewhere with records of many turns, one test each; docs/environments.md names the sources."""
+"""What went wrong elsewhere with records of many turns, one test each; docs/trajectories.md has the guarantees."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The configurations and the Python in docs/rewards.md are real."""
+"""The configurations and the Python in the pages on rewards are real."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import lightrl.rewards
 from lightrl.rewards import RewardScorer
 from lightrl.rewards.sandbox import mechanism
 
-TEXT = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = ("rewards.md", "sandbox.md")
+TEXT = "".join((DOCS / name).read_text() for name in PAGES)
 for name in lightrl.rewards.__all__:  # as the command does, so that YAML may name any class without its module
     getattr(lightrl.rewards, name)
 BLOCKS = re.findall(r"```yaml\n(.*?)```", TEXT, re.S)
@@ -43,14 +45,14 @@ def need_sandbox():
 
 def test_sandbox(capsys):
     need_sandbox()
-    (code,) = re.findall(r"```python\n(from lightrl.rewards import SandboxedPython\n.*?)```", TEXT, re.S)
+    code = re.search(r"```python\n(from lightrl.rewards import SandboxedPython\n.*?)```", TEXT, re.S)[1]
     exec(code, {})
     assert capsys.readouterr().out == "cba 0 exit\n['ZeroDivisionError: division by zero', '[exit code 1]']\n"
 
 
 def test_python(capsys):
-    code = re.findall(r"```python\n(.*?)```", TEXT, re.S)
-    assert len(BLOCKS) == 8 and len(code) == 3
+    code = re.findall(r"```python\n(.*?)```", (DOCS / "rewards.md").read_text(), re.S)
+    assert len(BLOCKS) == 9 and len(code) == 3
     scope: dict = {}
     exec(code[0], scope)
     assert scope["short_and_right"](["p"] * 2, ["4 ", "5"], answer=[4, 4]) == [1.0, 0.0]
