@@ -1,4 +1,4 @@
-"""LightningModules: PPO and its variants, distillation, supervised fine-tuning, reward models. Loaded lazily."""
+"""LightningModules for PPO and its variants, distillation, supervised fine-tuning, and reward models."""
 
 from __future__ import annotations
 

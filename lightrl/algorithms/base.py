@@ -1,4 +1,4 @@
-"""The life of an RL module around its step: models, optimizer, evaluation, checkpoints, and what others ask of it."""
+"""Base class of the RL modules: models, optimizer, evaluation, and checkpoints."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ log = logging.getLogger(__name__)
 
 
 class RLLightningModule(RolloutLearner, SavesPretrained):
-    """A policy that learns from rollouts, with a critic, a reference, and reward models. A subclass has the step."""
+    """Base of modules that train a policy on rollouts, with optional critic, reference, and reward models.
+
+    A subclass implements `training_step`.
+    """
 
     actor: PolicyModel
     critic: ValueModel | None
@@ -64,11 +67,11 @@ class RLLightningModule(RolloutLearner, SavesPretrained):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.strict_loading = False  # frozen models are not in checkpoints, see `state_dict`
+        self.strict_loading = False  # checkpoints omit frozen models, see `state_dict`
         self.seed = run_seed()
         self.num_skipped_updates = 0
         self.skipped_in_a_row = 0
-        self.updates_made = 0  # of the rollout at hand
+        self.updates_made = 0  # for the current rollout
         self._start: WeightsAtStart | None = None
         self._restored_rng: list[Any] | None = None
         self._eval_sums = MetricSums()
@@ -76,7 +79,7 @@ class RLLightningModule(RolloutLearner, SavesPretrained):
 
     @abstractmethod
     def training_step(self, rollouts: Rollouts, batch_idx: int) -> Any:
-        """Learns from one rollout."""
+        """Trains on one rollout."""
 
     @abstractmethod
     def score(self, rollouts: Rollouts) -> None:
@@ -85,13 +88,13 @@ class RLLightningModule(RolloutLearner, SavesPretrained):
     # ---- models and optimizer ----------------------------------------------------------------------------------
 
     def setup(self, stage: str) -> None:
-        """Rejects what can't work before any model is loaded."""
+        """Checks settings and compatibility before loading any model."""
         strategy = self.trainer.strategy
         strategies.refuse_unsupported(strategy, str(self.trainer.precision))
         if self.extra_losses.aux_loss_coef and strategies.context_group(strategy) is not None:
             raise ValueError(
                 f"aux_loss_coef={self.extra_losses.aux_loss_coef} with context_parallel_size above 1: each rank sees "
-                "the routers of a part of the tokens only. Set one of the two to its default."
+                "only part of the tokens that the routers balance. Set aux_loss_coef=0 or context_parallel_size=1."
             )
         strategies.set_gradient_clipping(strategy, self.updates.max_grad_norm)
         for model in (self.actor_spec, self.reference_spec):
@@ -105,7 +108,7 @@ class RLLightningModule(RolloutLearner, SavesPretrained):
         rl_callbacks(self._callbacks())
 
     def build_models(self, in_shards: bool = False) -> None:
-        """Sets actor, critic, reference, and reward models; empty ones if ranks fill in their parts (`in_shards`)."""
+        """Sets actor, critic, reference, and reward models; empty ones if ranks load their shards (`in_shards`)."""
         spec, aux_loss = self.actor_spec, self.extra_losses.aux_loss_coef > 0
         self.actor = build_policy(spec, self.critic_spec, aux_loss, in_shards)
         self.critic = build_critic(self.critic_spec, spec, in_shards)
@@ -114,55 +117,55 @@ class RLLightningModule(RolloutLearner, SavesPretrained):
         self.reward_models = build_reward_models(self.reward_model_specs)
 
     def models(self) -> list[Any]:
-        """The models that the strategy shards."""
+        """Returns the models that the strategy shards."""
         return [m for m in (self.actor, self.critic, self.reference, *self.reward_models.values()) if m is not None]
 
     def configure_model(self) -> None:
-        """Builds and shards the models, and remembers what frozen weights began as."""
+        """Builds and shards the models, and records the initial state of frozen weights."""
         super().configure_model()
         self._start = self._start or WeightsAtStart(self)
 
     def configure_optimizers(self) -> Any:
-        """One optimizer with the named parameter groups `policy` and `critic` (DeepSpeed takes exactly one)."""
+        """Builds one optimizer (DeepSpeed supports only one) with the parameter groups `policy` and `critic`."""
         groups = parameter_groups(self.actor, self.critic, self.critic_spec)
         optimizer = make_optimizer(self.optimizer_factory, groups, self.trainer.strategy)
         return with_schedule(optimizer, self.lr_scheduler_factory, partial(rollout_position, self))
 
     @property
     def in_critic_warmup(self) -> bool:
-        """Whether the policy is still frozen."""
+        """Whether only the critic is trained."""
         spec = self.critic_spec
         return spec is not None and self.trainer.fit_loop.total_batch_idx < spec.warmup_rollouts
 
     # ---- evaluation --------------------------------------------------------------------------------------------
 
     def validation_step(self, rollouts: Rollouts, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Adds one batch of evaluation rollouts; rows that only keep an idle rank busy don't count."""
+        """Adds one batch of evaluation rollouts; excludes sequences that only keep an idle rank in step."""
         self.score(rollouts)
         if not rollouts.filler:
             evaluation = getattr(self.trainer.datamodule, "evaluation", None)  # type: ignore[attr-defined]
             self._eval_sums.add(eval_metrics(rollouts, getattr(evaluation, "success_reward", 1.0)))
 
     def on_validation_epoch_end(self) -> None:
-        """Logs `eval/*`, exact means over all rows or groups and ranks."""
+        """Logs `eval/*`: exact means over all trajectories or groups and ranks."""
         sums, self._eval_sums = self._eval_sums, MetricSums()
         self.log_dict(self.means(sums))
 
     def test_step(self, rollouts: Rollouts, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """As `validation_step`, for `lightrl test`."""
+        """Runs `validation_step`, for `lightrl test`."""
         self.validation_step(rollouts, batch_idx, dataloader_idx)
 
     def on_test_epoch_end(self) -> None:
-        """As `on_validation_epoch_end`."""
+        """Logs `eval/*`, as `on_validation_epoch_end` does."""
         self.on_validation_epoch_end()
 
     def predict_step(self, rollouts: Rollouts, batch_idx: int) -> list[dict[str, Any]]:
-        """One record per completion: prompt, completion, rewards, and the row's columns."""
+        """Returns one record per trajectory: prompt, completion, rewards, and data columns."""
         self.score(rollouts)
         return records(rollouts, getattr(self.trainer.datamodule, "tokenizer", None))  # type: ignore[attr-defined]
 
     def _skip_empty_update(self) -> dict[str, Tensor | float]:
-        """Skips an update that trains no token on any rank: momentum and weight decay would move the weights."""
+        """Skips an update without trainable tokens on any rank: momentum and weight decay would change the weights."""
         rank_zero_warn(
             "Skipped an update: no trainable tokens (all completions unscored or masked). optim/skipped_updates counts "
             "such updates."
@@ -183,79 +186,79 @@ class RLLightningModule(RolloutLearner, SavesPretrained):
         return self.optimizers()
 
     def _count_skips(self, skip: bool, norm: Tensor | None, *, searching: bool) -> None:
-        """Counts a skipped update; one after which a smaller loss scale is tried doesn't count towards the limit."""
+        """Counts a skipped update. Searching for a lower float16 loss scale doesn't count toward the limit."""
         if not (skip and searching):
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if skip else 0
         self.num_skipped_updates += skip
         if self.skipped_in_a_row >= self.updates.max_skipped_updates:
             raise RuntimeError(
-                f"{self.skipped_in_a_row} updates in a row had a non-finite loss or gradient norm (the last norm: "
-                f"{None if norm is None else norm.item()}). Lower the learning rate, check the scale of the rewards, "
-                "or raise max_skipped_updates. The weights are those of the last finite update."
+                f"{self.skipped_in_a_row} updates in a row had a non-finite loss or gradient norm (last norm: "
+                f"{None if norm is None else norm.item()}). The weights are those of the last finite update. Lower the "
+                "learning rate, check the reward scale, or raise max_skipped_updates."
             )
 
     def _coefficients(self) -> dict[str, float]:
-        """The coefficients in use, which callbacks may move."""
+        """Returns the current coefficients, which callbacks may change."""
         kl = {} if self.kl is None else {"kl/coef": float(self.kl.coef)}
         return kl | ({"policy/entropy_coef": float(self.entropy_coef)} if self.entropy_coef else {})
 
-    # ---- what the data module and callbacks ask ----------------------------------------------------------------
+    # ---- interface for the data module and callbacks -----------------------------------------------------------
 
     @property
     def policy_version(self) -> int:
-        """Number of changes of the policy's weights, optimizer steps and others; names them for engines."""
+        """Number of changes to the policy's weights, by optimizer steps or otherwise; identifies them for engines."""
         return int(self.trainer.global_step) + self.outside_changes
 
     @property
     def needs_groups(self) -> bool:
-        """Whether the advantage compares the attempts at one prompt."""
+        """Whether the advantage estimator compares the completions of a prompt."""
         return self.advantage.needs_groups
 
     def refuse_group_size(self, size: int) -> None:
-        """Rejects groups that are too small for the advantage."""
+        """Rejects groups that are too small for the advantage estimator."""
         self.advantage.refuse_group_size(size)
 
     @property
     def needs_rewards(self) -> bool:
-        """Whether it learns nothing from completions without a reward."""
+        """Whether completions without a reward are useless for training."""
         return True
 
     @property
     def scores_rollouts(self) -> bool:
-        """Whether there are reward models."""
+        """Whether the module has reward models."""
         return bool(self.reward_model_specs)
 
     def set_kl_coef(self, coef: float) -> None:
-        """Changes the coefficient of the KL penalty, from the next rollout on.
+        """Sets the coefficient of the KL penalty, effective from the next rollout.
 
         Raises:
-            ValueError: There is no KL penalty.
+            ValueError: The module has no KL penalty.
         """
         if self.kl is None:
-            raise ValueError("kl=None: there is no coefficient to set. Set kl (KLInReward or KLInLoss).")
+            raise ValueError("kl=None: the module has no KL coefficient. Set kl to KLInReward or KLInLoss.")
         self.kl.coef = coef
 
     def set_entropy_coef(self, coef: float) -> None:
-        """Changes the weight of the entropy bonus, from the next rollout on."""
+        """Sets the weight of the entropy bonus, effective from the next rollout."""
         self.entropy_coef = coef
 
     def named_policy_weights(self, *, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor) of every actor parameter, LoRA merged, one at a time, or of trained ones.
+        """Yields (Hugging Face name, full tensor) of all actor parameters, or of trained ones, with LoRA merged.
 
-        Collective under FSDP2 and ZeRO-3: every rank iterates to the end. Tied parameters come once.
+        Collective under FSDP2 and ZeRO-3: every rank must iterate to the end. Tied parameters are yielded once.
         """
         gather = strategies.gather_parameter(self._strategy())
         return named_hf_weights(self.actor, gather, trained_only=trained_only)
 
     def policy_adapter(self) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any]]:
-        """The actor's LoRA adapter in peft's format: (name, full tensor) one at a time, and its configuration."""
+        """Returns the actor's LoRA adapter in PEFT format: an iterator of (name, full tensor), and its config."""
         assert self.actor_spec.lora is not None, "only an actor with LoRA has an adapter"
         gather = strategies.gather_parameter(self._strategy())
         return named_adapter_weights(self.actor, gather), adapter_config(self.actor, self.actor_spec.lora)
 
     @property
     def trained_model(self) -> tuple[PolicyModel, ModelSpec]:
-        """The policy, which is written as a Hugging Face folder."""
+        """The policy and its spec, for saving in Hugging Face format."""
         return self.actor, self.actor_spec
 
     @torch.no_grad()
@@ -269,22 +272,22 @@ class RLLightningModule(RolloutLearner, SavesPretrained):
         return logprobs
 
     def batched(self, model: Any, forward: Callable[[Any], dict[str, Tensor]], rows: Any) -> dict[str, Tensor]:
-        """Runs `forward` over micro-batches of rows that `model` reads; (B, T) results, 0 off the response mask.
+        """Runs `forward` over micro-batches; returns (B, T) results, 0 outside the response mask.
 
-        Every rank calls `forward` equally often, as sharded models need.
+        Every rank calls `forward` equally often, as sharded models require.
         """
         return batched_forward(forward, rows, self.updates.micro_batch_tokens, self.all_max, model.layout)
 
     def all_sum(self, tensor: Tensor) -> Tensor:
-        """Sum over ranks."""
+        """Sums over ranks."""
         return strategies.all_sum(self.trainer.strategy, tensor)
 
     def all_max(self, tensor: Tensor) -> Tensor:
-        """Maximum over ranks."""
+        """Returns the maximum over ranks."""
         return strategies.all_max(self.trainer.strategy, tensor)
 
     def means(self, sums: MetricSums) -> dict[str, float]:
-        """Means and maxima of what all ranks have collected. Collective."""
+        """Reduces collected metrics to means and maxima over ranks. Collective."""
         return sums.reduce(self.all_sum, self.all_max, self.device)
 
     @property
@@ -303,23 +306,23 @@ class RLLightningModule(RolloutLearner, SavesPretrained):
             getattr(callback, hook)(self.trainer, self, payload)
 
     def _note_missing_routes(self, rollouts: Rollouts) -> None:
-        """Warns once that the experts which the engine chose are not replayed, and why."""
+        """Warns once if the engine's expert choices are not replayed."""
         if not self._routes_noted and self.actor.has_experts and all(routes is None for routes in rollouts.routes):
             log.warning(
-                "Routing replay is off: the policy is a mixture of experts, but the engine didn't report the experts "
-                "of its samples. TransformersEngine records them, VLLMEngine on GPUs with "
-                "engine_args.enable_return_routed_experts=true; servers don't."
+                "Routing replay is off: the policy is a mixture-of-experts model, but the engine didn't record its "
+                "expert choices. Use TransformersEngine, or VLLMEngine on GPUs with "
+                "engine_args.enable_return_routed_experts=true. Inference servers don't support it."
             )
         self._routes_noted = True
 
     # ---- checkpoints -------------------------------------------------------------------------------------------
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The weights that can't be loaded from where they came from; see `needed_weights`."""
+        """Returns the weights that can't be reloaded from their source; see `needed_weights`."""
         return needed_weights(self, super().state_dict(*args, **kwargs), self._start)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds how the models are built, the counters, and the random generators' states. Collective."""
+        """Adds the model specs, counters, and random states. Collective."""
         models = {"actor": self.actor_spec}
         if self.critic_spec is not None and not self.critic_spec.shared:
             models["critic"] = self.critic_spec.model or self.actor_spec
@@ -333,10 +336,10 @@ class RLLightningModule(RolloutLearner, SavesPretrained):
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restores them, after a check that the checkpoint is one of this module's.
+        """Checks that the checkpoint matches this module, and restores counters and random states.
 
         Raises:
-            ValueError: Another class or format wrote it, or it lacks parameters that are trained here.
+            ValueError: The checkpoint has another class or format, or lacks trained parameters.
         """
         super().on_load_checkpoint(checkpoint)
         if self.trainer.training:
@@ -348,7 +351,7 @@ class RLLightningModule(RolloutLearner, SavesPretrained):
             self._restored_rng = stored["rng"]
 
     def on_train_start(self) -> None:
-        """Restores the random generators as late as possible, so that set-up does not advance them."""
+        """Restores random states as late as possible, so that setup doesn't advance them."""
         if self._restored_rng is not None:
             states.restore_random_states(self._restored_rng)
             self._restored_rng = None

@@ -1,4 +1,4 @@
-"""Passes of the models over rows in micro-batches, and how a rollout is cut into mini-batches and micro-batches."""
+"""Micro-batched forward passes, and how a rollout is split into mini-batches and micro-batches."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ AllReduce = Callable[[Tensor], Tensor]
 Rows = TypeVar("Rows", Experience, SupervisedBatch)
 
 WEIGHTS = "lightrl/weights"
-"""Name under which the weights of tokens travel with their rows into micro-batches."""
+"""Key of the token weights in `token_extras` of micro-batches."""
 
 
 # ---- forward passes --------------------------------------------------------------------------------------------------
 
 
 def widest_layout(*models: PolicyModel | ValueModel | None) -> Layout:
-    """The layout of these models that computes most tokens."""
+    """Returns the layout of these models that computes the most tokens."""
     used = {model.layout for model in models if model is not None}
     return "padded" if "padded" in used else "packed" if "packed" in used else "auto"
 
@@ -41,14 +41,14 @@ def batched_forward(
     all_max: AllReduce,
     layout: Layout = "auto",
 ) -> dict[str, Tensor]:
-    """Runs `forward` over micro-batches and puts its (b, t) results back into (B, T) tensors.
+    """Runs `forward` over micro-batches and gathers its (b, t) results into (B, T) tensors.
 
     Args:
-        forward: Gets some rows, cropped to their longest, and returns named (b, t) tensors.
-        rows: All B rows.
+        forward: Callable from sequences, cropped to their longest, to named (b, t) tensors.
+        rows: All B sequences.
         budget: Maximum number of tokens per micro-batch.
-        all_max: Maximum over ranks. Every rank calls `forward` equally often, as sharded models need.
-        layout: Of the model that `forward` runs.
+        all_max: Maximum over ranks. Every rank calls `forward` equally often, as sharded models require.
+        layout: Layout of the model that `forward` runs.
     """
     out: dict[str, Tensor] = {}
     for index in _micro_batch_rows(rows, budget, all_max, layout):
@@ -68,7 +68,7 @@ def _micro_batch_rows(
     layout: Layout,
     units: Tensor | None = None,
 ) -> list[Tensor]:
-    """Row indices of micro-batches of at most `budget` tokens, the same number on every rank (some may be empty)."""
+    """Returns row indices of micro-batches of at most `budget` tokens, equally many per rank (some may be empty)."""
     ids = told_apart(rows.on_host("token_ids"), rows.inputs)
     host = ids, rows.on_host("attention_mask"), rows.on_host("response_mask")
     bins = micro_batches(*host, budget, layout=layout, units=units)
@@ -82,13 +82,13 @@ def _micro_batch_rows(
 
 
 def cut_minibatches(experience: Experience, count: int, *, seed: int) -> list[Experience]:
-    """Cuts a rollout into `count` mini-batches of equally many trajectories, groups in an order given by the seed.
+    """Splits a rollout into `count` mini-batches of equally many trajectories, with groups shuffled by the seed.
 
-    Groups stay whole if a rank's mini-batch holds a multiple of the group size; rows of a trajectory always do.
-    Supervised rows are dealt out in their own order, as evenly as possible.
+    Groups stay whole if each rank's mini-batch size is a multiple of the group size. Rows of a trajectory always stay
+    together. Supervised examples keep their order and are distributed evenly.
 
     Raises:
-        ValueError: There are fewer supervised rows than mini-batches.
+        ValueError: There are fewer supervised examples than mini-batches.
     """
     if count == 1:
         return [experience]
@@ -106,7 +106,7 @@ def cut_minibatches(experience: Experience, count: int, *, seed: int) -> list[Ex
         return parts
     if len(extra) < count:
         raise ValueError(
-            f"ptx.batch_size={len(extra)} on each rank is less than the {count} mini-batches of a rollout. Use at "
+            f"ptx.batch_size={len(extra)}: each rank needs at least one example per mini-batch ({count}). Use at "
             f"least {count}, or a larger minibatch_size."
         )
     dealt = torch.arange(len(extra)).tensor_split(count)
@@ -129,22 +129,23 @@ def weighted_micro_batches(
     skip_zero: bool,
     whole_trajectories: bool,
 ) -> list[MicroBatch]:
-    """Cuts a mini-batch by tokens, and weights its tokens so that the micro-batches' losses add up to its own.
+    """Splits a mini-batch by tokens and weights them so that the micro-batch losses sum to the mini-batch loss.
 
     Args:
-        minibatch: Rows of one optimizer step.
-        aggregation: How token losses become one number.
+        minibatch: Sequences of one optimizer step.
+        aggregation: Reduction of token losses to a scalar.
         ranks: Number of processes; Lightning averages their gradients.
         all_sum: Sum over ranks.
         all_max: Maximum over ranks.
         budget: Maximum number of tokens per micro-batch.
-        layout: Of the models that run them, see `widest_layout`.
-        ptx_coef: Weight of the supervised rows, which come first: DDP needs every trained model in the last backward.
-        skip_zero: Leave out trajectories whose advantages are all 0; they still count in the normalizers.
+        layout: Layout of the models that run them, see `widest_layout`.
+        ptx_coef: Weight of the supervised examples. They come first: DDP needs every trained model in the last backward
+            pass.
+        skip_zero: Exclude trajectories whose advantages are all 0. They still count in the normalizers.
         whole_trajectories: Keep the rows of a trajectory together, even above the budget.
 
     Returns:
-        Equally many on every rank; none if no rank has a token to train.
+        Micro-batches, equally many on every rank. Empty if no rank has a trainable token.
     """
     mask, ptx = minibatch.response_mask, minibatch.supervised
     weights, count = loss_weights(aggregation, minibatch)
@@ -175,9 +176,9 @@ def cut_micro_batches(
     whole_trajectories: bool = False,
     layout: Layout = "auto",
 ) -> list[Rows]:
-    """Cuts rows into at least one micro-batch, equally many on every rank; see `weighted_micro_batches`.
+    """Splits sequences into micro-batches, at least one and equally many on every rank.
 
-    A rank without rows gets one row with an empty response mask.
+    A rank without sequences gets one sequence with an empty response mask. See `weighted_micro_batches`.
     """
     units = None
     if isinstance(rows, Experience):
@@ -192,14 +193,14 @@ def cut_micro_batches(
 
 
 def _rows_with_advantage(minibatch: Experience) -> Tensor:
-    """Rows of the trajectories that have an advantage on any token."""
+    """Returns the rows of trajectories with a nonzero advantage on any token."""
     index = minibatch.trajectory_ids.unique(return_inverse=True)[1]
     trained = (minibatch.advantages != 0).any(1)
     return trained.new_zeros(len(index)).index_put_((index[trained],), trained.new_ones(()))[index].nonzero().squeeze(1)
 
 
 def _without_response(rows: Rows) -> Rows:
-    """One row that takes part in forward, backward, and collectives and adds nothing."""
+    """Returns one row that takes part in forward, backward, and collectives but contributes nothing."""
     row = rows.select(torch.zeros(1, dtype=torch.long)).crop()
     row.response_mask = torch.zeros_like(row.response_mask)
     if isinstance(row, Experience):
@@ -208,18 +209,18 @@ def _without_response(rows: Rows) -> Rows:
     return row
 
 
-# ---- measuring -------------------------------------------------------------------------------------------------------
+# ---- timing ----------------------------------------------------------------------------------------------------------
 
 
 class Stopwatch:
-    """Adds up seconds by metric name in `seconds`."""
+    """Accumulates seconds per metric name in `seconds`."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
     @contextmanager
     def measures(self, name: str) -> Iterator[None]:
-        """Within it time counts under that name."""
+        """Context manager that adds its duration to the metric."""
         begin = time.perf_counter()
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin

@@ -1,4 +1,4 @@
-"""Models of an RL module: how they are built, what the optimizer gets, and which weights a checkpoint needs."""
+"""Builds the models and parameter groups of an RL module, and selects the weights that a checkpoint needs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightrl.models.spec import ModelSpec
 
 
 def build_policy(spec: ModelSpec, critic: CriticSpec | None, aux_loss: bool, in_shards: bool) -> PolicyModel:
-    """The trained policy, with a value head if the critic shares its backbone."""
+    """Builds the trained policy, with a value head if the critic shares its backbone."""
     shared = critic is not None and critic.shared
     actor = PolicyModel.from_spec(spec, trainable=True, in_shards=in_shards, value_head=shared)
     if aux_loss:
@@ -28,7 +28,7 @@ def build_policy(spec: ModelSpec, critic: CriticSpec | None, aux_loss: bool, in_
 
 
 def build_critic(critic: CriticSpec | None, actor: ModelSpec, in_shards: bool) -> ValueModel | None:
-    """The critic; None without one, or if it shares the policy's backbone."""
+    """Builds the critic; None if disabled, or if it shares the policy's backbone."""
     if critic is None or critic.shared:
         return None
     return ValueModel.from_spec(critic.model or actor, in_shards=in_shards)
@@ -37,7 +37,7 @@ def build_critic(critic: CriticSpec | None, actor: ModelSpec, in_shards: bool) -
 def build_reference(
     reference: ModelSpec | None, actor: PolicyModel, spec: ModelSpec, in_shards: bool
 ) -> PolicyModel | None:
-    """The frozen model of the KL term; None if it is the policy without its adapter."""
+    """Builds the frozen reference; None if it is the policy without its adapter."""
     lora = spec.lora
     if reference is None and lora is not None:
         if lora.adapter is not None:
@@ -48,7 +48,7 @@ def build_reference(
 
 
 def build_reward_models(specs: list[Any]) -> nn.ModuleDict:
-    """Reward models by name."""
+    """Builds the reward models, by name."""
     from lightrl.models.reward import RewardModel
 
     return nn.ModuleDict({spec.name: RewardModel.from_spec(spec) for spec in specs})
@@ -57,7 +57,7 @@ def build_reward_models(specs: list[Any]) -> nn.ModuleDict:
 def parameter_groups(
     actor: PolicyModel, critic: ValueModel | None, critic_spec: CriticSpec | None
 ) -> list[dict[str, Any]]:
-    """The optimizer's groups, named `policy` and `critic`."""
+    """Returns the optimizer's groups, named `policy` and `critic`."""
     head = set(actor.value_head.parameters()) if actor.value_head is not None else set()
     policy = [p for p in actor.parameters() if p.requires_grad and p not in head]
     values = [*head] if critic is None else [p for p in critic.parameters() if p.requires_grad]
@@ -69,7 +69,7 @@ def parameter_groups(
 
 
 class WeightsAtStart:
-    """Remembers what the reference and frozen parameters began as, so that a checkpoint leaves out what it can."""
+    """Records the initial state of the reference and frozen parameters, so that checkpoints can omit unchanged ones."""
 
     def __init__(self, module: Any) -> None:
         reference = module.reference
@@ -77,14 +77,14 @@ class WeightsAtStart:
         self._frozen = {name: fingerprint([p]) for name, p in _own_parameters(module) if not p.requires_grad}
 
     def has(self, name: str, parameter: nn.Parameter, in_parts: bool) -> bool:
-        """Whether a frozen parameter was frozen from the start and, as far as ranks agree on it, is unchanged."""
+        """Whether a frozen parameter has been frozen from the start and is unchanged (not checked for shards)."""
         before = self._frozen.get(name)
         return before is not None and (in_parts or fingerprint([parameter]) == before)
 
     def reference_moved(self, module: Any, strategy: Strategy | None) -> bool:
-        """Whether the reference is no longer the model that it was built from.
+        """Whether the reference differs from the model it was built from.
 
-        FSDP2 asks for names before it loads, so under it the answer is yes whenever something may move it.
+        FSDP2 asks for names before it loads, so there the result is True if anything may change the reference.
         """
         if self._reference is None:
             return False
@@ -95,10 +95,10 @@ class WeightsAtStart:
 
 
 def needed_weights(module: Any, state: Mapping[str, Any], start: WeightsAtStart | None) -> dict[str, Any]:
-    """The entries of a state that can't be loaded from where they came from.
+    """Returns the entries of a state dict that can't be reloaded from their source.
 
-    Dropped are reward models and teachers, the reference unless it has moved, and parameters of policy and critic that
-    were built frozen (the base of a LoRA run, `freeze`), unless they were randomly initialized or have changed.
+    Omits reward models, teachers, an unchanged reference, and parameters of policy and critic that were built frozen
+    (the base of a LoRA run, `freeze`). Randomly initialized or changed parameters are kept.
     """
     try:
         strategy: Strategy | None = module.trainer.strategy
@@ -115,6 +115,6 @@ def needed_weights(module: Any, state: Mapping[str, Any], start: WeightsAtStart 
 
 
 def _own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Names and parameters of the models that may be trained, frozen ones included."""
+    """Returns names and parameters of the trainable models, including frozen parameters."""
     named = module.named_parameters(remove_duplicate=False)
     return [(name, p) for name, p in named if not name.startswith(("reward_models.", "reference.", "teachers."))]

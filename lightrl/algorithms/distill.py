@@ -1,4 +1,4 @@
-"""On-policy distillation: the policy samples, and teachers score what it sampled."""
+"""On-policy distillation: teachers score the policy's own samples."""
 
 from __future__ import annotations
 
@@ -32,53 +32,55 @@ from lightrl.records import Advantages, Experience, ModelOutputs, Rollouts, Supe
 from lightrl.rollout.datamodule import RolloutDataModule
 
 LOGPROBS, TOP_IDS, TOP_LOGPROBS = "teacher/logprobs", "teacher/top_ids", "teacher/top_logprobs"
-"""Per token: the teacher's log-prob, and a served teacher's top-k tokens and their log-probs, (B, T, K)."""
+"""Per token: the teacher's log-prob, and a served teacher's top-k tokens with their log-probs, (B, T, K)."""
 NUMBERS, PROMPTS = "teacher/number", "teacher/prompt"
-"""Per row: index of its teacher, and token IDs that it reads before the first sampled token."""
+"""Per row: index of its teacher, and the token IDs that precede the first sampled token for the teacher."""
 
 
 class DistillLightningModule(CriticFreeLightningModule):
-    """Distills teachers into the policy on the policy's own samples, with or without rewards.
+    """On-policy distillation: trains the policy toward teachers on its own samples, with or without rewards.
 
         A_t = [advantage of the rewards] + coef * D_t,    D_t = d_t + gamma * D_{t+1}
-        d_t = log pi_teacher(y_t | y_<t) - log pi(y_t | y_<t),    the sampled reverse KL with the sign turned
+        d_t = log pi_teacher(y_t | y_<t) - log pi(y_t | y_<t),    the negative sampled reverse KL
 
-    With gamma 0 each token answers for its own d_t: the gradient is that of the sum over sampled prefixes of
-    KL(pi || pi_teacher) at the next token, prefixes held fixed. With gamma 1 it is the gradient of the KL of whole
-    responses. The minimizer of both is the teacher. With a reward r (`advantage` a Reinforce, or RLOO or
-    GroupRelative(scale="none")) and gamma 1 it is `pi ~ pi_teacher * exp(r / coef)`.
+    With gamma 0, the gradient is that of KL(pi || pi_teacher) at the next token, summed over sampled prefixes that are
+    held fixed. With gamma 1, it is the gradient of the KL over whole responses. Both are minimized by the teacher. With
+    gamma 1 and a reward r, the optimum is `pi ~ pi_teacher * exp(r / coef)`. This holds for a Reinforce, RLOO, or
+    GroupRelative(scale="none") `advantage`.
 
-    With a `divergence` whole distributions are compared instead: each token's loss is raised by
-    `coef * D(pi, pi_teacher)` at its prefix, prefixes held fixed. It is what gamma 0 estimates from one sample for
-    `ReverseKL`, without its noise. No (tokens, vocabulary) matrix is kept. Teachers run in every pass over a rollout.
+    With a `divergence`, each token's loss gets `coef * D(pi, pi_teacher)` at its prefix, prefixes held fixed. For
+    `ReverseKL`, this is the exact value of what gamma 0 estimates from one sample. Teachers then run in every pass over
+    a rollout. No (tokens, vocabulary) matrix is stored.
 
-    Teachers are frozen. They score exactly the sampled tokens, at the sampling temperature and over the tokens that
-    top-p, top-k, and min-p left. Metrics: `kl/teacher`, the mean of -d_t; with a divergence `loss/teacher`, its mean.
+    Teachers are frozen. They score exactly the sampled tokens, at the sampling temperature and over the tokens left by
+    top-p, top-k, and min-p. Metrics: `kl/teacher`, the mean of -d_t; with a divergence `loss/teacher`, its mean.
 
     Args:
-        teachers: Name -> model: a folder or hub name, a `ModelSpec`, or a `ServerTeacher`, which scores at temperature
-            1 over the whole vocabulary. Their tokenizers must map every token to the policy's ID.
-        teacher_column: Column of the data that names each row's teacher; required with several teachers.
-        advantage: Estimator for the data module's rewards. None only logs rewards, and every trajectory that didn't
-            fail is trained.
+        teachers: Teachers by name. Each is a model directory, a model ID, a `ModelSpec`, or a `ServerTeacher`, which
+            scores at temperature 1 over the whole vocabulary. Teachers must use the policy's token IDs.
+        teacher_column: Data column with the name of each example's teacher. Required with several teachers.
+        advantage: Estimator for the data module's rewards. If None, rewards are only logged, and every trajectory that
+            didn't fail is trained.
         coef: Weight of D_t or the divergence, above 0.
-        gamma: Discount of later tokens' d_t, in [0, 1]; 0 with a divergence.
-        divergence: `ReverseKL`, `ForwardKL`, or `JensenShannon` over the whole vocabulary. None is the sampled one.
-        privileged_column: Column with a prompt (a string or a conversation, rendered with the settings of the source of
-            prompts) that the teacher reads in place of the row's, such as the question with its solution. With the
-            policy's own model as teacher this is self-distillation (OPSD). Needs a divergence over the vocabulary.
-        divergence_top_k: Compare only the teacher's top-k tokens and "any other". Defaults to the whole vocabulary.
-        kl: Further penalty against a reference.
+        gamma: Discount of later tokens' d_t, in [0, 1]. Must be 0 with a divergence.
+        divergence: `ReverseKL`, `ForwardKL`, or `JensenShannon` over the whole vocabulary. Defaults to the sampled
+            reverse KL.
+        privileged_column: Data column with a prompt (a string or a conversation) that the teacher reads instead of the
+            policy's, such as the question with its solution. With the policy's own model as teacher, this is
+            self-distillation (OPSD). Requires a divergence over the whole vocabulary.
+        divergence_top_k: Compare only the teacher's top-k tokens and the remaining probability. Defaults to the whole
+            vocabulary.
+        kl: Additional KL penalty against a reference.
         kwargs: Other arguments of `PPOLightningModule` except `critic`.
 
     Raises:
-        ValueError: An argument is out of range or without effect; before models are loaded, a teacher with another
-            vocabulary, or a divergence under a strategy that shards models; on a rollout, a row that names no teacher,
-            and privileged prompts for a trajectory of several rows.
+        ValueError: An argument is out of range or has no effect, or a teacher has another vocabulary. Also if a
+            strategy shards models with a divergence, if an example names no teacher, or if a trajectory of several rows
+            has a privileged prompt.
 
     Source: https://arxiv.org/abs/2306.13649 (on-policy distillation), https://arxiv.org/abs/2306.08543 (reverse KL by
         policy gradient), https://thinkingmachines.ai/blog/on-policy-distillation (per-token advantage, gamma 0),
-        https://github.com/siyan-zhao/OPSD (privileged prompts; without its clip of each word's share).
+        https://github.com/siyan-zhao/OPSD (privileged prompts; we don't clip each word's contribution).
     """
 
     default_group_size = 1
@@ -119,33 +121,35 @@ class DistillLightningModule(CriticFreeLightningModule):
         self._require_settings_with_effect()
 
     def _require_matching_teachers(self) -> None:
-        """Raises a ValueError for teachers that can't be told apart, or can't score what they are asked for."""
+        """Raises a ValueError for teachers that are ambiguous or can't provide the requested scores."""
         names, top_k, column = sorted(self.teacher_names), self.divergence_top_k, self.privileged_column
         kind = type(self.divergence).__name__
         if not names:
-            raise ValueError("teachers={}: there are none. Pass at least one, name -> model.")
+            raise ValueError("teachers={}: must not be empty. Pass at least one teacher, as name -> model.")
         if len(names) > 1 and self.teacher_column is None:
-            raise ValueError(f"teacher_column=None with teachers={names}. Name the column with each row's teacher.")
+            raise ValueError(
+                f"teacher_column=None with teachers={names}: each example needs a teacher. Set teacher_column."
+            )
         if self.divergence is not None and self.distill_gamma:
             raise ValueError(
-                f"gamma={self.distill_gamma} with divergence={kind}, which is each token's own. Use gamma=0, or "
-                "divergence=None (null in YAML)."
+                f"gamma={self.distill_gamma} with divergence={kind}: a divergence is computed per token. Use gamma=0, "
+                "or divergence=None (null in YAML)."
             )
         if top_k is not None and (self.divergence is None or top_k < 1):
             raise ValueError(f"divergence_top_k={top_k} with divergence={kind}: must be at least 1 with a divergence.")
         if self.teacher_servers and self.divergence is not None and top_k is None:
             raise ValueError(
-                f"divergence={kind} with teachers {sorted(self.teacher_servers)} on servers, which report their top "
-                "tokens only. Set divergence_top_k (vLLM: at most its --max-logprobs, 20)."
+                f"divergence={kind} with served teachers {sorted(self.teacher_servers)}: servers report only their top "
+                "tokens. Set divergence_top_k (vLLM: at most its --max-logprobs, 20)."
             )
         if column is not None and (self.teacher_servers or self.divergence is None or top_k):
             raise ValueError(
-                f"privileged_column={column!r}: needs a divergence with divergence_top_k=None, and teachers in this "
-                "process. Drop one of them."
+                f"privileged_column={column!r}: needs a divergence, divergence_top_k=None, and in-process teachers. "
+                "Change these settings, or remove privileged_column."
             )
 
     def _require_settings_with_effect(self) -> None:
-        """Raises a ValueError for settings of advantages or rewards without an estimator."""
+        """Raises a ValueError for advantage or reward settings without an estimator."""
         if self.learns_rewards:
             return
         shaping, idle = self.shaping, {"reward_clip": self.shaping.reward_clip is not None}
@@ -157,19 +161,19 @@ class DistillLightningModule(CriticFreeLightningModule):
             if found:
                 extra = "" if self.divergence is None else f" and divergence={type(self.divergence).__name__}"
                 raise ValueError(
-                    f"{name}={getattr(shaping, name, True)} with advantage=None{extra}: it has no effect. Leave it at "
+                    f"{name}={getattr(shaping, name, True)} with advantage=None{extra}: has no effect. Leave it at "
                     "its default, or pass an advantage estimator for rewards."
                 )
 
     def setup(self, stage: str) -> None:
-        """See `PPOLightningModule.setup`; rejects teachers with other tokens."""
+        """Runs `PPOLightningModule.setup`, and rejects teachers with another vocabulary."""
         super().setup(stage)
         if self.privileged_column is not None:
             self._privileged_source()
         if self.divergence is not None and strategies.shards_parameters(self.trainer.strategy):
             raise ValueError(
-                f"divergence={type(self.divergence).__name__} with strategy={type(self.trainer.strategy).__name__}, "
-                "which shards models: it needs the heads of student and teacher whole. Use ddp or ZeRO 1 or 2, or "
+                f"divergence={type(self.divergence).__name__} with strategy={type(self.trainer.strategy).__name__}: "
+                "needs the unsharded output layers of student and teacher. Use ddp or ZeRO 1 or 2, or "
                 "divergence=None (null in YAML)."
             )
         data = self.trainer.datamodule  # type: ignore[attr-defined]
@@ -178,9 +182,9 @@ class DistillLightningModule(CriticFreeLightningModule):
             cut = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
             if sampling.temperature != 1 or (cut and data.engine.records_support):
                 raise ValueError(
-                    f"sampling={sampling} with teachers {sorted(self.teacher_servers)} on servers, which score at "
-                    "temperature 1 over the whole vocabulary. Use temperature 1 without top_p, top_k, and min_p, or a "
-                    "teacher in this process."
+                    f"sampling={sampling} with served teachers {sorted(self.teacher_servers)}: servers score at "
+                    "temperature 1 over the whole vocabulary. Use temperature 1 without top_p, top_k, and min_p, or an "
+                    "in-process teacher."
                 )
         for server in self.teacher_servers.values():
             server.check(self.actor_spec.path)
@@ -199,7 +203,7 @@ class DistillLightningModule(CriticFreeLightningModule):
         return [*super().models(), *self.teachers.values()]
 
     def evaluate_models(self, rollouts: Rollouts) -> ModelOutputs:
-        """As in `PPOLightningModule`; adds the teachers' log-probs, or what they need in the update."""
+        """Adds the teachers' log-probs, or what they need in the update, to those of `PPOLightningModule`."""
         outputs = super().evaluate_models(rollouts)
         teachers = self._rows_of_teachers(rollouts)
         if self.divergence is not None:
@@ -221,22 +225,25 @@ class DistillLightningModule(CriticFreeLightningModule):
                 continue
             rows = rows.to(rollouts.token_ids.device)
             part = rollouts.select(rows if len(rows) else torch.zeros(1, dtype=torch.long, device=rows.device))
-            if not len(rows):  # sharded teachers run on all ranks or on none
+            if not len(rows):  # all ranks must run sharded teachers
                 part.response_mask = torch.zeros_like(part.response_mask)
-            scores = self._scores(self.teachers[name], part, routes=())  # its routers choose themselves
+            scores = self._scores(self.teachers[name], part, routes=())  # the teacher routes tokens itself
             outputs.token_extras[LOGPROBS][rows] = scores[: len(rows)]
         return outputs
 
     def _ask_server(self, name: str, rollouts: Rollouts, rows: Tensor, outputs: ModelOutputs) -> None:
-        """Writes a server's log-probs and top-k tokens of some rows into the outputs."""
+        """Writes a server's log-probs and top-k tokens of some rows to the outputs."""
         ids, lengths = rollouts.on_host("token_ids"), rollouts.on_host("attention_mask").sum(1).tolist()
         top, shape, extras = self.divergence_top_k or 0, tuple(rollouts.token_ids.shape), outputs.token_extras
         if any(rollouts.inputs):
-            raise ValueError(f"teachers[{name!r}] is on servers, which score text only, and rows have images.")
+            raise ValueError(
+                f"teachers[{name!r}]: served teachers score only text, but prompts have images. Use an in-process "
+                "teacher."
+            )
         if rollouts.temperature != 1:  # a callback changed it after `setup`
             raise ValueError(
-                f"sampling.temperature={rollouts.temperature}: teachers[{name!r}] is on servers, which score at "
-                "temperature 1. Keep it at 1, or use a teacher in this process (a model folder)."
+                f"sampling.temperature={rollouts.temperature} with served teacher {name!r}: servers score at "
+                "temperature 1. Use temperature 1, or an in-process teacher (a model directory)."
             )
         scored = extras.setdefault(LOGPROBS, torch.zeros(shape, device=rollouts.token_ids.device))
         if top:
@@ -247,7 +254,7 @@ class DistillLightningModule(CriticFreeLightningModule):
         for row, scores in zip(numbers, said, strict=True):
             scored[row, 1 : lengths[row]] = torch.tensor(scores.logprobs).to(scored.device)
             if top:
-                words = torch.tensor(scores.top, dtype=torch.float64)  # (n - 1, K, 2), ids exact
+                words = torch.tensor(scores.top, dtype=torch.float64)  # (n - 1, K, 2), float64 keeps IDs exact
                 top_ids[row, 1 : lengths[row]] = words[..., 0].long()
                 top_logprobs[row, 1 : lengths[row]] = words[..., 1].float()
 
@@ -256,19 +263,19 @@ class DistillLightningModule(CriticFreeLightningModule):
         return out["logprobs"]
 
     def _rows_of_teachers(self, rollouts: Rollouts) -> dict[str, Tensor]:
-        """Teacher -> numbers of its rows."""
+        """Returns the row indices of each teacher."""
         if self.teacher_column is None:
             return {name: torch.arange(len(rollouts)) for name in self.teacher_names}
         if self.teacher_column not in rollouts.columns:
             raise ValueError(
-                f"teacher_column={self.teacher_column!r}: not in the data (columns: {sorted(rollouts.columns)})."
+                f"teacher_column={self.teacher_column!r}: not in the data. Use one of {sorted(rollouts.columns)}."
             )
         named = [str(value) for value in rollouts.columns[self.teacher_column]]
         unknown = sorted(set(named) - set(self.teacher_names))
         if unknown:
             raise ValueError(
-                f"teacher_column={self.teacher_column!r} names {unknown[0]!r}, but teachers are "
-                f"{sorted(self.teacher_names)}: add it, or correct the rows."
+                f"teacher_column={self.teacher_column!r}: {unknown[0]!r} is not one of the teachers "
+                f"{sorted(self.teacher_names)}. Add it to teachers, or fix the data."
             )
         return {
             name: torch.tensor([row for row, value in enumerate(named) if value == name], dtype=torch.long)
@@ -276,7 +283,7 @@ class DistillLightningModule(CriticFreeLightningModule):
         }
 
     def compute_advantages(self, rollouts: Rollouts, outputs: ModelOutputs) -> Advantages:
-        """As in `PPOLightningModule`; adds the teachers' part."""
+        """Adds the teachers' part to the advantages of `PPOLightningModule`."""
         found = super().compute_advantages(rollouts, outputs)
         if not self.learns_rewards:
             valid = ~torch.tensor(rollouts.failed, device=found.valid.device)
@@ -289,7 +296,7 @@ class DistillLightningModule(CriticFreeLightningModule):
         return replace(found, advantages=found.advantages + self.distill_coef * gain * found.valid[:, None])
 
     def make_experience(self, rollouts: Rollouts) -> Experience:
-        """As in `PPOLightningModule`; measures the distance to the teachers."""
+        """Measures the distance to the teachers in addition to `PPOLightningModule.make_experience`."""
         experience = super().make_experience(rollouts)
         if self.divergence is None:
             sums = MetricSums()
@@ -298,13 +305,13 @@ class DistillLightningModule(CriticFreeLightningModule):
         return experience
 
     def forward_policy(self, rows: Experience, **wanted: Any) -> dict[str, Tensor]:
-        """As in `PPOLightningModule`; with a divergence, each token's distance to its teacher is computed too."""
+        """Runs the policy; with a divergence, also computes each token's distance to its teacher."""
         if self.divergence is not None:
             wanted |= {"divergence": self.divergence, "lessons": self._lessons(rows)}
         return super().forward_policy(rows, **wanted)
 
     def _lessons(self, rows: Experience) -> list[Lesson]:
-        """Each teacher's distribution at its rows of a micro-batch."""
+        """Returns each teacher's distributions for its rows of a micro-batch."""
         device, width, lessons = rows.token_ids.device, rows.token_ids.shape[1], []
         for number, name in enumerate(self.teacher_names):
             own = (rows.row_extras[NUMBERS] == number).nonzero().squeeze(1)
@@ -317,7 +324,7 @@ class DistillLightningModule(CriticFreeLightningModule):
         return lessons
 
     def _own_lesson(self, name: str, rows: Experience) -> Lesson:
-        """What a teacher in this process says, about places in `rows` whatever it reads in front of them."""
+        """Returns an in-process teacher's distributions at positions of `rows`, even with another prompt."""
         teacher: Any = self.teachers[name]
         if PROMPTS not in rows.row_extras:
             lesson: Lesson = teacher.teach(rows, self.divergence_top_k)
@@ -330,15 +337,17 @@ class DistillLightningModule(CriticFreeLightningModule):
         return Lesson(row * own + place, lesson.states)
 
     def _privileged_prompts(self, column: str, rollouts: Rollouts) -> list[list[int]]:
-        """Token ids of what the teachers read before each row's first sampled token."""
+        """Returns the token IDs that teachers read before each row's first sampled token."""
         if column not in rollouts.columns:
-            raise ValueError(f"privileged_column={column!r}: the data has the columns {sorted(rollouts.columns)}.")
+            raise ValueError(f"privileged_column={column!r}: not in the data. Use one of {sorted(rollouts.columns)}.")
         if any(rollouts.inputs):
-            raise ValueError(f"privileged_column={column!r}: prompts with images cannot be exchanged; leave it out.")
+            raise ValueError(
+                f"privileged_column={column!r}: can't replace prompts with images. Remove privileged_column."
+            )
         if len(rollouts.trajectory_ids.unique()) < len(rollouts):
             raise ValueError(
-                f"privileged_column={column!r}: a trajectory has several rows, whose later ones begin with a history "
-                "that was rewritten, and not with the prompt. Take a template that keeps it, or leave the column out."
+                f"privileged_column={column!r}: a trajectory has several rows because its history was rewritten. Use a "
+                "chat template that keeps the history, or remove privileged_column."
             )
         data, source = self.trainer.datamodule, self._privileged_source()  # type: ignore[attr-defined]
         if isinstance(data, RolloutDataModule):
@@ -355,19 +364,21 @@ class DistillLightningModule(CriticFreeLightningModule):
             except ValueError as error:
                 raise ValueError(f"privileged_column={column!r}: {error}") from error
             if encoded.inputs:
-                raise ValueError(f"privileged_column={column!r}: a prompt shows images, which the teacher cannot see.")
+                raise ValueError(
+                    f"privileged_column={column!r}: a prompt has images, which the teacher can't read. Remove them."
+                )
             found.append(encoded.token_ids)
         return found
 
     def _privileged_source(self) -> PromptSource:
-        """By whose settings privileged prompts are rendered: those of the prompts that they stand for.
+        """Returns the prompt source whose settings render privileged prompts.
 
         Raises:
-            ValueError: there are several sources with different ones, and rows do not say which is theirs.
+            ValueError: There are several sources with different settings.
         """
         data = self.trainer.datamodule  # type: ignore[attr-defined]
         if not isinstance(data, RolloutDataModule):
-            return PromptSource(rows=[{}])  # its defaults
+            return PromptSource(rows=[{}])  # default settings
         prompts = data.prompts.source if isinstance(data.prompts, PromptCurriculum) else data.prompts
         first, *others = prompts.sources if isinstance(prompts, PromptMixture) else [prompts]
         for name in ("system_prompt", "chat_template", "template_kwargs", "tools_column"):
@@ -375,13 +386,13 @@ class DistillLightningModule(CriticFreeLightningModule):
                 if getattr(other, name) != getattr(first, name):
                     raise ValueError(
                         f"privileged_column={self.privileged_column!r} with sources whose {name} differ "
-                        f"({getattr(first, name)!r} and {getattr(other, name)!r}): a row does not say which source it "
-                        "is from. Give all the same, or write what differs into the prompts."
+                        f"({getattr(first, name)!r} and {getattr(other, name)!r}): an example doesn't record its "
+                        "source. Use the same value in all sources, or write the difference into the prompts."
                     )
         return first
 
     def _served_lesson(self, rows: Experience) -> Lesson:
-        """What `_ask_server` wrote down about the response tokens."""
+        """Returns what `_ask_server` recorded for the response tokens."""
         device = rows.token_ids.device
         targets = rows.on_host("response_mask").reshape(-1).nonzero().squeeze(1)
         top = (rows.token_extras[name] for name in (TOP_IDS, TOP_LOGPROBS))
@@ -389,7 +400,7 @@ class DistillLightningModule(CriticFreeLightningModule):
         return Lesson(targets.to(device), TopTokens(ids, logprobs))
 
     def policy_loss(self, rows: Experience, out: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """As in `PPOLightningModule`; with a divergence, its term is added."""
+        """Adds the divergence, if any, to the loss of `PPOLightningModule`."""
         loss, metrics = super().policy_loss(rows, out)
         if self.divergence is None:
             return loss, metrics
@@ -401,18 +412,18 @@ class DistillLightningModule(CriticFreeLightningModule):
         return False
 
     def skips_zero_advantages(self, rows: Experience) -> bool:
-        """As in `PPOLightningModule`; with a divergence every row has a gradient."""
+        """False with a divergence: every sequence then has a gradient."""
         return self.divergence is None and super().skips_zero_advantages(rows)
 
     def teardown(self, stage: str) -> None:
-        """Closes the teachers' servers."""
+        """Closes the connections to served teachers."""
         super().teardown(stage)
         for server in self.teacher_servers.values():
             server.close()
 
 
 def _with_other_prompts(rows: Experience) -> tuple[SupervisedBatch, Tensor]:
-    """The rows with the teachers' prompts before their first sampled tokens, and by how many places these moved."""
+    """Replaces the prompts with the teachers' own; also returns the offset of each row's sampled tokens."""
     ids, lengths = rows.on_host("token_ids"), rows.on_host("attention_mask").sum(1).tolist()
     response = rows.on_host("response_mask")
     firsts = torch.where(response.any(1), response.int().argmax(1), torch.tensor(lengths)).tolist()
@@ -442,7 +453,7 @@ def _gap(mask: Tensor, outputs: ModelOutputs | Experience) -> Tensor:
 def _require_vocabulary(name: str, path: str, own: dict[str, int], *, exact: bool) -> None:
     """Raises a ValueError unless the teacher's tokenizer and model know every token of the policy by the same ID.
 
-    With `exact` it must have no other tokens, to which it would give probability.
+    With `exact`, the teacher must have no other tokens, since they would get probability.
     """
     theirs = AutoTokenizer.from_pretrained(path).get_vocab()
     differing = sorted((i, token) for token, i in own.items() if theirs.get(token) != i)
@@ -450,13 +461,13 @@ def _require_vocabulary(name: str, path: str, own: dict[str, int], *, exact: boo
     more = sorted(set(theirs) - set(own)) if exact else []
     if differing:
         i, token = differing[0]
-        wrong = f"{len(differing)} of the policy's {len(own)} tokens have another ID or none there, such as {token!r} "
+        wrong = f"{len(differing)} of the policy's {len(own)} tokens are missing or have another ID, such as {token!r} "
         wrong += f"({i} here, {theirs.get(token)} there)"
     elif size <= max(own.values()):
         wrong = f"its head has {size} tokens, fewer than the {max(own.values()) + 1} IDs of the policy's tokenizer"
     elif more:
-        wrong = f"{len(more)} tokens that the policy lacks, such as {more[0]!r}, which a divergence compares as well"
+        wrong = f"{len(more)} tokens are missing in the policy's vocabulary, such as {more[0]!r}"
     else:
         return
     fix = "Use a teacher of the policy's family" + (", or divergence=None (null in YAML)." if more else ".")
-    raise ValueError(f"teachers[{name!r}]={path!r} has another vocabulary: {wrong}. {fix}")
+    raise ValueError(f"teachers[{name!r}]={path!r}: its vocabulary differs from the policy's: {wrong}. {fix}")

@@ -1,4 +1,4 @@
-"""Metrics of an evaluation (`eval/`), and records of predictions."""
+"""Evaluation metrics (`eval/`) and prediction records."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lightrl.rollout.collation import asked
 
 
 def eval_metrics(rollouts: Rollouts, success_reward: float) -> dict[str, Tensor]:
-    """Values of one evaluation batch, per trajectory or per group; the caller averages them over the whole evaluation.
+    """Computes the values of one evaluation batch, per trajectory or group, for averaging over the evaluation.
 
     Returns:
-        `eval/reward`, `eval/reward/<function>` (rows that were scored), `eval/length`, `eval/truncated_fraction`, and
+        `eval/reward`, `eval/reward/<function>` (scored trajectories), `eval/length`, `eval/truncated_fraction`, and
         with G > 1 completions per prompt `eval/pass@k` (k = 1, 2, 4, ... G) and `eval/maj@G`. With several sets of
-        prompts, the names begin with `eval/<set>/`.
+        prompts, names begin with `eval/<set>/`.
     """
     lengths = trajectory_lengths(rollouts.response_mask, rollouts.trajectory_ids)
     firsts = first_rows(rollouts.trajectory_ids)
@@ -46,7 +46,7 @@ def eval_metrics(rollouts: Rollouts, success_reward: float) -> dict[str, Tensor]
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Unbiased estimate of the chance that one of k samples is correct, from n samples.
+    """Unbiased estimate of the probability that at least one of k samples is correct, from n samples.
 
     `1 - C(n - c, k) / C(n, k)`, computed as a product (Chen et al. 2021, https://arxiv.org/abs/2107.03374, eq. 1).
     """
@@ -60,7 +60,7 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 
 def _majority(rollouts: Rollouts, rows: Tensor, success: Tensor) -> float:
-    """Success of the most common answer of a group, the first sampled one in a tie."""
+    """Returns whether a group's most common answer is correct; ties go to the answer sampled first."""
     answers = rollouts.answers or [completion.strip() for completion in rollouts.completions]
     texts = [answers[i] for i in rows.tolist()]
     winner = Counter(texts).most_common(1)[0][0]
@@ -68,7 +68,7 @@ def _majority(rollouts: Rollouts, rows: Tensor, success: Tensor) -> float:
 
 
 def records(rollouts: Rollouts, tokenizer: Any = None) -> list[dict[str, Any]]:
-    """One dictionary per trajectory, as `lightrl predict` writes them; `tokenizer` decodes the prompt, see `asked`."""
+    """Returns one dictionary per trajectory, as written by `lightrl predict`; `tokenizer` decodes prompts."""
     lengths = trajectory_lengths(rollouts.response_mask, rollouts.trajectory_ids)
 
     def number(value: Tensor) -> float | None:

@@ -1,8 +1,7 @@
-"""From scored rollouts to experience, and from experience to losses, both by trajectories.
+"""Turns scored rollouts into experience and losses, per trajectory.
 
-A trajectory whose history was rewritten on the way has several rows. Whatever counts, averages, or compares attempts
-(estimators, loss weights, ratios of whole responses) works on `TrajectoryLayout`, with one row per trajectory, so that
-into how many rows one was cut changes nothing.
+A trajectory whose history was rewritten has several rows. Estimators, loss weights, and sequence ratios work on
+`TrajectoryLayout`, with one row per trajectory, so results don't depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -29,45 +28,45 @@ from lightrl.records import Advantages, Experience, ModelOutputs, Rollouts
 
 
 def first_rows(trajectory_ids: Tensor) -> Tensor:
-    """Numbers of the rows with which the trajectories of (B,) `trajectory_ids` begin, ascending."""
+    """Returns the indices of the first row of each trajectory, ascending."""
     return _firsts(trajectory_ids.unique(return_inverse=True)[1]).sort().values
 
 
 def last_rows(trajectory_ids: Tensor) -> Tensor:
-    """(B,) number of the last row of each row's trajectory."""
+    """Returns the (B,) index of the last row of each row's trajectory."""
     index = trajectory_ids.unique(return_inverse=True)[1]
     rows = torch.arange(len(index), device=index.device)
     return rows.clone().scatter_reduce_(0, index, rows, "amax", include_self=False)[index]
 
 
 def trajectory_lengths(mask: Tensor, trajectory_ids: Tensor) -> Tensor:
-    """(B,) number of tokens on the (B, T) mask in all rows of the row's trajectory."""
+    """Returns the (B,) number of masked tokens in all rows of each row's trajectory."""
     index = trajectory_ids.unique(return_inverse=True)[1]
     lengths = mask.sum(1)
     return torch.zeros_like(lengths).index_add_(0, index, lengths)[index]
 
 
 def _firsts(index: Tensor) -> Tensor:
-    """Per trajectory number, its first row."""
+    """Returns the first row of each trajectory."""
     count = int(index.max()) + 1 if len(index) else 0
     rows = torch.arange(len(index), device=index.device)
     return torch.full((count,), len(index), device=index.device).scatter_reduce_(0, index, rows, "amin")
 
 
 class TrajectoryLayout:
-    """Moves tensors between B rows and the n trajectories that they belong to.
+    """Maps tensors between B rows and the n trajectories they belong to.
 
-    A trajectory's tokens on the mask, of all its rows one after another, make one row of (n, S) tensors. If every
-    trajectory is one row, nothing is moved: `join` and `split` return what they get.
+    In (n, S) tensors, one row holds the masked tokens of all rows of a trajectory, concatenated. If every trajectory
+    has one row, `join` and `split` return their input.
 
     Args:
-        trajectory_ids: (B,) int64, equal for the rows of a trajectory.
-        mask: (B, T) bool, the tokens to move: each sampled token is in one row only.
-        on_host: `trajectory_ids` in host memory, if there is a copy; then rows that are not cut cost no read.
+        trajectory_ids: (B,) int64, equal for all rows of a trajectory.
+        mask: (B, T) bool, the tokens to map. Each sampled token is in one row only.
+        on_host: Copy of `trajectory_ids` in host memory, which avoids a synchronization. Defaults to none.
 
     Attributes:
-        is_cut: whether any trajectory has several rows.
-        mask: (n, S) bool, True on tokens; the one given if nothing is cut.
+        is_cut: Whether any trajectory has several rows.
+        mask: (n, S) bool, True on tokens. The `mask` argument if no trajectory has several rows.
     """
 
     def __init__(self, trajectory_ids: Tensor, mask: Tensor, on_host: Tensor | None = None) -> None:
@@ -94,7 +93,7 @@ class TrajectoryLayout:
         self.mask = slots < counts[:, None]
 
     def join(self, x: Tensor) -> Tensor:
-        """(B, T) to (n, S), 0 off the mask; (B,), the same in all rows of a trajectory, to (n,). Differentiable."""
+        """Maps (B, T) to (n, S), 0 outside the mask, or (B,), constant per trajectory, to (n,). Differentiable."""
         if not self.is_cut:
             return x
         if x.ndim == 1:
@@ -103,7 +102,7 @@ class TrajectoryLayout:
         return joined.index_put((self._owners, self._slots), x[self._rows, self._columns])
 
     def split(self, x: Tensor) -> Tensor:
-        """(n, S) back to (B, T), 0 off the mask; (n,) to (B,). Differentiable."""
+        """Maps (n, S) to (B, T), 0 outside the mask, or (n,) to (B,). Differentiable."""
         if not self.is_cut:
             return x
         if x.ndim == 1:
@@ -118,10 +117,10 @@ class TrajectoryLayout:
 def add_scores(
     rollouts: Rollouts, name: str, weight: float, scores: Tensor, applies: Sequence[bool] | None = None
 ) -> None:
-    """Adds the (B,) scores of a reward model to the rewards, in place; each trajectory's last row has its score.
+    """Adds a reward model's (B,) scores to the rewards in place. Each trajectory's last row has its score.
 
-    A row that no function scored then has the models' rewards only; one whose trajectory failed keeps none. A model
-    doesn't score the rows to which it doesn't apply.
+    Trajectories without other rewards get only the scores of models. Failed trajectories remain unscored. `applies`
+    selects the rows that the model scores; defaults to all.
     """
     applies = applies or [True] * len(rollouts)
     unscored = [failed or not own for failed, own in zip(rollouts.failed, applies, strict=True)]
@@ -133,13 +132,13 @@ def add_scores(
 
 
 class RewardWatch:
-    """Compares the rewards of a rollout with what they were, since hooks and callbacks may change them, also in place.
+    """Detects changes to a rollout's rewards by hooks and callbacks, including changes in place.
 
     Attributes:
-        rollouts: Owner of the rewards.
-        missed: For which `AdvantageEstimator.credit` a change would be lost or land elsewhere. "total" misses a change
-            of parts alone. "parts" misses one of the total that the weighted parts don't add up to. "turns" misses one
-            that the turn rewards don't, which would land on the last turn.
+        rollouts: Rollout whose rewards are compared.
+        missed: Kinds of `AdvantageEstimator.credit` that would lose or misplace a change. "total" misses changes of
+            parts alone. "parts" misses a change of the total that the weighted parts don't add up to. "turns" misses a
+            change that the turn rewards don't add up to, which would go to the last turn.
     """
 
     def __init__(self, rollouts: Rollouts) -> None:
@@ -153,7 +152,7 @@ class RewardWatch:
         self._turns = _turn_totals(self.rollouts)
 
     def compare(self, *credits: str) -> None:
-        """Adds what the changes since the last call miss to `missed`, only these `credits` if any are given."""
+        """Adds the credits that miss changes since the last call to `missed`, restricted to `credits` if given."""
         rollouts, scored = self.rollouts, self.rollouts.rewards.isfinite()
 
         def change(now: Tensor, before: Tensor) -> Tensor:
@@ -176,7 +175,7 @@ class RewardWatch:
         self._remember()
 
     def require_credit(self, estimator: AdvantageEstimator, credit: Credit) -> None:
-        """Raises a ValueError if the estimator, which reads `credit`, didn't see a change."""
+        """Raises a ValueError if an estimator that reads `credit` would miss a change."""
         if credit not in self.missed:
             return
         estimator.refuse_shaped_rewards("on_rollout_scored: a callback, or a hook before it, changes rewards", credit)
@@ -187,7 +186,7 @@ class RewardWatch:
 
 
 def _turn_totals(rollouts: Rollouts) -> Tensor:
-    """(B,) sum of the turn rewards of each row's trajectory."""
+    """Returns the (B,) sum of turn rewards of each row's trajectory."""
     if not rollouts.turn_rewards:
         return torch.zeros_like(rollouts.rewards)
     layout = TrajectoryLayout(rollouts.trajectory_ids, rollouts.response_mask)
@@ -206,10 +205,10 @@ def estimate_advantages(
     reward_clip: float | None,
     all_sum: AllSum,
 ) -> tuple[Advantages, Credit]:
-    """Advantages of B scored rows before whitening and clipping, and which rewards the estimator has read.
+    """Computes advantages before whitening and clipping, and which rewards the estimator has read.
 
     Raises:
-        ValueError: The estimator doesn't read the rewards that the clip or a KL in the reward changes.
+        ValueError: The estimator doesn't read the rewards that clipping or the KL penalty changes.
     """
     rewards = rollouts.rewards if reward_clip is None else rollouts.rewards.clamp(-reward_clip, reward_clip)
     valid = rewards.isfinite()
@@ -236,16 +235,16 @@ def estimate_advantages(
 
 
 def shape_rewards(rollouts: Rollouts, totals: Tensor, valid: Tensor, layout: TrajectoryLayout) -> Tensor:
-    """Rewards of tokens: each turn's on its last token, the rest of the trajectory's on its last.
+    """Assigns rewards to tokens: turn rewards to each turn's last token, the rest to the trajectory's last token.
 
     Args:
         rollouts: B rows, with `turn_rewards`.
-        totals: (B,) rewards of their trajectories, turn rewards included.
-        valid: (B,) bool, rows that are scored.
-        layout: Of the rows.
+        totals: (B,) trajectory rewards, including turn rewards.
+        valid: (B,) bool, True on scored rows.
+        layout: Trajectories of the rows.
 
     Returns:
-        (B, T) float32, 0 off the mask and in rows that are not scored.
+        (B, T) float32, 0 outside the mask and in unscored rows.
     """
     positions = torch.arange(layout.mask.shape[1], device=layout.mask.device)
     last = torch.where(layout.mask, positions, -1).max(1).values
@@ -258,7 +257,7 @@ def shape_rewards(rollouts: Rollouts, totals: Tensor, valid: Tensor, layout: Tra
 
 
 def turn_anchors(rollouts: Rollouts) -> Tensor | None:
-    """(B, T) int64 number of the state in which each sampled token's turn began, 0 elsewhere; None without states."""
+    """Returns the (B, T) int64 index of the state in which each token's turn began, or None without states."""
     if not rollouts.states:
         return None
     numbers: dict[str, int] = {}
@@ -285,20 +284,20 @@ def join_experience(
     all_sum: AllSum,
     means: Callable[[MetricSums], dict[str, float]],
 ) -> Experience:
-    """Joins a rollout with log-probs, values, and advantages. Collective.
+    """Combines a rollout with log-probs, values, and advantages. Collective.
 
-    Rows that aren't trained leave the mask, advantages are whitened and clipped, tokens are filtered by entropy.
+    Removes untrained rows from the mask, whitens and clips advantages, and filters tokens by entropy.
 
     Args:
         rollouts: B rows.
-        outputs: Of the models.
+        outputs: Model outputs.
         found: Advantages before whitening and clipping.
-        raw_rewards: (B,) rewards before callbacks changed them, NaN if no function scored the row.
-        shaping: Clips and filters.
-        whiten: Scale advantages to mean 0, std 1 over all tokens that are trained.
-        is_stale: Older weights than those that start the updates sampled the rows.
-        all_sum: Sums a tensor over ranks.
-        means: Reduces metrics over ranks.
+        raw_rewards: (B,) rewards before changes by callbacks, NaN for unscored rows.
+        shaping: Clipping and filters.
+        whiten: Normalize advantages to mean 0 and std 1 over all trained tokens.
+        is_stale: Whether the rollout was sampled by older weights than the current ones.
+        all_sum: Sum over ranks.
+        means: Reduction of metrics over ranks.
     """
     firsts = first_rows(rollouts.trajectory_ids)
     metrics = rollout_metrics(rollouts, outputs, raw_rewards, firsts)
@@ -326,7 +325,7 @@ def join_experience(
     sums, squares = MetricSums(), MetricSums()
     sums.add(metrics)
     measured = means(sums)
-    # The spread takes a second pass: `E[r^2] - E[r]^2` would lose a small spread of large rewards.
+    # Two passes for numerical stability: `E[r^2] - E[r]^2` loses a small spread of large rewards.
     for name, rewards in {"mean": raw_rewards, **rollouts.reward_parts}.items():
         if f"reward/{name}" in measured:
             given = rewards[firsts]
@@ -360,7 +359,7 @@ def join_experience(
 
 
 def rollout_metrics(rollouts: Rollouts, outputs: ModelOutputs, raw_rewards: Tensor, rows: Tensor) -> dict[str, Tensor]:
-    """Values of a rollout per trajectory (`rows` are their first ones) and per token, to be averaged over both."""
+    """Collects metrics per trajectory (`rows` are the first rows) and per token; the caller averages them."""
     mask = rollouts.response_mask
     lengths = trajectory_lengths(mask, rollouts.trajectory_ids)[rows].float()
     rewards = raw_rewards[rows]
@@ -395,7 +394,7 @@ def rollout_metrics(rollouts: Rollouts, outputs: ModelOutputs, raw_rewards: Tens
 
 
 def loss_weights(aggregation: Aggregation, rows: Experience) -> tuple[Tensor, Tensor]:
-    """(B, T) weight of each token's policy loss, 0 off the mask, and the scalar count that their sum is divided by."""
+    """Returns (B, T) loss weights, 0 outside the mask, and the scalar count that divides their sum."""
     layout = TrajectoryLayout(rows.trajectory_ids, rows.response_mask)
     weights = one_per_token("aggregation", aggregation, aggregation.weights(layout.mask), layout.mask)
     count = aggregation.count(layout.mask)
@@ -405,15 +404,15 @@ def loss_weights(aggregation: Aggregation, rows: Experience) -> tuple[Tensor, Te
 
 
 def trajectory_loss(loss: PolicyLoss, rows: Experience, out: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """(b, T) policy losses and metrics from the policy's output; a trajectory is one row to `loss`.
+    """Computes (b, T) policy losses and metrics. `loss` sees each trajectory as one row.
 
     Raises:
-        ValueError: The loss returned something else than token losses and metrics.
+        ValueError: The loss doesn't return token losses and a dictionary of metrics.
     """
     layout = TrajectoryLayout(rows.trajectory_ids, rows.response_mask, rows.on_host("trajectory_ids"))
     logprobs = out["logprobs"]
     old = logprobs.detach() if rows.old_logprobs is None else rows.old_logprobs
-    if rows.in_policy_loss is not None:  # the others keep their value and lose their gradient, whatever the loss
+    if rows.in_policy_loss is not None:  # other tokens keep their loss value but get no gradient
         logprobs = torch.where(rows.in_policy_loss, logprobs, logprobs.detach())
     optional = (rows.ref_logprobs, out.get("entropy"))
     ref, entropy = (None if x is None else layout.join(x) for x in optional)
@@ -429,10 +428,10 @@ def trajectory_loss(loss: PolicyLoss, rows: Experience, out: dict[str, Tensor]) 
 
 
 def one_per_token(argument: str, part: object, found: object, like: Tensor) -> Tensor:
-    """What a user's part returned, if it is (B, T); another shape would broadcast and be counted wrongly.
+    """Checks that a user-defined part returned a (B, T) tensor, since other shapes would broadcast.
 
     Raises:
-        ValueError: It isn't; the message names the argument and the class.
+        ValueError: The result has another shape or type.
     """
     if isinstance(found, Tensor) and found.shape == like.shape:
         return found

@@ -1,4 +1,4 @@
-"""PPO as a LightningModule: how one rollout becomes updates, top to bottom.
+"""PPO as a LightningModule. The steps that turn one rollout into updates:
 
     training_step
         make_experience: score, evaluate_models, compute_advantages
@@ -7,7 +7,7 @@
                 compute_loss: forward_policy, policy_loss
             apply_gradients
 
-Each of these is a hook. What differs between algorithms (estimator, loss, aggregation, KL) is an object.
+Each step is a method that you can override. The estimator, loss, aggregation, and KL penalty are objects.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ from lightrl.records import Advantages, Experience, MicroBatch, ModelOutputs, Ro
 from lightrl.rollout.datamodule import RolloutDataModule
 
 STEP = ("training_step", "micro_batches", "compute_loss", "forward_policy", "policy_loss")
-"""Hooks between mini-batches and the gradient."""
+"""Hooks between the mini-batch and its gradient."""
 
 log = logging.getLogger(__name__)
 
 
 def policy_forward(model: PolicyModel, rows: Any, **wanted: Any) -> dict[str, Tensor]:
-    """Runs the policy on some rows: `logprobs` and the `wanted` fields of `PolicyOutput`, each (b, t)."""
+    """Runs the policy and returns `logprobs` and the `wanted` fields of `PolicyOutput`, each (b, t)."""
     output = model(
         rows.token_ids,
         rows.attention_mask,
@@ -76,7 +76,7 @@ def policy_forward(model: PolicyModel, rows: Any, **wanted: Any) -> dict[str, Te
 
 
 def value_forward(critic: ValueModel, rows: Any) -> Tensor:
-    """The critic's (b, t) values of some rows."""
+    """Runs the critic and returns its (b, t) values."""
     values: Tensor = critic(
         rows.token_ids,
         rows.attention_mask,
@@ -89,44 +89,46 @@ def value_forward(critic: ValueModel, rows: Any) -> Tensor:
 
 
 class PPOLightningModule(RLLightningModule):
-    """Fine-tunes a policy by PPO (Schulman et al. 2017, https://arxiv.org/abs/1707.06347) on scored rollouts.
+    """Proximal policy optimization (PPO) with verifiable rewards, reward models, or both.
 
-    One Lightning batch is one rollout (`Rollouts`, from `RolloutDataModule` or any loader that yields them). It is
-    turned into experience and used for `ppo_epochs` x mini-batches of updates. The loss of a mini-batch is
+    Each Lightning batch is one rollout (`Rollouts`), from `RolloutDataModule` or any data loader that yields them. It
+    is used for `ppo_epochs` passes over its mini-batches. The loss of a mini-batch is
 
         sum_t w_t (policy_t + kl.coef * kl_t - entropy_coef * entropy_t) / N
-            + critic.loss_coef * sum_t value_t / M + ptx_coef * mean_t nll_t (supervised rows)
+            + critic.loss_coef * sum_t value_t / M + ptx_coef * mean_t nll_t (supervised sequences)
 
-    with w and N from `aggregation`, counted over all its micro-batches and ranks, so that no split into micro-batches,
-    layouts, or ranks changes a gradient. No end-of-sequence token is invented, advantages skip masked tokens, and
-    log-probs are those of the sampling distribution (temperature included).
+    `aggregation` sets w and N, counted over all micro-batches and ranks. Gradients therefore do not depend on the
+    micro-batch size, the layout, or the number of ranks. Log-probs are those of the sampling distribution, including
+    the temperature. No end-of-sequence token is appended to truncated completions.
 
-    A trajectory's reward is the weighted sum of the reward functions and models that scored it. One that none scored,
-    or that failed, is in no loss, normalizer, or baseline.
+    A trajectory's reward is the weighted sum over the reward functions and models that scored it. Unscored and failed
+    trajectories are excluded from all losses, normalizers, and baselines.
+
+    Source: Schulman et al. 2017, https://arxiv.org/abs/1707.06347.
 
     Args:
-        actor: The policy: a folder or hub name, or a `ModelSpec` with LoRA, dtype, layout, and so on. In Python also a
-            live model, which is trained itself: `ModelSpec.of(model, tokenizer)`.
-        critic: Where values come from. None builds no critic and needs an estimator without one.
-        reference: Model of the KL term. Defaults to a frozen copy of the policy (with LoRA: the policy without its
-            adapter, or with the one in `lora.adapter`). Without `kl` it isn't loaded.
-        reward_models: Sequence-classification models that add to the rewards of the data module's functions. They read
-            the last row of a trajectory.
+        actor: Policy to train. A model directory, a model ID, or a `ModelSpec` (LoRA, dtype, layout, ...). To train a
+            model that is already loaded, use `ModelSpec.of(model, tokenizer)`.
+        critic: Value model. None disables it and requires an advantage estimator that doesn't use values.
+        reference: Model for the KL penalty. Defaults to a frozen copy of the policy. With LoRA, defaults to the policy
+            without its adapter, or with the adapter in `lora.adapter`. Not loaded if `kl` is None.
+        reward_models: Sequence-classification models whose scores are added to the rewards of the data module. They
+            read the last row of a trajectory.
         advantage: Estimator of advantages and returns.
         loss: Policy loss per token.
-        aggregation: How token losses become one number.
-        kl: Penalty against the reference, in the reward or in the loss. None is off.
-        ppo_epochs: Passes over each rollout.
-        whiten_advantages: Scale advantages to mean 0, std 1 over all response tokens of the rollout.
-        updates: Size of mini-batches and micro-batches, and bounds on updates.
-        shaping: Clips of rewards and advantages, and which tokens are trained.
+        aggregation: Reduction of token losses to a scalar.
+        kl: KL penalty against the reference, in the reward or in the loss. None disables it.
+        ppo_epochs: Number of passes over each rollout.
+        whiten_advantages: Normalize advantages to mean 0 and std 1 over all response tokens of the rollout.
+        updates: Mini-batch and micro-batch sizes, gradient clipping, and limits on skipped updates.
+        shaping: Clipping of rewards and advantages, and filters on trained tokens.
         extra_losses: Weights of the entropy bonus, the supervised loss, and the load-balancing loss.
-        optimizer: Called with the parameter groups `policy` and `critic`.
-        lr_scheduler: `{name: cosine, warmup: 0.03}` (`LRSchedule`, over all updates of the run), or a function of the
-            optimizer that returns a scheduler; stepped after every update. Defaults to a constant rate.
+        optimizer: Callable that builds the optimizer from the parameter groups `policy` and `critic`.
+        lr_scheduler: `LRSchedule` over all updates of the run, such as `{name: cosine, warmup: 0.03}`, or a callable
+            that builds a scheduler from the optimizer. Stepped after every update. Defaults to a constant rate.
 
     Raises:
-        ValueError: A value is out of range, or two arguments exclude each other.
+        ValueError: A value is out of range, or two arguments are incompatible.
     """
 
     def __init__(
@@ -156,19 +158,19 @@ class PPOLightningModule(RLLightningModule):
         self.advantage = advantage
         self.loss = loss
         self.aggregation = aggregation
-        self.kl = copy(kl)  # callbacks move its coefficient
+        self.kl = copy(kl)  # callbacks change its coefficient
         self.ppo_epochs = ppo_epochs
         self.whiten_advantages = whiten_advantages
         self.updates = updates
         self.shaping = shaping
         self.extra_losses = extra_losses
-        self.entropy_coef = extra_losses.entropy_coef  # callbacks move it
+        self.entropy_coef = extra_losses.entropy_coef  # callbacks change it
         self.ptx_coef = extra_losses.ptx_coef
         self.optimizer_factory = optimizer
         self.lr_scheduler_factory = lr_scheduler
         self._correction: PolicyLoss | None = None
         self._watch: RewardWatch | None = None
-        self._logged = set[str]()  # in the step before
+        self._logged = set[str]()  # metrics of the previous step
         require_matching_parts(self)
 
     def note_rewards(self, rollouts: Rollouts) -> None:
@@ -178,7 +180,7 @@ class PPOLightningModule(RLLightningModule):
     # ---- one rollout -------------------------------------------------------------------------------------------
 
     def training_step(self, rollouts: Rollouts, batch_idx: int) -> dict[str, float]:
-        """Learns from one rollout and returns its metrics, reduced over ranks; callbacks read them as `outputs`."""
+        """Trains on one rollout and returns its metrics, reduced over ranks; callbacks read them as `outputs`."""
         clock, measured = Stopwatch(), MetricSums()
         with clock.measures("time/experience"):
             experience = self.make_experience(rollouts)
@@ -196,11 +198,11 @@ class PPOLightningModule(RLLightningModule):
         return metrics
 
     def _update(self, minibatch: Experience, measured: MetricSums) -> None:
-        """One optimizer step."""
+        """Runs one optimizer step."""
         if self.updates_made and minibatch.old_logprobs is None and not self.loss.replaces_old_logprobs:
             raise RuntimeError(
-                "old_logprobs=None in a second update of a rollout: a callback with reads_old_logprobs=False, or a "
-                "change of ppo_epochs after make_experience, made more than one. Set reads_old_logprobs=True."
+                "old_logprobs=None in the second update of a rollout: the module skipped them because it expected one "
+                "update. Set reads_old_logprobs=True in callbacks, and don't change ppo_epochs after make_experience."
             )
         finite, trains = torch.ones((), dtype=torch.bool, device=self.device), False
         with strategies.optimizer_window(self.trainer.strategy, self._trained_models):
@@ -212,7 +214,7 @@ class PPOLightningModule(RLLightningModule):
                     losses, metrics = self.compute_loss(micro.rows)
                 loss = micro.total(losses, only="value" if self.in_critic_warmup else None)
                 self.manual_backward(loss)
-                finite &= torch.isfinite(loss.detach())  # read once per update, not per backward
+                finite &= torch.isfinite(loss.detach())  # synchronizes once per update, not per backward pass
                 measured.add(metrics, micro.rows.response_mask)
         measured.add(self.apply_gradients(finite=bool(finite)) if trains else self._skip_empty_update())
 
@@ -220,19 +222,19 @@ class PPOLightningModule(RLLightningModule):
 
     @torch.no_grad()
     def make_experience(self, rollouts: Rollouts) -> Experience:
-        """Scores B rows, evaluates the models on them, and computes advantages; each of the three is a hook.
+        """Scores a rollout, evaluates the models on it, and computes advantages. Each step is a hook.
 
-        Callbacks get the rollout after `score` and the experience at the end.
+        Calls the callbacks' `on_rollout_scored` after `score` and `on_experience_made` at the end.
         """
         watch = self._watch if self._watch and self._watch.rollouts is rollouts else RewardWatch(rollouts)
         watch.compare()
         self.score(rollouts)
-        watch.compare("parts")  # what reward models add is the whole trajectory's
+        watch.compare("parts")  # scores of reward models belong to the whole trajectory
         raw_rewards = rollouts.rewards.clone()
         self._call_callbacks("on_rollout_scored", rollouts)
         watch.compare()
         self._watch = watch
-        self.note_weight_changes()  # since they sampled the rollout
+        self.note_weight_changes()  # since the rollout was sampled
         outputs = self.evaluate_models(rollouts)
         found = self.compute_advantages(rollouts, outputs)
         experience = join_experience(
@@ -251,7 +253,7 @@ class PPOLightningModule(RLLightningModule):
         return experience
 
     def score(self, rollouts: Rollouts) -> None:
-        """Adds the rewards of `reward_models` to `rollouts.rewards` and `reward_parts`, in place; see `add_scores`."""
+        """Adds the rewards of `reward_models` to `rollouts.rewards` and `reward_parts` in place; see `add_scores`."""
         for spec in self.reward_model_specs:
             model: Any = self.reward_models[spec.name]
             applies = spec.applies(rollouts.columns)
@@ -259,11 +261,10 @@ class PPOLightningModule(RLLightningModule):
             add_scores(rollouts, spec.name, spec.weight, scores, applies)
 
     def evaluate_models(self, rollouts: Rollouts) -> ModelOutputs:
-        """Runs policy, critic, and reference over a rollout.
+        """Runs the policy, critic, and reference over a rollout.
 
-        The policy's log-probs are skipped only if this class knows that they are not needed: exactly one update
-        follows, which computes them itself. A subclass that overrides a hook, or a callback that doesn't declare
-        `reads_old_logprobs = False`, gets them.
+        Skips the policy's log-probs only if exactly one update follows, which computes them. They are never skipped if
+        a subclass overrides a hook, or if a callback doesn't declare `reads_old_logprobs = False`.
         """
         self._note_missing_routes(rollouts)
         actor, critic, reference = self.actor, self.critic, self.reference
@@ -279,17 +280,17 @@ class PPOLightningModule(RLLightningModule):
         if self.kl is not None:
             with actor.as_reference() if reference is None else nullcontext():
                 base = reference or actor
-                # The reference's routers choose for themselves: the policy's choice is not its distribution.
+                # The reference routes tokens itself: with the policy's routes, it would be another distribution.
                 out = self.batched(base, lambda x: policy_forward(base, x, routes=()), rollouts)
                 outputs.ref_logprobs = out["logprobs"]
         return outputs
 
     def compute_advantages(self, rollouts: Rollouts, outputs: ModelOutputs) -> Advantages:
-        """Advantages before whitening and clipping, and targets of the critic, from rewards and the models' outputs.
+        """Computes advantages, before whitening and clipping, and the critic's targets.
 
         Args:
-            rollouts: B scored rows.
-            outputs: Of the models, with `values` if there is a critic.
+            rollouts: B scored sequences.
+            outputs: Model outputs, with `values` if there is a critic.
         """
         clip = self.shaping.reward_clip
         found, credit = estimate_advantages(rollouts, outputs, self.advantage, self.kl, clip, self.all_sum)
@@ -300,9 +301,9 @@ class PPOLightningModule(RLLightningModule):
     # ---- mini-batches and micro-batches ------------------------------------------------------------------------
 
     def minibatches(self, experience: Experience) -> Iterator[Experience]:
-        """`ppo_epochs` x mini-batches, each for one optimizer step, the same number on every rank.
+        """Yields the mini-batches of `ppo_epochs` passes, one per optimizer step, equally many on every rank.
 
-        Groups stay together if the mini-batch of a rank holds a multiple of the group size.
+        Groups stay together if each rank's mini-batch size is a multiple of the group size.
         """
         count = self._count_minibatches(experience)
         for epoch in range(self.ppo_epochs):
@@ -310,10 +311,10 @@ class PPOLightningModule(RLLightningModule):
             yield from cut_minibatches(experience, count, seed=seed)
 
     def micro_batches(self, minibatch: Experience) -> Iterator[MicroBatch]:
-        """Cuts a mini-batch by tokens; the micro-batches' losses add up to its own.
+        """Splits a mini-batch by tokens. The losses of the micro-batches sum to the loss of the mini-batch.
 
-        Each is yielded inside the strategy's context for one backward pass; the last one reduces gradients over ranks.
-        None is yielded if no rank has a token to train.
+        Each micro-batch is yielded inside the strategy's context for one backward pass. The last one reduces gradients
+        over ranks. Yields nothing if no rank has a trainable token.
         """
         skip_zero = self.skips_zero_advantages(minibatch)
         whole_trajectories = self._loss_of(minibatch).needs_whole_trajectories
@@ -334,10 +335,9 @@ class PPOLightningModule(RLLightningModule):
                 yield micro
 
     def skips_zero_advantages(self, rows: Experience) -> bool:
-        """Whether rows whose advantages are all 0 have no gradient and no reader, so that they are not run.
+        """Whether to skip sequences whose advantages are all 0.
 
-        True only if every part that is involved knows it: with an overridden hook, or a callback that doesn't declare
-        `reads_all_rows = False`, all rows are run.
+        True only if nothing needs them: no hook is overridden, and every callback declares `reads_all_rows = False`.
         """
         if not self._runs_own(*STEP) or any(reads_all_rows(callback) for callback in self._callbacks()):
             return False
@@ -347,16 +347,16 @@ class PPOLightningModule(RLLightningModule):
     # ---- losses ------------------------------------------------------------------------------------------------
 
     def compute_loss(self, rows: Experience) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The losses per token of policy and critic on one micro-batch.
+        """Computes the token losses of policy and critic on one micro-batch.
 
-        LightRL averages them over the whole mini-batch: `policy` (KL and entropy bonus included) by `aggregation`,
-        every other loss as a mean over trained tokens. To add a loss, add a name, or a (b, T) term to `policy`.
+        LightRL reduces them over the whole mini-batch: `policy` (including KL and entropy) by `aggregation`, all other
+        losses as means over trained tokens. To add a loss, add a key, or add a (b, T) term to `policy`.
 
         Args:
-            rows: b rows of the mini-batch.
+            rows: b sequences of the mini-batch.
 
         Returns:
-            Losses, name -> (b, T) with graph; metrics, of which (b, T) ones are averaged over the response mask.
+            Losses by name, each (b, T) with graph; and metrics. (b, T) metrics are averaged over the response mask.
         """
         out = self.forward_policy(rows, entropy=True, values=self.actor.value_head is not None)
         logprobs, entropy, values = out["logprobs"], out["entropy"], out.get("values")
@@ -388,33 +388,33 @@ class PPOLightningModule(RLLightningModule):
         return losses, metrics
 
     def forward_policy(self, rows: Experience, **wanted: Any) -> dict[str, Tensor]:
-        """The policy's forward pass of `compute_loss`: `logprobs` and the `wanted` fields of `PolicyOutput`, (b, T)."""
+        """Runs the policy for `compute_loss`: `logprobs` and the `wanted` fields of `PolicyOutput`, each (b, T)."""
         return policy_forward(self.actor, rows, **wanted)
 
     def policy_loss(self, rows: Experience, out: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """(b, T) policy losses and metrics from the policy's output, by `loss`; a trajectory is one row to it."""
+        """Computes (b, T) policy losses and metrics with `loss`, which reads each trajectory as one row."""
         loss = self._loss_of(rows)
         return trajectory_loss(loss, rows, out)
 
     def compute_ptx_loss(self, rows: SupervisedBatch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The supervised losses of one micro-batch, -log pi of each token; `ptx_coef` weighs them."""
+        """Computes the supervised loss, -log pi of each token, on one micro-batch; weighted by `ptx_coef`."""
         loss = -policy_forward(self.actor, rows)["logprobs"]
         return {"ptx": loss}, {"loss/ptx": loss}
 
     # ---- the optimizer's step ----------------------------------------------------------------------------------
 
     def apply_gradients(self, *, finite: bool) -> dict[str, Tensor | float]:
-        """Clips, steps, and schedules, or skips the update on all ranks if something is not finite.
+        """Clips gradients and steps the optimizer and scheduler, or skips the update on all ranks if not finite.
 
         Args:
-            finite: Whether this rank's losses of the mini-batch were all finite.
+            finite: Whether all losses of this rank's mini-batch were finite.
 
         Returns:
             `optim/skipped_updates` (0 or 1), `optim/lr_*`, `optim/grad_norm` if a step was taken, and with float16
             autocast `optim/loss_scale`.
 
         Raises:
-            RuntimeError: `max_skipped_updates` updates in a row were skipped.
+            RuntimeError: `max_skipped_updates` consecutive updates were skipped.
         """
         strategy, optimizer = self.trainer.strategy, self._optimizer
         scaler = strategies.loss_scaler(self.trainer.precision_plugin)
@@ -442,21 +442,21 @@ class PPOLightningModule(RLLightningModule):
             metrics["optim/grad_norm"] = norm
         return {"optim/skipped_updates": float(skip), **metrics}
 
-    # ---- what the step may leave out ---------------------------------------------------------------------------
+    # ---- skipped work ------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def evaluate_policy(self, rows: Experience) -> dict[str, Tensor]:
-        """`logprobs` and `entropy` of the current policy on B rows, each (B, T) float32, for callbacks. Collective."""
+        """Computes the current policy's `logprobs` and `entropy`, each (B, T) float32, for callbacks. Collective."""
         actor = self.actor
         return self.batched(actor, lambda x: policy_forward(actor, x, entropy=True), rows)
 
     def _runs_own(self, *hooks: str) -> bool:
-        """Whether none of the hooks is overridden outside of this package."""
+        """Whether no hook in `hooks` is overridden outside this package."""
         own = all(getattr(type(self), hook).__module__.startswith("lightrl.") for hook in hooks)
         return own and not vars(self).keys() & set(hooks)
 
     def _needs_old_logprobs(self, rows: Rollouts) -> bool:
-        """Whether the policy has to be evaluated before the updates. False only if exactly one update follows."""
+        """Whether to evaluate the policy before the updates. False only if exactly one update follows."""
         if self.loss.replaces_old_logprobs:
             return False
         hooks = (*STEP, "make_experience", "evaluate_models", "compute_advantages", "minibatches")
@@ -465,32 +465,34 @@ class PPOLightningModule(RLLightningModule):
         return several or read or isinstance(self.kl, KLInReward) or not self._runs_own(*hooks)
 
     def _count_minibatches(self, rows: Any) -> int:
-        """Optimizer steps per pass over a rollout. Collective if `minibatch_size` is given."""
+        """Number of optimizer steps per pass over a rollout. Collective if `minibatch_size` is set."""
         size, ranks = self.updates.minibatch_size, self.trainer.world_size
         if size is None:
             return 1
         total = int(self.all_sum(torch.tensor(float(len(rows.trajectory_ids.unique())))))
         if size % ranks or total % size:
             raise ValueError(
-                f"minibatch_size={size} does not divide the rollout's {total} sequences (prompts x group size, over "
-                f"all {ranks} ranks) into equal parts for each rank. Use a divisor that is a multiple of {ranks}, or "
-                "null for one update per epoch."
+                f"minibatch_size={size}: does not divide the rollout's {total} trajectories (prompts x group size over "
+                f"all {ranks} ranks) into equal parts per rank. Use a divisor of {total} that is a multiple of "
+                f"{ranks}, or null for one update per epoch."
             )
         return total // size
 
     def _loss_of(self, rows: Experience) -> PolicyLoss:
-        """The loss of these rows, corrected if older weights sampled them and the loss doesn't do it itself."""
+        """Returns the loss for these sequences, with off-policy correction if they were sampled by older weights."""
         own = self.loss.engine_use in ("compared", "ratio") or not self.updates.off_policy_correction
         if not rows.is_stale or own:
             return self.loss
         if self._correction is None:
             from lightrl.objectives.off_policy import AutomaticCorrection
 
-            log.info("Rollouts of older policies: OffPolicyCorrection weights %s.", type(self.loss).__name__)
+            log.info(
+                "Rollouts sampled by older policies: applying OffPolicyCorrection to %s.", type(self.loss).__name__
+            )
             self._correction = AutomaticCorrection(self.loss)
         return self._correction
 
     @property
     def _knows_versions(self) -> bool:
-        """Whether `Rollouts.policy_version` is this module's; other loaders may put any number there."""
+        """Whether `Rollouts.policy_version` counts this module's updates. Other data loaders may set any number."""
         return isinstance(self.trainer.datamodule, RolloutDataModule)  # type: ignore[attr-defined]

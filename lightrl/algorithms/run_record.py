@@ -1,4 +1,4 @@
-"""What loggers and checkpoints record of a run, and how a resumed run is compared with its checkpoint."""
+"""Run settings for loggers and checkpoints, and the comparison of a resumed run with its checkpoint."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from lightrl.checkpoints.redaction import redact, redact_arguments
 from lightrl.models.spec import ModelSpec
 
 FORMAT = 3
-"""Number of the layout of checkpoints; raised when older ones can no longer be read."""
+"""Version of the checkpoint format. Increased when older checkpoints can't be read anymore."""
 SUFFIXES = ("_spec", "_factory", "_path", "")
-"""Of the attributes that keep an argument; the one without suffix may hold what was built from it."""
+"""Suffixes of attributes that keep a constructor argument. The one without suffix may hold the built object."""
 KEPT_AS = {"rewards": "scorer", "functions": "names", "reward_models": "reward_model_specs"}
 NOT_COMPARED = {
-    *("engine", "micro_batch_tokens", "stall_timeout", "max_concurrency", "evaluation"),  # don't change learning
-    *("rows", "functions", "optimizer"),  # compared by contents, names, and what was built
+    *("engine", "micro_batch_tokens", "stall_timeout", "max_concurrency", "evaluation"),  # don't affect training
+    *("rows", "functions", "optimizer"),  # compared by contents, names, and the built optimizer
 }
 COMPARED_CALLBACKS = {"AdaptiveEntropy", "AdaptiveKL", "LinearKL", "ReferenceSync", "RewardNormalization"}
 MAX_ROWS = 20
-"""A longer list is recorded as its length."""
+"""Longer lists are recorded by length."""
 EDGE = 1 << 16
 
 
-# ---- as plain data ---------------------------------------------------------------------------------------------------
+# ---- plain data ------------------------------------------------------------------------------------------------------
 
 
 def hyperparameters(trainer: Any) -> dict[str, Any]:
-    """Module, data module, trainer, optimizers, versions, and command of a run as plain data without secrets."""
+    """Returns a run's module, data module, trainer, optimizers, versions, and command as plain data without secrets."""
     record = {
         "model": described(trainer.lightning_module),
         "data": described(trainer.datamodule),
@@ -59,13 +59,13 @@ def hyperparameters(trainer: Any) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of LightRL and the packages that its numbers depend on most."""
-    own = import_module("lightrl").__version__  # also of a folder that is not installed
+    """Returns the versions of LightRL and its main dependencies."""
+    own = import_module("lightrl").__version__  # works without installation
     return {"lightrl": own, **{name: version(name) for name in ("torch", "lightning", "transformers")}}
 
 
 def hardware() -> str:
-    """GPUs, or the CPU and its cores that this process may use."""
+    """Describes the GPUs, or the CPU and the number of cores available to this process."""
     if torch.cuda.is_available():
         return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
     info = Path("/proc/cpuinfo")
@@ -76,14 +76,14 @@ def hardware() -> str:
 
 
 def described(value: Any) -> Any:
-    """Plain data: numbers and strings as they are, an object by its class and the arguments of its constructor."""
+    """Converts a value to plain data. Objects become their class and constructor arguments."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
         return {str(key): described(inner) for key, inner in value.items()}
     if isinstance(value, set | frozenset):
-        value = sorted(value, key=str)  # in the same order in each process
-    if isinstance(value, partial):  # as a configuration gives what is called later
+        value = sorted(value, key=str)  # same order in every process
+    if isinstance(value, partial):  # same form as in a config file
         name = getattr(value.func, "__qualname__", type(value.func).__name__)
         return {"class_path": f"{value.func.__module__}.{name}", "init_args": described(value.keywords)}
     if isinstance(value, list | tuple):
@@ -95,13 +95,13 @@ def described(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         return {field.name: described(getattr(value, field.name)) for field in dataclasses.fields(value) if field.repr}
     bases = {base.__module__.split(".")[0] for base in type(value).__mro__}
-    if isinstance(value, nn.Module) and "lightning" not in bases:  # a live model
+    if isinstance(value, nn.Module) and "lightning" not in bases:  # a loaded model
         return type(value).__name__
     return {"class_path": f"{type(value).__module__}.{type(value).__name__}", "init_args": _arguments(value)}
 
 
 def _arguments(value: Any) -> dict[str, Any]:
-    """The constructor's arguments, including those passed to its parents, as far as the object keeps them."""
+    """Returns constructor arguments, including those passed to parent classes, if the object keeps them."""
     found: dict[str, Any] = {}
     for cls in type(value).__mro__:
         init = cls.__dict__.get("__init__")
@@ -119,14 +119,14 @@ def _arguments(value: Any) -> dict[str, Any]:
 
 
 def _innermost(optimizer: Any) -> Any:
-    """The optimizer inside what Lightning and DeepSpeed wrap around it."""
+    """Unwraps the optimizer from Lightning's and DeepSpeed's wrappers."""
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer
 
 
 def _optimizer(optimizer: Any) -> dict[str, Any]:
-    """Class and settings, with the rate of each named group."""
+    """Returns the class, settings, and learning rate of each named group."""
     optimizer = _innermost(optimizer)
     settings = {name: described(value) for name, value in getattr(optimizer, "defaults", {}).items()}
     groups = {f"lr of {group['name']}": group["lr"] for group in optimizer.param_groups if "name" in group}
@@ -134,60 +134,60 @@ def _optimizer(optimizer: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """As it is read again from a checkpoint without code, and without secrets."""
+    """Converts a value to what a checkpoint stores, without secrets."""
     return json.loads(json.dumps(redact(described(value)), default=str))
 
 
-# ---- in a checkpoint -------------------------------------------------------------------------------------------------
+# ---- checkpoint ------------------------------------------------------------------------------------------------------
 
 
 def description(module_class: str, models: dict[str, ModelSpec], tokenizer: str | None) -> dict[str, Any]:
-    """The format, the class that writes the checkpoint, and how its models are built, without secrets.
+    """Returns the checkpoint format, module class, and model specs, without secrets.
 
     Args:
-        module_class: Name of the class.
-        models: Role -> how the model is built.
-        tokenizer: Folder or model ID. None if it is the model's.
+        module_class: Name of the module class.
+        models: Model specs by role.
+        tokenizer: Model ID or directory. None if it is the model's.
     """
     specs = {}
     for role, spec in models.items():
-        plain = dataclasses.asdict(dataclasses.replace(spec))  # without a live model, which `replace` leaves out
+        plain = dataclasses.asdict(dataclasses.replace(spec))  # `replace` omits a loaded model
         specs[role] = {name: value for name, value in {**plain, "path": spec.name}.items() if name != "live"}
     return {"format": FORMAT, "class": module_class, "models": redact(specs), "tokenizer": tokenizer}
 
 
 def require_own(stored: Mapping[str, Any], module_class: str) -> None:
-    """Rejects a checkpoint that the module can't continue from.
+    """Rejects a checkpoint of another class or format.
 
     Args:
-        stored: The checkpoint's description, empty without one.
+        stored: Description in the checkpoint; empty if it has none.
         module_class: Name of the class that reads it.
 
     Raises:
-        ValueError: Another class or another format of LightRL wrote it.
+        ValueError: The checkpoint was written by another class or in another format.
     """
     if stored.get("class") != module_class:
         raise ValueError(
             f"The checkpoint was written by {stored.get('class', 'something other than LightRL')}, not by "
-            f"{module_class}. Resume with the same class_path, or start over from its exported model folder."
+            f"{module_class}. Resume with the same class_path, or start a new run from its exported model directory."
         )
     if stored.get("format") != FORMAT:
         raise ValueError(
-            f"The checkpoint has format {stored.get('format', 1)}, and this version of LightRL reads format {FORMAT}. "
-            "Resume with the release that wrote it, or export its model there and start over from the folder."
+            f"The checkpoint has format {stored.get('format', 1)}, but this version of LightRL reads format {FORMAT}. "
+            "Resume with the release that wrote it, or export its model with that release and start a new run."
         )
 
 
 def require_weights(own: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
-    """Raises a ValueError if trained parameters (`own`, by name) are missing in a checkpoint or have another shape."""
-    fix = "Resume with the settings of the models (lora, freeze, critic.shared) that it was written with."
+    """Raises a ValueError if the checkpoint lacks trained parameters (`own`, by name) or their shapes differ."""
+    fix = "Resume with the model settings (lora, freeze, critic.shared) of the original run."
     missing = sorted(own.keys() - stored.keys())
     if missing:
         raise ValueError(
             f"The checkpoint lacks {len(missing)} trained parameters of this module, such as {missing[0]}. {fix}"
         )
     for name, tensor in own.items():
-        if tensor.numel() and stored[name].shape != tensor.shape:  # ZeRO-3 keeps its parts elsewhere
+        if tensor.numel() and stored[name].shape != tensor.shape:  # ZeRO-3 leaves empty tensors here
             raise ValueError(
                 f"The checkpoint's {name} has shape {list(stored[name].shape)}, not {list(tensor.shape)}. {fix}"
             )
@@ -197,7 +197,7 @@ def require_weights(own: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
 
 
 def run_settings(module: Any, data: Any) -> dict[str, Any]:
-    """What must be the same for `--ckpt_path last` to take a run's checkpoint."""
+    """Returns the settings that must match for `--ckpt_path last` to use a run's checkpoint."""
     own = {"module": type(module).__name__}
     if not hasattr(data, "prompts_per_rollout"):
         return own
@@ -206,7 +206,7 @@ def run_settings(module: Any, data: Any) -> dict[str, Any]:
 
 
 def optimizers_of(trainer: Any) -> dict[str, Any]:
-    """Classes and arguments of the run's optimizers, as plain data."""
+    """Returns the classes and arguments of the run's optimizers as plain data."""
     optimizers = [_innermost(each) for each in trainer.optimizers]
     return {
         "optimizers": [type(each).__name__ for each in optimizers],
@@ -215,7 +215,7 @@ def optimizers_of(trainer: Any) -> dict[str, Any]:
 
 
 def given_arguments(trainer: Any) -> dict[str, Any]:
-    """Arguments of the module, the data module, and callbacks, as far as they keep them, and a digest of the rows."""
+    """Returns the arguments of module, data module, and callbacks, if they keep them, and a digest of the dataset."""
     data: Any = trainer.datamodule
     train = getattr(data, "train", None)
     digest = {"train.rows": _digest(_rows_described(train))} if isinstance(getattr(train, "rows", 0), list) else {}
@@ -229,20 +229,20 @@ def given_arguments(trainer: Any) -> dict[str, Any]:
 
 
 def compare(stored: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """What differs between a checkpoint's run and this one, as "name=value (the checkpoint's: value), ...".
+    """Describes how a run differs from its checkpoint, as "name=value (the checkpoint's: value), ...".
 
     Args:
         stored: Description in the checkpoint.
-        now: `optimizers_of`, `run_settings` as `settings`, and `given_arguments` as `arguments`, of this run.
+        now: This run's `optimizers_of`, `run_settings` as `settings`, and `given_arguments` as `arguments`.
 
     Raises:
-        ValueError: The checkpoint was written with another optimizer, whose state this one can't use.
+        ValueError: The checkpoint has another optimizer, whose state this run can't use.
     """
     for was, own in zip(stored.get("optimizers", ()), now["optimizers"], strict=False):
         if was != own:
             raise ValueError(
-                f"optimizer={own}: the checkpoint's is {was}, whose state {own} cannot use. Resume with {was}, or "
-                "start over from the checkpoint's weights (lightrl export)."
+                f"optimizer={own}: the checkpoint has the state of {was}. Resume with {was}, or start a new run from "
+                "the checkpoint's weights (lightrl export)."
             )
     known = ("model.actor.path.", *(f"data.{name}." for name in now.get("settings", {})))  # compared as settings
     before, after = dict[str, str](), dict[str, str]()
@@ -253,7 +253,7 @@ def compare(stored: Mapping[str, Any], now: Mapping[str, Any]) -> str:
         for optimizer in run.get("optimizer_arguments", ()):
             found.update(_flat(optimizer, "optimizer"))
     changed: list[str] = []
-    for name, value in after.items():  # arguments that only one has are skipped: versions add some
+    for name, value in after.items():  # arguments missing on one side are skipped: other versions may add some
         inside = any(name.startswith(f"{parent}.") for parent in changed)
         if before.get(name, value) != value and not inside:
             changed.append(name)
@@ -261,7 +261,7 @@ def compare(stored: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def _flat(value: Any, name: str) -> Iterator[tuple[str, str]]:
-    """(Dotted name, value) of each argument in plain data, an object's class before its arguments."""
+    """Yields (dotted name, value) of each argument in plain data, an object's class before its arguments."""
     if isinstance(value, Mapping):
         if "class_path" in value:
             yield name, str(value["class_path"]).rpartition(".")[2]
@@ -279,10 +279,10 @@ def _flat(value: Any, name: str) -> Iterator[tuple[str, str]]:
 
 
 def data_fingerprint(source: Any) -> str:
-    """Twelve characters that change with the number of rows, the first or last row, or the source of prompts.
+    """Returns twelve characters that identify the prompts: their source, their number, and the first and last one.
 
-    A local file counts by its size and its first and last 64 KiB, a folder by the names and sizes of its files, a hub
-    dataset by its name, and a list by its length and its first and last row.
+    Local files are identified by size and their first and last 64 KiB, directories by file names and sizes, Hub
+    datasets by name, and lists by length and their first and last example.
     """
     return _digest(_described_source(source))
 

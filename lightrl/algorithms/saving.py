@@ -1,4 +1,4 @@
-"""How the models of any module are built once, written as Hugging Face folders, and read back from checkpoints."""
+"""Base class that builds models once, saves them in Hugging Face format, and loads them from checkpoints."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ Module = TypeVar("Module", bound="SavesPretrained")
 
 
 class SavesPretrained(LightningModule):
-    """A module that builds its models once, and whose trained model can be written in transformers' format."""
+    """A LightningModule that builds its models once and saves its trained model in Hugging Face format."""
 
     _is_built = False
     _is_sharded = False
-    _loaded_tokenizer: str | None = None  # of the run whose checkpoint was loaded
+    _loaded_tokenizer: str | None = None  # tokenizer of the run whose checkpoint was loaded
     _tells_hyperparameters = True
-    _resumed: dict[str, Any] | None = None  # description in the checkpoint, until it has been compared
-    _settings: Mapping[str, Any] = MappingProxyType({})  # of this run, before a checkpoint is loaded
+    _resumed: dict[str, Any] | None = None  # description in the checkpoint, until compared
+    _settings: Mapping[str, Any] = MappingProxyType({})  # this run's, before a checkpoint is loaded
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Keeps a subclass's `on_save_checkpoint` that doesn't call `super` from saving files that don't resume."""
+        """Makes overrides of `on_save_checkpoint` that don't call `super` save a resumable checkpoint."""
         super().__init_subclass__(**kwargs)
         own = cls.__dict__.get("on_save_checkpoint")
         if own is None:
@@ -48,31 +48,31 @@ class SavesPretrained(LightningModule):
         @functools.wraps(own)
         def save(self: Any, checkpoint: dict[str, Any]) -> None:
             own(self, checkpoint)
-            if "lightrl" not in checkpoint:  # Lightning's own hook is empty, so users may leave it out
+            if "lightrl" not in checkpoint:  # Lightning's hook is empty, so users may not call `super`
                 super(cls, self).on_save_checkpoint(checkpoint)
 
         cls.on_save_checkpoint = save  # type: ignore[method-assign]
 
     @abstractmethod
     def build_models(self, in_shards: bool = False) -> None:
-        """Sets the models as attributes, empty if they can be and ranks fill in their parts (`in_shards`)."""
+        """Sets the models as attributes, empty where possible if ranks load their shards (`in_shards`)."""
 
     @abstractmethod
     def models(self) -> list[Any]:
-        """The models, each with its `blocks()`."""
+        """Returns the models, each with its `blocks()`."""
 
     @property
     @abstractmethod
     def trained_model(self) -> tuple[Any, ModelSpec]:
-        """The model that is written, and how it was built."""
+        """Returns the model to save and its spec."""
 
-    # ---- the life of a run -------------------------------------------------------------------------------------
+    # ---- run ---------------------------------------------------------------------------------------------------
 
     def configure_callbacks(self) -> list[Any]:
-        """Records the run's settings, and keeps the `metrics.csv` of an earlier run until this one logs."""
+        """Records the run's settings, and preserves the `metrics.csv` of a previous run until this one logs."""
         trainer: Any = self.trainer
         if trainer.state.fn == "fit":
-            # Before callbacks change what they were given, and a checkpoint's seed replaces the given one.
+            # Record before callbacks change their arguments and before a checkpoint's seed replaces the configured one.
             self._settings = {"settings": self.run_settings(), "arguments": run_record.given_arguments(trainer)}
             for logger in trainer.loggers if trainer.is_global_zero else ():
                 if isinstance(logger, CSVLogger):
@@ -80,11 +80,11 @@ class SavesPretrained(LightningModule):
         return []
 
     def leave_hyperparameters(self) -> None:
-        """Leaves it to the caller, such as the command line, to pass the run's settings to the loggers."""
+        """Disables logging of hyperparameters, for callers that log them, such as the command line."""
         self._tells_hyperparameters = False
 
     def on_fit_start(self) -> None:
-        """Passes the run's settings to the loggers."""
+        """Logs the run's hyperparameters."""
         trainer: Any = self.trainer
         if self._tells_hyperparameters and trainer.is_global_zero and trainer.loggers:
             record = run_record.hyperparameters(trainer)
@@ -93,23 +93,23 @@ class SavesPretrained(LightningModule):
         self._compare()
 
     def run_settings(self) -> dict[str, Any]:
-        """Settings that a run keeps when it is resumed: module, sizes, seed, and prompts."""
+        """Returns settings that must match when a run is resumed: module, sizes, seed, and prompts."""
         return run_record.run_settings(self, self.trainer.datamodule)  # type: ignore[attr-defined]
 
     def _compare(self) -> None:
-        """Compares a resumed run with its checkpoint, once both that and the optimizers are there."""
+        """Compares a resumed run with its checkpoint, once optimizers and checkpoint are loaded."""
         stored, self._resumed = self._resumed, None
         if stored is not None:
             changed = run_record.compare(stored, {**self._settings, **run_record.optimizers_of(self.trainer)})
             if changed:
                 rank_zero_warn(
-                    f"Resuming with settings that differ from the checkpoint: {changed}. Optimizer settings (learning "
-                    "rate), and with rollouts the seed and the place in the prompts, are the checkpoint's. The rest is "
-                    "as given now, so the run is not an exact continuation."
+                    f"Resuming with settings that differ from the checkpoint: {changed}. The checkpoint sets the "
+                    "optimizer settings (learning rate) and, with rollouts, the seed and the position in the prompts. "
+                    "All other settings are those of this run, so it is not an exact continuation."
                 )
 
     def configure_model(self) -> None:
-        """Builds and shards the models; every rank together, once."""
+        """Builds and shards the models once. Collective."""
         if self._is_sharded:
             return
         strategy = self.trainer.strategy
@@ -120,18 +120,18 @@ class SavesPretrained(LightningModule):
         for model in self.models():
             strategies.shard_model(model, model.blocks(), self)
             fill_shards(model, strategies.shard_device(strategy))
-            if group is not None and hasattr(model, "spread"):  # reward models read whole rows, each rank its own
+            if group is not None and hasattr(model, "spread"):  # reward models read whole sequences on each rank
                 model.spread(group)
         self._is_built = self._is_sharded = True
 
     def _strategy(self) -> Any:
-        """The trainer's; that of one process for a module that `load_from_checkpoint` built without a trainer."""
+        """Returns the trainer's strategy, or a single-device one after `load_from_checkpoint` without a trainer."""
         try:
             return self.trainer.strategy
         except RuntimeError as error:
             if not self._is_built:
                 raise RuntimeError(
-                    f"{type(self).__name__} has no model yet. Pass it to `trainer.fit`, or use "
+                    f"{type(self).__name__}: its model is not built. Pass the module to `trainer.fit`, or use "
                     f"`{type(self).__name__}.load_from_checkpoint`."
                 ) from error
             return SingleDeviceStrategy("cpu")
@@ -142,25 +142,25 @@ class SavesPretrained(LightningModule):
     def load_from_checkpoint(  # type: ignore[override]
         cls: type[Module], checkpoint_path: str | Path, **arguments: Any
     ) -> Module:
-        """A module with the weights of a checkpoint of any strategy and number of ranks, in the host's memory.
+        """Loads a module from a checkpoint of any strategy and number of ranks, into host memory.
 
-        Use it directly, or pass it to a Trainer, which starts a new run. To resume a run, use
+        Use the module directly, or pass it to a Trainer to start a new run. To resume a run, use
         `trainer.fit(ckpt_path=...)`.
 
         Args:
-            checkpoint_path: The file or folder that a run saved.
-            arguments: Those of the constructor, as in the run: a checkpoint holds what was trained, and frozen models
-                are loaded from where they came from.
+            checkpoint_path: Checkpoint file or directory.
+            arguments: Constructor arguments, as in the run. The checkpoint holds trained weights; frozen models are
+                loaded from their source.
 
         Raises:
-            ValueError: The path is not a checkpoint, or one of another class or other models.
+            ValueError: The path is not a checkpoint, or its class or models differ.
         """
         module = cls(**arguments)
         module.load_weights(checkpoint_path)
         return module
 
     def load_weights(self, checkpoint_path: str | Path) -> None:
-        """Builds the models without a trainer and gives them a checkpoint's weights; see `load_from_checkpoint`."""
+        """Builds the models without a trainer and loads a checkpoint's weights; see `load_from_checkpoint`."""
         from lightrl.checkpoints.reading import read_checkpoint
 
         checkpoint = read_checkpoint(checkpoint_path)
@@ -172,33 +172,33 @@ class SavesPretrained(LightningModule):
         self.load_state_dict(checkpoint["state_dict"], strict=False)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Compares the checkpoint with this run.
+        """Checks that the checkpoint matches this run.
 
         Raises:
-            ValueError: Another class or optimizer wrote it, or it lacks weights that are trained here.
+            ValueError: The checkpoint has another class or optimizer, or lacks trained weights.
         """
         run_record.require_own(checkpoint.get("lightrl", {}), type(self).__name__)
-        if "state_dict" in checkpoint:  # else the strategy loads sharded weights, and checks them
+        if "state_dict" in checkpoint:  # otherwise the strategy loads and checks sharded weights
             self._require_weights(checkpoint["state_dict"])
         if self.trainer.training:
             self._resumed = checkpoint["lightrl"]
             restores = self.trainer.strategy.lightning_restore_optimizer and self._resumed.get("optimizers") != []
             if restores and not checkpoint.get("optimizer_states"):
                 raise ValueError(
-                    f"ckpt_path={str(self.trainer.ckpt_path)!r}: it holds no optimizer_states (save_weights_only). "
-                    "Start over from its weights (lightrl export)."
+                    f"ckpt_path={str(self.trainer.ckpt_path)!r}: has no optimizer_states (save_weights_only). "
+                    "Start a new run from its weights (lightrl export)."
                 )
-            if self.trainer.optimizers:  # sharded strategies have theirs before the checkpoint
+            if self.trainer.optimizers:  # sharded strategies create optimizers before loading the checkpoint
                 self._compare()
 
     def _require_weights(self, given: dict[str, Any]) -> None:
-        """A reference that moves only from now on is not in the checkpoint, so it isn't required."""
+        """Checks trained weights, except the reference: checkpoints omit one that hasn't changed."""
         own = {name: x for name, x in self.state_dict().items() if not name.startswith("reference.")}
         run_record.require_weights(own, given)
 
     @property
     def _tokenizer_path(self) -> str | None:
-        """The tokenizer that the model is trained with, `data.tokenizer`; None if it is the model's own."""
+        """Returns the path in `data.tokenizer`; None if the model's tokenizer is used."""
         try:
             trainer = self.trainer
         except RuntimeError:  # built by `load_from_checkpoint`
@@ -207,18 +207,18 @@ class SavesPretrained(LightningModule):
         return None if path is None else os.path.expanduser(path)
 
     def _description(self, models: dict[str, ModelSpec]) -> dict[str, Any]:
-        """What `lightrl export` builds the models from, and what a resumed run is compared with."""
+        """Returns what `lightrl export` needs to build the models and what a resumed run is compared with."""
         described = run_record.description(type(self).__name__, models, self._tokenizer_path)
         return {**described, **self._settings, **run_record.optimizers_of(self.trainer)}
 
     @contextmanager
     def weights_of(self, checkpoint_path: str | Path, average: str | None = None) -> Iterator[None]:
-        """Within it the trained model has the weights of one of this run's checkpoints. Collective.
+        """Context manager that puts a checkpoint's weights of this run into the trained model. Collective.
 
         Args:
-            checkpoint_path: File or folder.
-            average: Name in the checkpoint of the state of an `EMA` callback, to use its average. Defaults to the
-                model's own weights. A checkpoint from before training has no average.
+            checkpoint_path: Checkpoint file or directory.
+            average: Name of an `EMA` callback's state in the checkpoint, to use its average. Defaults to the model's
+                weights. Checkpoints from before training have no average.
         """
         from lightrl.checkpoints.reading import read_checkpoint
 
@@ -240,24 +240,24 @@ class SavesPretrained(LightningModule):
                 for name, parameter in trained.items():
                     strategies.local_shard(parameter).copy_(before[name])
 
-    # ---- Hugging Face folders ----------------------------------------------------------------------------------
+    # ---- Hugging Face format -----------------------------------------------------------------------------------
 
     def named_policy_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor) of every parameter, LoRA merged; collective under sharding strategies."""
+        """Yields (Hugging Face name, full tensor) of all parameters, LoRA merged. Collective if sharded."""
         return named_hf_weights(self.trained_model[0], strategies.gather_parameter(self._strategy()))
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Writes weights, configuration, and tokenizer as a folder that transformers and vLLM load, LoRA merged.
+        """Saves weights, config, and tokenizer as a model directory for transformers and vLLM, with LoRA merged.
 
-        The tokenizer is the one that the model is trained with: `data.tokenizer`, or else the model's own. Collective:
-        every rank calls it, tensors are gathered one by one, and rank 0 writes. The folder appears whole.
+        Uses the tokenizer in `data.tokenizer`, or else the model's. Collective: every rank calls it, tensors are
+        gathered one by one, and rank 0 writes. The directory appears only when complete.
 
         Args:
-            folder: Where to write; existing files are replaced.
+            folder: Model directory to write. Existing files are replaced.
 
         Raises:
-            RuntimeError: The module has neither been given to a Trainer nor loaded from a checkpoint.
-            ValueError: Weights are not finite; existing files stay.
+            RuntimeError: The module has neither been passed to a Trainer nor loaded from a checkpoint.
+            ValueError: Weights are not finite. Existing files are kept.
         """
         from lightrl.checkpoints.files import atomic_folder
         from lightrl.checkpoints.plugin import first_nonfinite, require_finite

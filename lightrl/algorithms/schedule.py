@@ -1,4 +1,4 @@
-"""Optimizers, and learning-rate schedules by name over as many updates as the run will make."""
+"""Optimizers and named learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -22,27 +22,29 @@ _SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda progress: 1 - progress,
     "cosine": lambda progress: (1 + math.cos(math.pi * progress)) / 2,
 }
-"""Factors of an `LRSchedule` without floor; `progress` goes from 0 to 1."""
+"""Decay factors of an `LRSchedule` with floor 0; `progress` is in [0, 1]."""
 
 
 @dataclass
 class LRSchedule:
-    """A factor on the learning rate of update u = 0, 1, ... U - 1, with W updates of warm-up.
+    """Learning-rate schedule with warmup over all updates of the run.
+
+    The factor of update u = 0, 1, ... U - 1 with W warmup updates is
 
         u < W:     (u + 1) / W
         constant:  1
         linear:    floor + (1 - floor) (1 - p),                p = (u - W) / (U - W)
         cosine:    floor + (1 - floor) (1 + cos(pi p)) / 2
 
+    Unlike the schedules of transformers, warmup doesn't start at 0, so the first update has an effect.
+
     Args:
-        name: "constant", "linear", or "cosine".
-        warmup: Updates of warm-up: a count from 1 on, below 1 a fraction of all updates.
-        floor: Factor at the end of a decay, in [0, 1].
+        name: Decay after warmup: "constant", "linear", or "cosine".
+        warmup: Number of warmup updates, or a fraction of all updates if below 1.
+        floor: Final factor of the decay, in [0, 1].
 
     Raises:
         ValueError: A value is out of range.
-
-    Source: transformers' schedules of these names; they begin the warm-up at 0, so their first update does nothing.
     """
 
     name: Literal["constant", "linear", "cosine"] = "cosine"
@@ -52,11 +54,14 @@ class LRSchedule:
     def __post_init__(self) -> None:
         one_of("LRSchedule.name", self.name, *_SHAPES)
         if not 0 <= self.warmup < math.inf or (self.warmup > 1 and self.warmup != int(self.warmup)):
-            raise ValueError(f"LRSchedule.warmup={self.warmup}: must be a number of updates, or a fraction below 1.")
+            raise ValueError(
+                f"LRSchedule.warmup={self.warmup}: not a number of updates or a fraction. Use an integer, or a number "
+                "below 1."
+            )
         fraction("LRSchedule.floor", self.floor)
 
     def factor(self, update: float, total: float) -> float:
-        """The factor of update number `update` of `total`."""
+        """Returns the factor of update `update` out of `total`."""
         warmup = int(self.warmup) if self.warmup >= 1 else math.ceil(self.warmup * total)
         if update < warmup:
             return (update + 1) / warmup
@@ -65,14 +70,14 @@ class LRSchedule:
 
 
 class NamedSchedule(LambdaLR):
-    """An `LRSchedule` over the run as it is now: its rates depend on the position alone, not on its own count.
+    """Scheduler of an `LRSchedule` that depends only on the run's position, not on its own step count.
 
-    So a resumed run that is longer or shorter continues at the rate that the new length gives.
+    A run resumed with another length therefore continues at the rate of the new schedule.
 
     Args:
-        optimizer: Its rates are set.
-        schedule: The factors.
-        position: Returns (updates so far, updates of the whole run).
+        optimizer: Optimizer whose rates are set.
+        schedule: Factors of the learning rate.
+        position: Callable that returns (updates so far, updates of the whole run).
     """
 
     def __init__(self, optimizer: Optimizer, schedule: LRSchedule, position: Callable[[], tuple[float, float]]) -> None:
@@ -86,35 +91,35 @@ class NamedSchedule(LambdaLR):
 
 
 def set_named_rates(schedulers: Any) -> None:
-    """Refreshes those of a module's schedulers that are schedules by name."""
+    """Refreshes the named schedules among a module's schedulers."""
     for scheduler in schedulers if isinstance(schedulers, list) else [schedulers]:
         if isinstance(scheduler, NamedSchedule):
             scheduler.refresh()
 
 
 def step_schedulers(schedulers: Any) -> None:
-    """Steps those of a module's schedulers that count updates themselves."""
+    """Steps the schedulers that count updates themselves."""
     for scheduler in schedulers if isinstance(schedulers, list) else [schedulers]:
         if scheduler is not None and not isinstance(scheduler, NamedSchedule):
             scheduler.step()
 
 
 def rollout_position(module: Any) -> tuple[float, float]:
-    """(Updates so far, updates of the whole run) of an RL module.
+    """Returns (updates so far, updates of the whole run) of an RL module.
 
-    Counted in rollouts, so that it also fits a `minibatches` that makes another number of updates: these share one
-    rate. A run that ends at `max_steps` first counts its steps.
+    Updates are counted in rollouts, so an overridden `minibatches` may make any number of updates per rollout. Updates
+    of one rollout then share one rate. If `max_steps` ends the run first, its steps are counted.
 
     Raises:
-        ValueError: Mini-batches of a data module whose rollouts have no known size.
+        ValueError: `minibatch_size` is set and the data module's rollouts have no known size.
     """
     trainer, each, size = module.trainer, module.ppo_epochs, module.updates.minibatch_size
     if size is not None:
         data = trainer.datamodule
         if not hasattr(data, "prompts_per_rollout"):
             raise ValueError(
-                f"lr_scheduler by name with minibatch_size={size}: only RolloutDataModule tells how many updates a "
-                "rollout makes. Pass a scheduler class with its number of steps."
+                f"minibatch_size={size} with a named lr_scheduler: without RolloutDataModule, the number of updates "
+                "per rollout is unknown. Pass a scheduler class with its number of steps."
             )
         each *= max(data.prompts_per_rollout * data.group_size // size, 1)
     if trainer.train_dataloader is None:
@@ -129,9 +134,9 @@ def rollout_position(module: Any) -> tuple[float, float]:
 
 
 def run_position(trainer: Any) -> Callable[[], tuple[float, float]]:
-    """The same of a run with automatic optimization.
+    """Returns a function like `rollout_position` for a run with automatic optimization.
 
-    Counted in epochs of the rows as they are now, so that a run resumed with other rows keeps its place.
+    Counts epochs of the current dataset, so a run resumed with other data keeps its position.
     """
     total: list[float] = []
 
@@ -150,15 +155,15 @@ def run_position(trainer: Any) -> Callable[[], tuple[float, float]]:
 
 
 def with_schedule(optimizer: Optimizer, schedule: Any, position: Callable[[], tuple[float, float]]) -> Any:
-    """What `configure_optimizers` returns.
+    """Builds the return value of `configure_optimizers`.
 
     Args:
-        optimizer: The only one.
+        optimizer: Optimizer of the module.
         schedule: An `LRSchedule` over all updates of the run, a function of the optimizer, or None.
-        position: Returns (updates so far, updates of the whole run), the latter infinite if it has no end.
+        position: Callable that returns (updates so far, updates of the whole run). The latter is infinite if unknown.
 
     Raises:
-        ValueError: An `LRSchedule` in a run without an end, or a scheduler that waits for a metric.
+        ValueError: An `LRSchedule` in a run without an end, or a scheduler that monitors a metric.
     """
     if schedule is None:
         return optimizer
@@ -166,25 +171,24 @@ def with_schedule(optimizer: Optimizer, schedule: Any, position: Callable[[], tu
         total = position()[1]
         if not math.isfinite(total):
             raise ValueError(
-                "lr_scheduler by name needs the end of the run. Set trainer.max_epochs or trainer.max_steps, or pass a "
-                "scheduler class with its number of steps."
+                "lr_scheduler: a named schedule needs the length of the run. Set trainer.max_epochs or "
+                "trainer.max_steps, or pass a scheduler class with its number of steps."
             )
         if schedule.warmup > max(total, 1):
-            rank_zero_warn(f"lr_scheduler.warmup={schedule.warmup:g}: the run has {total:g} updates, all within it.")
+            rank_zero_warn(f"lr_scheduler.warmup={schedule.warmup:g}: the run ends during warmup ({total:g} updates).")
         made: Any = NamedSchedule(optimizer, schedule, position)
     else:
         made = schedule(optimizer)
         if isinstance(made, ReduceLROnPlateau):
-            raise ValueError("lr_scheduler=ReduceLROnPlateau: it waits for a metric. Use one that counts updates.")
+            raise ValueError("lr_scheduler=ReduceLROnPlateau: monitors a metric. Use a scheduler that counts updates.")
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": made, "interval": "step"}}
 
 
 def make_optimizer(factory: Callable[[Any], Any], parameters: Any, strategy: Strategy) -> Any:
-    """What an `optimizer` argument makes of parameters or groups; warns if bfloat16 weights would not move.
+    """Builds the optimizer; warns if updates are too small for bfloat16 weights.
 
-    An update of Adam and its kin is about its learning rate in size. A bfloat16 weight w has neighbors 2^-8 to 2^-7
-    |w| away, and an update of less than half of that, taken alone, rounds back to w. DeepSpeed's optimizers keep
-    float32 weights.
+    An Adam update is about as large as the learning rate. Neighbors of a bfloat16 weight w are 2^-8 to 2^-7 |w| away,
+    so a single update below half of that rounds back to w. DeepSpeed's optimizers keep float32 weights.
     """
     optimizer = factory(parameters)
     if "Adam" in type(optimizer).__name__ and not isinstance(strategy, DeepSpeedStrategy):
@@ -202,7 +206,7 @@ def _warn_of_lost_updates(group: dict[str, Any]) -> None:
     size, rate = float(own.abs().float().mean()), float(group["lr"])
     if 0 < rate < size * 2.0**-9:
         rank_zero_warn(
-            f"optimizer: lr={rate:g} with bfloat16 weights (of {size:.1g} on average): they have neighbors about "
-            f"{size * 2.0**-8:.1g} apart, so most updates round to nothing. Train float32 weights under "
-            "trainer.precision=bf16-mixed (actor.dtype=float32), or raise the rate."
+            f"optimizer: lr={rate:g} is too small for bfloat16 weights (mean magnitude {size:.1g}, spacing about "
+            f"{size * 2.0**-8:.1g}): most updates round to nothing. Set actor.dtype=float32 with "
+            "trainer.precision=bf16-mixed, or raise the learning rate."
         )

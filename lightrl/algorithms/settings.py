@@ -1,4 +1,4 @@
-"""Settings of the RL modules that belong together, and combinations of parts that they reject."""
+"""Grouped settings of the RL modules, and checks for incompatible combinations."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ OFF = "(null in YAML) to turn it off"
 
 @dataclass(frozen=True)
 class CriticSpec:
-    """Where the critic's values come from, and how they are learned.
+    """Critic (value model) and its loss.
 
     Args:
         model: Backbone of the critic. Defaults to the policy's model.
-        shared: Put a value head on the policy's own backbone instead of a second one; excludes `model`.
+        shared: Put a value head on the policy's backbone instead of using a second one. Incompatible with `model`.
         lr: Learning rate of the critic's parameters. Defaults to the optimizer's.
         loss_coef: Weight of the critic's loss.
-        clip: Range of the clipped value loss, in units of value. None is the plain squared error.
-        warmup_rollouts: Number of first rollouts that train the critic only.
+        clip: Clip range of the value loss, in units of value. None uses the plain squared error.
+        warmup_rollouts: Number of initial rollouts that train only the critic.
 
     Raises:
-        ValueError: A value is out of range, or a shared critic is given a model.
+        ValueError: A value is out of range, or a shared critic has a model.
     """
 
     model: ModelSpec | None = None
@@ -37,7 +37,7 @@ class CriticSpec:
 
     def __post_init__(self) -> None:
         if self.shared and self.model is not None:
-            raise ValueError("CriticSpec.model with shared=True: a shared critic has no own model. Drop one of them.")
+            raise ValueError("CriticSpec.model with shared=True: a shared critic uses the policy's model. Remove one.")
         at_least("CriticSpec.loss_coef", self.loss_coef, 0)
         at_least("CriticSpec.warmup_rollouts", self.warmup_rollouts, 0)
         above("CriticSpec.lr", self.lr, or_none="(null) for the optimizer's")
@@ -46,15 +46,16 @@ class CriticSpec:
 
 @dataclass(frozen=True)
 class Updates:
-    """How a rollout is cut into updates, and what bounds them.
+    """Updates per rollout and their limits.
 
     Args:
-        minibatch_size: Trajectories per optimizer step, over all ranks. Must divide the rollout. Defaults to all.
+        minibatch_size: Number of trajectories per optimizer step, over all ranks. Must divide the rollout. Defaults to
+            the whole rollout.
         micro_batch_tokens: Maximum number of tokens per forward/backward pass. Affects memory and speed, not results.
-        max_grad_norm: Bound on the joint gradient norm of policy and critic. None is off.
-        max_skipped_updates: Consecutive updates with a non-finite loss or gradient after which the run stops.
-        off_policy_correction: Weight rollouts of older policies by `OffPolicyCorrection`, unless the loss reads the
-            engine's log-probs already.
+        max_grad_norm: Maximum joint gradient norm of policy and critic. None disables clipping.
+        max_skipped_updates: Number of consecutive updates with a non-finite loss or gradient that stops the run.
+        off_policy_correction: Apply `OffPolicyCorrection` to rollouts sampled by older policies. No effect if the loss
+            already reads the engine's log-probs.
 
     Raises:
         ValueError: A value is out of range.
@@ -75,16 +76,16 @@ class Updates:
 
 @dataclass(frozen=True)
 class Shaping:
-    """What is done to rewards and advantages, and which tokens are trained.
+    """Clipping of rewards and advantages, and filters on trained tokens.
 
     Args:
-        reward_clip: Bound on |trajectory reward| before the KL penalty. None is off.
-        advantage_clip: Bound on |advantage| after whitening. None is off.
-        mask_truncated: Leave completions that `max_new_tokens` cut off out of all losses and their normalizers. They
-            keep their place in the baselines of the others.
-        top_entropy_fraction: Fraction of the rollout's tokens, those of highest entropy over all ranks, that the policy
-            loss trains, in (0, 1] (https://arxiv.org/abs/2506.01939: 0.2). The normalizer counts all tokens, as in the
-            paper, and KL, entropy bonus, and critic see all of them. 1 is off.
+        reward_clip: Maximum absolute trajectory reward, before the KL penalty. None disables clipping.
+        advantage_clip: Maximum absolute advantage, after whitening. None disables clipping.
+        mask_truncated: Exclude completions truncated at `max_new_tokens` from all losses and their normalizers. They
+            still count in the baselines of other completions.
+        top_entropy_fraction: Fraction of the rollout's tokens that the policy loss trains, by highest entropy over all
+            ranks. In (0, 1]; 1 trains all tokens. The paper (https://arxiv.org/abs/2506.01939) uses 0.2. As in the
+            paper, the normalizer counts all tokens. The KL penalty, entropy bonus, and critic also use all tokens.
 
     Raises:
         ValueError: A value is out of range.
@@ -103,14 +104,14 @@ class Shaping:
 
 @dataclass(frozen=True)
 class ExtraLosses:
-    """Weights of losses that are added to the policy loss. 0 is off.
+    """Weights of losses added to the policy loss. 0 disables a loss.
 
     Args:
-        entropy_coef: Of the entropy bonus.
-        ptx_coef: Of the supervised loss on the data module's `ptx` rows, a mean over their completion tokens
-            (InstructGPT's PPO-ptx, https://arxiv.org/abs/2203.02155 eq. 2, which sums over tokens).
-        aux_loss_coef: Of a mixture-of-experts model's own load-balancing loss, over the tokens of each micro-batch. It
-            alone depends a little on how micro-batches are cut.
+        entropy_coef: Weight of the entropy bonus.
+        ptx_coef: Weight of the supervised loss on the data module's `ptx` examples, a mean over completion tokens.
+            InstructGPT's PPO-ptx (https://arxiv.org/abs/2203.02155, eq. 2) sums over tokens instead.
+        aux_loss_coef: Weight of a mixture-of-experts model's load-balancing loss, computed per micro-batch. It is the
+            only loss that depends slightly on the micro-batch size.
 
     Raises:
         ValueError: A value is negative.
@@ -125,46 +126,49 @@ class ExtraLosses:
         at_least("aux_loss_coef", self.aux_loss_coef, 0)
 
 
-# ---- what does not go together ---------------------------------------------------------------------------------------
+# ---- incompatible combinations ---------------------------------------------------------------------------------------
 
 UNSUPPORTED_CALLBACKS = {
-    "BatchSizeFinder": "Use micro_batch_tokens; `lightrl plan` reports what fits.",
+    "BatchSizeFinder": "Use micro_batch_tokens; `lightrl plan` reports which values fit.",
     "LearningRateFinder": "Compare runs by eval/reward.",
     "StochasticWeightAveraging": "Use lightrl.callbacks.EMA.",
     "WeightAveraging": "Use lightrl.callbacks.EMA.",
 }
-"""Lightning's callbacks that expect automatic optimization -> what to use instead."""
+"""Lightning callbacks that require automatic optimization, with their replacements."""
 
 
 def require_matching_parts(module: Any) -> None:
-    """Raises a ValueError if parts of an RL module exclude each other. Called at the end of its constructor."""
+    """Raises a ValueError if parts of an RL module are incompatible. Called at the end of its constructor."""
     advantage, kl, clip = module.advantage, module.kl, module.shaping.reward_clip
     name = type(advantage).__name__
     at_least("ppo_epochs", module.ppo_epochs, 1)
     if not isinstance(kl, KLInReward | KLInLoss | type(None)):
-        raise ValueError(f"kl={type(kl).__name__}: acts nowhere. Derive it from KLInReward or KLInLoss.")
+        raise ValueError(f"kl={type(kl).__name__}: has no effect. Derive it from KLInReward or KLInLoss.")
     if advantage.needs_critic and module.critic_spec is None:
         raise ValueError(
-            f"advantage={name} needs a critic but critic=None. Pass a CriticSpec, or an estimator without a critic "
+            f"advantage={name} needs a critic but critic=None. Pass a CriticSpec, or use an estimator without a critic "
             "(GroupRelative, RLOO, ...)."
         )
     if module.critic_spec is not None and not advantage.needs_critic:
         raise ValueError(
-            f"advantage={name} uses no critic, so it would never be trained. Set critic=None (null in YAML)."
+            f"critic with advantage={name}: the estimator doesn't use values. Set critic=None (null in YAML)."
         )
     advantage.refuse_combination(kl, whiten=module.whiten_advantages)
     if clip is not None:
         advantage.refuse_shaped_rewards(f"reward_clip={clip}")
     if kl is not None and module.actor_spec.random_init and module.reference_spec is None:
-        raise ValueError("actor.random_init=True with kl: there is no reference. Set kl=None, or pass a reference.")
+        raise ValueError(
+            "actor.random_init=True with kl: there are no pretrained weights to use as reference. "
+            "Set kl=None, or pass a reference."
+        )
 
 
 def require_supported_trainer(trainer: Any) -> None:
-    """Raises a ValueError for options and callbacks that expect automatic optimization or repeated batches."""
+    """Raises a ValueError for trainer options and callbacks that need automatic optimization or repeated batches."""
     if trainer.overfit_batches:
         raise ValueError(
-            f"trainer.overfit_batches={trainer.overfit_batches}: rollouts are sampled again, so no batch comes twice. "
-            "Use prompts.limit=N to repeat the same prompts."
+            f"trainer.overfit_batches={trainer.overfit_batches}: every rollout has new samples. "
+            "Use prompts.limit=N to train on the same prompts."
         )
     for callback in trainer.callbacks:
         for base in type(callback).__mro__:

@@ -1,4 +1,4 @@
-"""Modules that learn from given rows: supervised fine-tuning, and reward models on preferences."""
+"""LightningModules for supervised fine-tuning and reward modeling."""
 
 from __future__ import annotations
 
@@ -25,14 +25,13 @@ from lightrl.ops.losses import bradley_terry_loss
 
 
 class GradientWindow:
-    """The batches of one optimizer step, whose gradient is that of the mean over all their tokens or pairs.
+    """Normalizes the loss of one optimizer step by all tokens or pairs of its batches.
 
-    Lightning averages the losses of `accumulate_grad_batches` batches, which weights a short batch like a long one, and
-    divides the last window of an epoch by batches that it lacks. Here a batch's sum is divided by what the window would
-    have if all its K batches had n_1 tokens like the first. The last batch, which knows the true N, multiplies the
-    gradients that have gathered by K n_1 / N.
+    Lightning averages the losses of `accumulate_grad_batches` batches, which overweights short batches, and divides an
+    incomplete last window by too many batches. Here, each batch's sum is divided as if all K batches had n_1 tokens
+    like the first. The last batch, which knows the true N, multiplies the accumulated gradients by K n_1 / N.
 
-    Example: two batches of 3 and 1 tokens with sums s_1 and s_2: s_1 / 6 becomes s_1 / 4, and s_2 / 4 is added.
+    Example: two batches of 3 and 1 tokens with sums s_1 and s_2. s_1 / 6 becomes s_1 / 4, and s_2 / 4 is added.
     """
 
     def __init__(self) -> None:
@@ -41,12 +40,12 @@ class GradientWindow:
         self._total = 0.0
 
     def loss(self, module: Any, summed: Tensor, count: Tensor) -> Tensor:
-        """What `training_step` returns, which Lightning divides by `accumulate_grad_batches`.
+        """Returns the loss for `training_step`, which Lightning divides by `accumulate_grad_batches`.
 
         Args:
-            module: The LightningModule, in `training_step`.
+            module: LightningModule in `training_step`.
             summed: Scalar, the loss summed over this rank's part of the batch.
-            count: Scalar, tokens or pairs of the batch on all ranks.
+            count: Scalar, number of tokens or pairs of the batch on all ranks.
         """
         trainer = module.trainer
         batches = getattr(trainer, "accumulate_grad_batches", 1)
@@ -66,7 +65,7 @@ class GradientWindow:
 
 
 class _SupervisedModule(SavesPretrained):
-    """One trained model, an optimizer whose schedule counts updates, and windows that count tokens or pairs."""
+    """Base of supervised modules: one trained model and one optimizer, with losses per token or pair."""
 
     def __init__(self, optimizer: Any, lr_scheduler: Any) -> None:
         super().__init__()
@@ -75,59 +74,59 @@ class _SupervisedModule(SavesPretrained):
         self._window = GradientWindow()
 
     def setup(self, stage: str) -> None:
-        """Rejects what can't work before the model is loaded.
+        """Checks settings before loading the model.
 
         Raises:
-            ValueError: Gradient accumulation with DeepSpeed, whose gradients can't be weighted.
+            ValueError: Gradient accumulation with DeepSpeed, whose gradients can't be reweighted.
         """
         trainer: Any = self.trainer
         strategies.refuse_unsupported(trainer.strategy)
         if isinstance(trainer.strategy, DeepSpeedStrategy) and trainer.accumulate_grad_batches != 1:
             raise ValueError(
-                f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches} with DeepSpeed: it would weight "
-                "every batch alike, however many tokens it has. Use DDP or FSDP2, or 1 with a larger batch_size."
+                f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches} with DeepSpeed: batches would get "
+                "equal weight regardless of their number of tokens. Use DDP or FSDP2, or 1 with a larger batch_size."
             )
         require_model(self.trained_model_spec)
 
     @property
     @abstractmethod
     def trained_model_spec(self) -> ModelSpec:
-        """How the trained model is built."""
+        """Spec of the trained model."""
 
     def models(self) -> list[Any]:
         return [self.trained_model[0]]
 
     @abstractmethod
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's groups."""
+        """Returns the optimizer's groups."""
 
     def configure_optimizers(self) -> Any:
-        """One optimizer; the schedule counts updates."""
+        """Builds the optimizer and its schedule, stepped per update."""
         groups = [group for group in self.parameter_groups() if group["params"]]
         optimizer = make_optimizer(self.optimizer_factory, groups, self.trainer.strategy)
         return with_schedule(optimizer, self.lr_scheduler_factory, run_position(self.trainer))
 
     def on_train_start(self) -> None:
-        """Sets the rates of a schedule by name, which a checkpoint's optimizer has from a run of another length."""
+        """Sets the rates of named schedules, since a checkpoint's optimizer may come from a run of another length."""
         set_named_rates(self.lr_schedulers())
 
     def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """As `validation_step`, for `lightrl test`."""
+        """Runs `validation_step`, for `lightrl test`."""
         self.validation_step(batch, batch_idx)
 
 
 class SFTLightningModule(_SupervisedModule):
-    """Maximizes the log-probability of given completions.
+    """Supervised fine-tuning (SFT) on prompts and completions.
 
-    The loss is the negative log-probability summed over completion tokens and divided by their number in all batches of
-    an update (`accumulate_grad_batches`) on all ranks. Layouts and chunked log-probs are those of the RL modules.
+    The loss is the mean negative log-probability per completion token, over all batches of an update
+    (`accumulate_grad_batches`) and all ranks. Supports the same layouts and chunked log-probs as the RL modules.
 
     Args:
-        actor: The model: a folder or hub name, or a `ModelSpec`. In Python also a live model, which is trained itself:
-            `ModelSpec.of(model, tokenizer)`.
-        optimizer: Called with the trained parameters.
-        lr_scheduler: `{name: cosine, warmup: 0.03}` (`LRSchedule`, over all updates of the run), or a function of the
-            optimizer that returns a scheduler; stepped after every update. Defaults to a constant rate.
+        actor: Model to train. A model directory, a model ID, or a `ModelSpec`. To train a model that is already loaded,
+            use `ModelSpec.of(model, tokenizer)`.
+        optimizer: Callable that builds the optimizer from the trained parameters.
+        lr_scheduler: `LRSchedule` over all updates of the run, such as `{name: cosine, warmup: 0.03}`, or a callable
+            that builds a scheduler from the optimizer. Stepped after every update. Defaults to a constant rate.
     """
 
     actor: PolicyModel
@@ -147,7 +146,7 @@ class SFTLightningModule(_SupervisedModule):
 
     @property
     def trained_model(self) -> tuple[PolicyModel, ModelSpec]:
-        """What is written as a Hugging Face folder."""
+        """The trained model and its spec, for saving in Hugging Face format."""
         return self.actor, self.actor_spec
 
     @property
@@ -158,7 +157,7 @@ class SFTLightningModule(_SupervisedModule):
         return [{"params": [p for p in self.actor.parameters() if p.requires_grad]}]
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        """Loss of one batch of {token_ids, attention_mask, response_mask}, each (B, T), and `inputs` with images."""
+        """Returns the loss of a batch of {token_ids, attention_mask, response_mask}, each (B, T), and `inputs`."""
         total, count = self._nll(batch)
         count = strategies.all_sum(self.trainer.strategy, count)
         mean = total.detach() * self.trainer.world_size / count.clamp(min=1)
@@ -166,7 +165,7 @@ class SFTLightningModule(_SupervisedModule):
         return self._window.loss(self, total, count)
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """Logs the mean negative log-probability per completion token of all batches and ranks."""
+        """Logs the mean negative log-probability per completion token over all batches and ranks."""
         total, count = self._nll(batch)
         self.eval_loss.update(total / count.clamp(min=1), weight=count)
         self.log("eval/loss", self.eval_loss, on_step=False, on_epoch=True, prog_bar=True, batch_size=1)
@@ -177,37 +176,37 @@ class SFTLightningModule(_SupervisedModule):
         return -logprobs.sum(), mask.sum()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds what `lightrl export` builds the model from."""
+        """Adds what `lightrl export` needs to build the model."""
         checkpoint["lightrl"] = self._description({"actor": self.actor_spec})
 
     @property
     def policy_version(self) -> int:
-        """Number of optimizer steps behind the weights."""
+        """Number of optimizer steps taken."""
         return int(self.trainer.global_step)
 
 
 class RewardLightningModule(_SupervisedModule):
-    """Fits a reward model to preferences by the Bradley-Terry likelihood.
+    """Trains a reward model on preference pairs with the Bradley-Terry loss.
 
         loss = mean over pairs of  -log sigmoid(r_chosen - r_rejected - margin) + c (r_chosen + r_rejected)^2
 
-    The mean is over the pairs of all batches of an update (`accumulate_grad_batches`) on all ranks. r is the output of
-    a sequence-classification model with one label, read at the last token; tokens that the completions of a pair share
-    are computed once if the layout allows it. `HFExport` writes a folder that `RewardModelSpec` loads.
+    The mean is over the pairs of all batches of an update (`accumulate_grad_batches`) and all ranks. r is the output of
+    a sequence-classification model with one label at the last token. If the layout allows it, the shared prefix of a
+    pair is computed once. `HFExport` writes a model directory for `RewardModelSpec`.
 
     Metrics: `loss/preference`, `reward/accuracy` (fraction of pairs with r_chosen > r_rejected), `reward/margin` (mean
     of r_chosen - r_rejected), `reward/mean`, and on validation pairs `eval/loss`, `eval/accuracy`, `eval/margin`.
 
     Args:
-        model: Where to start: a causal language model (an SFT export), whose backbone gets a new head, or a
-            sequence-classification model. With LoRA the head is trained as well.
-        optimizer: Called with the parameter groups `backbone` and `head`.
-        head_lr: Learning rate of the head's group. Defaults to the optimizer's.
+        model: Initial model. A causal language model, such as an SFT export, gets a new head. A sequence-classification
+            model keeps its head. With LoRA, the head is also trained.
+        optimizer: Callable that builds the optimizer from the parameter groups `backbone` and `head`.
+        head_lr: Learning rate of the head. Defaults to the optimizer's.
         lr_scheduler: As in `SFTLightningModule`.
-        centering_coef: c, at least 0. Above 0 keeps scores near 0 on average, which preferences alone leave open.
+        centering_coef: c, at least 0. Above 0 keeps the mean score near 0, which preferences alone don't determine.
 
     Raises:
-        ValueError: A value is out of range, or the model's folder does not exist.
+        ValueError: A value is out of range, or the model directory doesn't exist.
     """
 
     reward_model: RewardModel
@@ -233,7 +232,7 @@ class RewardLightningModule(_SupervisedModule):
 
     @property
     def trained_model(self) -> tuple[RewardModel, ModelSpec]:
-        """What is written as a Hugging Face folder."""
+        """The trained model and its spec, for saving in Hugging Face format."""
         return self.reward_model, self.model_spec
 
     @property
@@ -248,10 +247,10 @@ class RewardLightningModule(_SupervisedModule):
         return [{"params": trained, "name": "backbone"}, {"params": head, "name": "head", **lr}]
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """Loss of one batch of pairs, as `PreferenceDataModule` lays them out."""
+        """Returns the loss of a batch of pairs from `PreferenceDataModule`."""
         chosen, rejected, losses = self.score_pairs(batch)
         total = strategies.all_sum(self.trainer.strategy, torch.tensor(float(len(losses)))).to(losses.device)
-        scale = self.trainer.world_size / total  # ranks may hold different numbers of pairs; their mean is then exact
+        scale = self.trainer.world_size / total  # exact mean even if ranks have different numbers of pairs
         difference = (chosen - rejected).detach()
         metrics = {
             "loss/preference": losses.detach(),
@@ -264,7 +263,7 @@ class RewardLightningModule(_SupervisedModule):
         return self._window.loss(self, losses.sum(), total)
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """Adds the batch's pairs to `eval/*`; ranks may hold different numbers of them."""
+        """Adds the batch's pairs to `eval/*`; ranks may have different numbers of pairs."""
         chosen, rejected, losses = (x[batch["valid"]] for x in self.score_pairs(batch))
         if len(losses):
             right = (chosen > rejected).int()
@@ -275,13 +274,13 @@ class RewardLightningModule(_SupervisedModule):
         self.log_dict(metrics, on_step=False, on_epoch=True, prog_bar=True, batch_size=len(losses))
 
     def score_pairs(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Scores and losses of the pairs.
+        """Computes the scores and losses of pairs.
 
         Args:
             batch: `token_ids`, `attention_mask`, `response_mask` (B, T), `group_ids` (B,), and `margin` (P,).
 
         Returns:
-            (P,) scores of the chosen, of the rejected, and losses; float32.
+            (P,) scores of the chosen, (P,) scores of the rejected, and (P,) losses; float32.
         """
         scores = self.reward_model(
             batch["token_ids"], batch["attention_mask"], batch["response_mask"], group_ids=batch["group_ids"]
@@ -291,5 +290,5 @@ class RewardLightningModule(_SupervisedModule):
         return chosen, rejected, losses
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds what `lightrl export` builds the model from."""
+        """Adds what `lightrl export` needs to build the model."""
         checkpoint["lightrl"] = self._description({"reward_model": self.model_spec})

@@ -1,4 +1,4 @@
-"""Named algorithms: PPO with other settings."""
+"""Named algorithms: PPO with the settings of a paper."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightrl.objectives.ppo_clip import PolicyLoss, PPOClip
 
 
 class CriticFreeLightningModule(PPOLightningModule):
-    """What the algorithms below share: no critic, no whitening, one pass over each rollout."""
+    """Base of the algorithms below: no critic, no whitening, one pass over each rollout."""
 
     default_group_size = 8
 
@@ -28,7 +28,7 @@ class CriticFreeLightningModule(PPOLightningModule):
         **kwargs: Any,
     ) -> None:
         if "critic" in kwargs:
-            raise ValueError(f"critic={kwargs['critic']!r}: {type(self).__name__} has no critic. Drop the argument.")
+            raise ValueError(f"critic={kwargs['critic']!r}: {type(self).__name__} has no critic. Remove the argument.")
         super().__init__(
             actor,
             advantage=advantage,
@@ -40,10 +40,12 @@ class CriticFreeLightningModule(PPOLightningModule):
 
 
 class GRPOLightningModule(CriticFreeLightningModule):
-    """Group relative policy optimization (Shao et al. 2024, https://arxiv.org/abs/2402.03300, section 4.1).
+    """Group relative policy optimization (GRPO).
 
-    `PPOLightningModule` with the paper's settings: no critic, `A = (r - mean_group) / std_group`, k3 in the loss with
-    coefficient 0.04, the mean over sequences of the mean over tokens, one update per rollout.
+    `PPOLightningModule` with the paper's settings: no critic, `A = (r - mean_group) / std_group`, the k3 KL penalty in
+    the loss (coefficient 0.04), the mean over sequences of token means, and one update per rollout.
+
+    Source: Shao et al. 2024, https://arxiv.org/abs/2402.03300, section 4.1.
     """
 
     def __init__(
@@ -59,10 +61,12 @@ class GRPOLightningModule(CriticFreeLightningModule):
 
 
 class DrGRPOLightningModule(GRPOLightningModule):
-    """GRPO done right (Liu et al. 2025, https://arxiv.org/abs/2503.20783, section 3.2).
+    """Dr. GRPO (GRPO done right).
 
-    `GRPOLightningModule` with the paper's settings: `A = r - mean_group`, the sum over tokens divided by a constant
-    (the paper's generation budget, 3000 tokens; take your `max_new_tokens`), no KL.
+    `GRPOLightningModule` with the paper's settings: `A = r - mean_group`, the token sum divided by a constant, and no
+    KL penalty. The constant is the paper's generation budget of 3000 tokens. Set it to your `max_new_tokens`.
+
+    Source: Liu et al. 2025, https://arxiv.org/abs/2503.20783, section 3.2.
     """
 
     def __init__(
@@ -78,13 +82,15 @@ class DrGRPOLightningModule(GRPOLightningModule):
 
 
 class DAPOLightningModule(GRPOLightningModule):
-    """Decoupled clip and dynamic sampling policy optimization (Yu et al. 2025, https://arxiv.org/abs/2503.14476).
+    """Decoupled clip and dynamic sampling policy optimization (DAPO).
 
     `GRPOLightningModule` with the paper's settings: the ratio clipped to [0.8, 1.28], the mean over all tokens of the
-    optimizer's batch, no KL (the paper makes 16 updates per rollout: set `minibatch_size`). Two of its parts belong to
-    the data module and are set there: dynamic sampling (`RolloutDataModule(dynamic_sampling_rounds=...)`) and the
-    soft over-long
+    mini-batch, and no KL penalty. The paper makes 16 updates per rollout; set `minibatch_size` to do the same.
+
+    Set two parts of the paper in the data module: dynamic sampling (`dynamic_sampling_rounds`) and soft overlong
     punishment (the reward `SoftOverlong`).
+
+    Source: Yu et al. 2025, https://arxiv.org/abs/2503.14476.
     """
 
     def __init__(
@@ -100,11 +106,13 @@ class DAPOLightningModule(GRPOLightningModule):
 
 
 class GSPOLightningModule(GRPOLightningModule):
-    """Group sequence policy optimization (Zheng et al. 2025, https://arxiv.org/abs/2507.18071, section 4.1 and 5.1).
+    """Group sequence policy optimization (GSPO).
 
-    `GRPOLightningModule` with the paper's settings: the length-normalized ratio of the sequence clipped to
-    [1 - 3e-4, 1 + 4e-4], no KL. With one update per rollout the ratio is 1 and nothing is clipped: set `minibatch_size`
-    (the paper makes 4).
+    `GRPOLightningModule` with the paper's settings: the length-normalized sequence ratio clipped to
+    [1 - 3e-4, 1 + 4e-4], and no KL penalty. With one update per rollout, the ratio is 1 and clipping has no effect. Set
+    `minibatch_size` for several updates; the paper makes 4.
+
+    Source: Zheng et al. 2025, https://arxiv.org/abs/2507.18071, sections 4.1 and 5.1.
     """
 
     def __init__(
@@ -119,11 +127,14 @@ class GSPOLightningModule(GRPOLightningModule):
 
 
 class CPGDLightningModule(GRPOLightningModule):
-    """Clipped policy gradient with drift (Liu et al. 2025, https://arxiv.org/abs/2505.12504).
+    """Clipped policy gradient with policy drift (CPGD).
 
     `GRPOLightningModule` with the settings of the paper and its code: the log-ratio clipped to [log 0.8, log 1.2], the
-    drift penalty with coefficient 0.01 and its ratio bounded at 3, no KL to a reference. A rollout's first update
-    is REINFORCE's; clip and drift act from the second on: set `minibatch_size` (its code makes 8) or `ppo_epochs`.
+    drift penalty with coefficient 0.01 and its ratio bounded at 3, and no KL penalty against a reference. The first
+    update of a rollout equals REINFORCE. Clip and drift act from the second update on, so set `minibatch_size` (the
+    paper's code makes 8 updates) or `ppo_epochs`.
+
+    Source: Liu et al. 2025, https://arxiv.org/abs/2505.12504.
     """
 
     def __init__(
@@ -138,10 +149,13 @@ class CPGDLightningModule(GRPOLightningModule):
 
 
 class RLOOLightningModule(CriticFreeLightningModule):
-    """REINFORCE leave-one-out (Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740, section 3.2).
+    """REINFORCE leave-one-out (RLOO).
 
-    `PPOLightningModule` with the paper's settings: no critic, `A = r - mean of the others`, k1 in the reward, summed
-    over the sequence, one on-policy update per rollout, where the clipped loss has the gradient of REINFORCE.
+    `PPOLightningModule` with the paper's settings: no critic, `A = r - mean of the others`, the k1 KL penalty in the
+    reward, token sums, and one on-policy update per rollout. With one update, the clipped loss has the gradient of
+    REINFORCE.
+
+    Source: Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740, section 3.2.
     """
 
     def __init__(
@@ -155,12 +169,15 @@ class RLOOLightningModule(CriticFreeLightningModule):
 
 
 class ReinforcePlusPlusLightningModule(CriticFreeLightningModule):
-    """REINFORCE++ (Hu et al. 2025, https://arxiv.org/abs/2501.03262, section 3).
+    """REINFORCE++.
 
-    `PPOLightningModule` with the paper's settings: no critic, `A_t` the return from token t on, normalized over all
-    tokens of the rollout, k1 in the reward with coefficient 0.01, PPO's clip at 0.2, the mean over tokens, one pass
-    over each rollout. One completion per prompt is enough. Its form for groups is `ReinforcePlusPlusBaseline` as the
-    advantage with `KLInLoss("k2")` as the KL.
+    `PPOLightningModule` with the paper's settings: no critic, returns normalized over all tokens of the rollout as
+    advantages, the k1 KL penalty in the reward (coefficient 0.01), PPO's clip at 0.2, the mean over tokens, and one
+    pass over each rollout. One completion per prompt is enough.
+
+    For the variant with groups, set `advantage` to `ReinforcePlusPlusBaseline` and `kl` to `KLInLoss("k2")`.
+
+    Source: Hu et al. 2025, https://arxiv.org/abs/2501.03262, section 3.
     """
 
     default_group_size = 1

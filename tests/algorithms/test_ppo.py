@@ -186,7 +186,7 @@ def test_minibatches_cover_every_row_once_and_keep_groups_together(model_path: s
 
 
 def test_minibatch_size_must_divide_the_rollout(model_path: str) -> None:
-    with pytest.raises(ValueError, match="minibatch_size=7 does not divide the rollout's 32 sequences"):
+    with pytest.raises(ValueError, match="minibatch_size=7: "):
         fit(ppo(model_path, updates=Updates(minibatch_size=7)))
 
 

@@ -59,7 +59,7 @@ def test_supervised_rows_are_dealt_out_over_minibatches() -> None:
     )  # fmt: skip
     parts = cut_minibatches(experience, 2, seed=0)
     assert [p.supervised.token_ids.tolist() for p in parts if p.supervised] == [[[0, 1], [2, 3]], [[4, 5]]]
-    with pytest.raises(ValueError, match="ptx.batch_size=3 .* less than the 4 mini-batches"):
+    with pytest.raises(ValueError, match="ptx.batch_size=3: "):
         cut_minibatches(experience, 4, seed=0)
 
 

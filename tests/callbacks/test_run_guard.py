@@ -86,7 +86,7 @@ def last(model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_another_optimizer_on_resume_is_refused_by_name(model: str, last: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="optimizer=SGD: the checkpoint's is AdamW"):
+    with pytest.raises(ValueError, match="optimizer=SGD: "):
         fit(tmp_path, model, saving(tmp_path), optimizer=sgd, resume=last)
 
 

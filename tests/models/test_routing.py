@@ -284,7 +284,7 @@ def test_without_recorded_experts_the_reason_is_logged_once(near: str, caplog: p
     with caplog.at_level(logging.WARNING, "lightrl"):
         keep = fit(grpo(near), rollouts=2, engine=Forgetful(), prompts_per_rollout=2)
     said = [record.getMessage() for record in caplog.records if "Routing replay is off" in record.getMessage()]
-    assert len(said) == 1 and "TransformersEngine records them" in said[0]
+    assert len(said) == 1 and "TransformersEngine" in said[0]
     assert keep.rollouts[0].routes == [None] * 8
 
 

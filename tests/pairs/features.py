@@ -169,7 +169,7 @@ class Refusal:
 REFUSALS = [
     Refusal(
         "a critic with an algorithm other than PPO",
-        "has no critic. Drop the argument",
+        "has no critic",
         lambda s: s.get("algorithm") not in ("PPO", None) and s.get("critic") not in ("none", None),
     ),
     Refusal(
@@ -179,7 +179,7 @@ REFUSALS = [
     ),
     Refusal(
         "a critic with an estimator that uses none",
-        "uses no critic",
+        "the estimator doesn't use values",
         lambda s: s.get("critic") not in ("none", None) and estimator(s) not in {*WITH_CRITIC, None},
     ),
     Refusal(
