@@ -1,4 +1,4 @@
-"""Parts of an algorithm: advantage estimators, policy losses, aggregations, KL penalties, and divergences."""
+"""Components of an algorithm: advantage estimators, policy losses, aggregations, KL penalties, and divergences."""
 
 from __future__ import annotations
 

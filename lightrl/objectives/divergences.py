@@ -1,15 +1,15 @@
-"""How far the student's distribution of the next token is from the teacher's, over whole distributions.
+"""Divergences between the student's and the teacher's next-token distributions.
 
-With p the student's and q the teacher's distribution given the same prefix, m = beta q + (1 - beta) p, and
+With p the student's and q the teacher's distribution for the same prefix, m = beta q + (1 - beta) p, and
 w(l)_j = p_j (l_j - sum_i p_i l_i):
 
-| class | value | gradient for the student's logits |
+| class | value | gradient w.r.t. the student's logits |
 |---|---|---|
 | `ReverseKL` | `sum_j p_j log(p_j / q_j)` | `w(log(p / q))` |
 | `ForwardKL` | `sum_j q_j log(q_j / p_j)` | `p - q` |
 | `JensenShannon` | `beta KL(q, m) + (1 - beta) KL(p, m)` | `(1 - beta) w(log(p / m))` |
 
-All are 0 where p = q and above it elsewhere.
+All are nonnegative, and 0 only if p = q.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from lightrl.compat.arguments import fraction
 
 
 class Divergence(ABC):
-    """A divergence between two distributions over the same words."""
+    """Divergence between two distributions over the same vocabulary."""
 
     @abstractmethod
     def __call__(self, logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
-        """The value of each token, in nats.
+        """Computes the divergence of each token, in nats.
 
         Args:
-            logprobs: (M, V) of the student, with graph; finite.
-            teacher_logprobs: (M, V) of the teacher, without graph; finite.
+            logprobs: (M, V) student log-probs with graph, finite.
+            teacher_logprobs: (M, V) teacher log-probs without graph, finite.
 
         Returns:
             (M,), at least 0, differentiable in `logprobs`.
@@ -40,9 +40,9 @@ class Divergence(ABC):
 
 
 class ReverseKL(Divergence):
-    """KL(student || teacher): the student keeps to what the teacher finds likely, and may leave out some of it.
+    """Reverse KL, KL(student || teacher): mode-seeking, the student avoids what the teacher finds unlikely.
 
-    Beside a reward r in one step its optimum is `pi ~ pi_teacher * exp(r / coef)`.
+    With an additional reward r in one step, the optimum is `pi ~ pi_teacher * exp(r / coef)`.
 
     Source: https://arxiv.org/abs/2306.08543, eq. 1.
     """
@@ -52,7 +52,7 @@ class ReverseKL(Divergence):
 
 
 class ForwardKL(Divergence):
-    """KL(teacher || student): the student covers all that the teacher finds likely.
+    """Forward KL, KL(teacher || student): mass-covering, the student covers all that the teacher finds likely.
 
     Source: https://arxiv.org/abs/1503.02531; on the student's own samples: https://arxiv.org/abs/2306.13649.
     """
@@ -62,22 +62,22 @@ class ForwardKL(Divergence):
 
 
 class JensenShannon(Divergence):
-    """The generalised Jensen-Shannon divergence, between both; at most `log 2` at beta 0.5.
+    """Generalized Jensen-Shannon divergence. At most `log 2` if beta is 0.5.
 
-    Divided by beta it tends to the forward KL as beta goes to 0, divided by 1 - beta to the reverse one as beta goes
-    to 1.
+    Divided by beta, it approaches the forward KL as beta goes to 0. Divided by 1 - beta, it approaches the reverse KL
+    as beta goes to 1.
 
     Args:
-        beta: weight of the teacher in the mixture, in (0, 1).
+        beta: Weight of the teacher in the mixture, in (0, 1).
 
     Raises:
-        ValueError: beta is out of range.
+        ValueError: `beta` is out of range.
 
-    Source: GKD, https://arxiv.org/abs/2306.13649, eq. 1. TRL takes 0 and 1 for the two KLs; here they have classes.
+    Source: GKD, https://arxiv.org/abs/2306.13649, eq. 1. TRL uses beta 0 and 1 for the two KLs, which are classes here.
     """
 
     def __init__(self, beta: float = 0.5) -> None:
-        self.beta = fraction("JensenShannon.beta", beta, "(0, 1)", "; the ends are ForwardKL and ReverseKL")
+        self.beta = fraction("JensenShannon.beta", beta, "(0, 1)", "; use ForwardKL or ReverseKL instead of 0 and 1")
 
     def __call__(self, logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
         of_teacher, of_student = teacher_logprobs + math.log(self.beta), logprobs + math.log1p(-self.beta)

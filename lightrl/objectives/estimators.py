@@ -1,4 +1,4 @@
-"""Advantage estimators: from rewards of trajectories to advantages of tokens."""
+"""Advantage estimators: trajectory rewards to token advantages."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ Credit = Literal["total", "parts", "turns"]
 
 
 class AdvantageInput:
-    """What an estimator is given: B trajectories of at most T tokens.
+    """Input of an advantage estimator: B trajectories of at most T tokens.
 
-    Every estimator gets the whole record. It remembers which fields were read, so that nothing has to be declared.
+    The record remembers which fields an estimator reads, so estimators don't have to declare them.
 
     Args:
-        rewards: (B, T) float per token; the score on the last response token, a KL penalty already in it. Read as 0 off
-            the mask and on rows that are not valid, where what is given may be NaN.
-        mask: (B, T) bool, tokens the policy sampled.
-        groups: (B,) int64, equal for completions of one prompt; a group is on one rank.
-        values: (B, T) float, the critic's, V of the state before token t; None without a critic.
-        valid: (B,) bool, False where no reward function scored the row; all True if None. Such a row gets advantage 0
-            and takes no part in any baseline or statistic.
-        reward_parts: name -> (B,) float, raw rewards per function, NaN for "does not apply".
-        part_weights: name -> weight of that function.
-        turn_ids: (B, T) int64, read on the mask: number of the turn a token belongs to; None if every row is one turn.
-        anchors: (B, T) int64, read on the mask: the state in which the token's turn began, equal for equal states of a
-            group; None without an environment that names its states.
-        all_sum: Sums a tensor over ranks.
+        rewards: (B, T) float token rewards. The score is on the last response token, with any KL penalty included.
+            Treated as 0 outside the mask and on invalid rows, where they may be NaN.
+        mask: (B, T) bool, True on tokens sampled by the policy.
+        groups: (B,) int64, equal for completions of one prompt. A group is on one rank.
+        values: (B, T) float values of the critic for the state before token t. None without a critic.
+        valid: (B,) bool, False on rows that no reward function scored. Defaults to all True. Invalid rows get advantage
+            0 and are excluded from all baselines and statistics.
+        reward_parts: Raw rewards (B,) by reward function, NaN if a function doesn't apply.
+        part_weights: Weights by reward function.
+        turn_ids: (B, T) int64 turn of each token, read on the mask. None if every row is one turn.
+        anchors: (B, T) int64 state in which the token's turn began, read on the mask. Equal for equal states of a
+            group. None if the environment doesn't name its states.
+        all_sum: Sum over ranks.
     """
 
     def __init__(
@@ -73,60 +73,60 @@ class AdvantageInput:
 
     @property
     def rewards(self) -> Tensor:
-        """(B, T) per token."""
+        """Token rewards, (B, T)."""
         self.reads.add("rewards")
         return self._rewards
 
     @property
     def scores(self) -> Tensor:
-        """(B,) each row's sum of rewards; 0 where it is not valid."""
+        """Sum of each row's rewards, (B,); 0 on invalid rows."""
         self.reads.add("rewards")
         return masked_sum(self._rewards, self.mask, -1).to(self._rewards.dtype)
 
     @property
     def reward_parts(self) -> dict[str, Tensor] | None:
-        """name -> (B,)."""
+        """Rewards (B,) by reward function."""
         self.reads.add("reward_parts")
         return self._reward_parts
 
     @property
     def turn_ids(self) -> Tensor | None:
-        """(B, T)."""
+        """Turn of each token, (B, T)."""
         self.reads.add("turn_ids")
         return self._turn_ids
 
     @property
     def anchors(self) -> Tensor | None:
-        """(B, T)."""
+        """State in which each token's turn began, (B, T)."""
         self.reads.add("turn_ids")
         return self._anchors
 
     @property
     def trained(self) -> Tensor:
-        """(B, T) bool, the tokens of valid rows that the policy sampled."""
+        """True on tokens of valid rows that the policy sampled, (B, T) bool."""
         return self.mask & self.valid[:, None]
 
     @property
     def credit(self) -> Credit:
-        """What was read: the rewards of turns, those of each function, or their sum only."""
+        """Rewards that were read: "turns", "parts" (of each function), or "total" (their sum)."""
         if "turn_ids" in self.reads:
             return "turns"
         return "parts" if "reward_parts" in self.reads else "total"
 
 
 class AdvantageEstimator(ABC):
-    """Turns rewards into advantages.
+    """Computes advantages from rewards.
 
     Attributes:
-        needs_critic: reads `values`. needs_groups: is meaningless with one completion per prompt.
-        needs_binary_scores: takes the score for a success or a failure, so that a KL inside the reward would be lost
-            or would corrupt it: to be combined with a KL in the loss or none.
-        credit: "parts" reads `reward_parts` in place of `rewards`, so what changes only the sum (reward clip,
-            normalization, KL in the reward) would be lost. "turns" gives turns credit for their own rewards, so what
-            changes only the sum would land on the last turn. Such combinations are rejected at set-up. None:
-            undeclared; the same is rejected when the estimator is seen to read those fields. "total": the sum decides,
-            whatever else is read.
-        normalizes: ends with a normalization over the batch, so whitening would be a second one.
+        needs_critic: Whether it reads `values`.
+        needs_groups: Whether it needs several completions per prompt.
+        needs_binary_scores: Whether scores must be successes or failures. Rejects a KL penalty in the reward, which
+            would change scores. Use a KL penalty in the loss, or none.
+        credit: Rewards that it reads. "parts" reads `reward_parts` instead of `rewards`, so changes of the sum alone
+            (reward clip, normalization, KL in the reward) would be lost. "turns" assigns turn rewards to turns, so
+            changes of the sum alone would go to the last turn. Both reject such combinations at setup. None detects
+            the credit from the fields read. "total" uses the sum, regardless of other fields read.
+        normalizes: Whether it ends with a normalization over the batch, which makes whitening redundant.
     """
 
     needs_critic: ClassVar[bool] = False
@@ -136,11 +136,10 @@ class AdvantageEstimator(ABC):
     normalizes: bool = False
 
     def __call__(self, given: AdvantageInput) -> tuple[Tensor, Tensor | None]:
-        """Computes advantages, and checks what a subclass returns.
+        """Computes advantages, and checks the result of `estimate`.
 
         Returns:
-            (B, T) advantages, 0 off the mask and on rows that are not valid, and (B, T) targets for the critic, or
-            None without one.
+            (B, T) advantages, 0 outside the mask and on invalid rows, and (B, T) targets for the critic or None.
         """
         answer = self.estimate(given)
         if not (isinstance(answer, tuple) and len(answer) == 2):
@@ -154,103 +153,103 @@ class AdvantageEstimator(ABC):
             if not isinstance(found, Tensor) or found.shape != given.mask.shape:
                 shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
                 raise ValueError(
-                    f"advantage={type(self).__name__}: {name} of shape {shape} for tokens of shape "
-                    f"{tuple(given.mask.shape)}. Return one per token."
+                    f"advantage={type(self).__name__}: {name} have shape {shape}, but tokens have shape "
+                    f"{tuple(given.mask.shape)}. Return one value per token."
                 )
         return torch.where(given.trained, advantages, torch.zeros_like(advantages)), returns
 
     @abstractmethod
     def estimate(self, given: AdvantageInput) -> tuple[Tensor, Tensor | None]:
-        """(B, T) advantages, of which those of trained tokens are taken, and (B, T) targets for the critic or None."""
+        """Returns (B, T) advantages, read on trained tokens only, and (B, T) targets for the critic or None."""
 
     def refuse_combination(self, kl: KLPenalty | None, *, whiten: bool) -> None:
-        """Raises for a combination in which one part would be lost or done twice.
+        """Rejects combinations in which one part would have no effect or be applied twice.
 
         Args:
-            kl: where the KL goes; None without one.
-            whiten: whether advantages are whitened after the estimator.
+            kl: KL penalty. None without one.
+            whiten: Whether advantages are whitened after the estimator.
 
         Raises:
-            ValueError: a KL in the reward with an estimator that takes scores for success or failure, or that does not
-                read the summed rewards; whitening after an estimator that ends with a normalization of its own.
+            ValueError: A KL penalty in the reward with an estimator that needs binary scores or doesn't read summed
+                rewards, or whitening after an estimator that normalizes.
         """
         name = type(self).__name__
         if isinstance(kl, KLInReward):
             way_out = "Use KLInLoss('k3', ratio_correction=True) or no KL."
             if self.needs_binary_scores:
                 raise ValueError(
-                    f"advantage={name} with kl=KLInReward: {name} takes a score for success or failure, and a KL "
-                    f"inside the score would corrupt it. {way_out}"
+                    f"advantage={name} with kl=KLInReward: {name} needs scores that mean success or failure, and the "
+                    f"KL penalty would change them. {way_out}"
                 )
             if self.credit == "parts":
                 raise ValueError(
-                    f"advantage={name} with kl=KLInReward: {name} reads each reward function's own rewards, and a KL "
+                    f"advantage={name} with kl=KLInReward: {name} reads the rewards of each function, so a KL penalty "
                     f"in their sum would be lost. {way_out}"
                 )
         if whiten and self.normalizes:
             raise ValueError(
-                f"advantage={name} with whiten_advantages=True: {name} already normalizes over the batch, and a second "
-                "normalization would hide the first. Set whiten_advantages=False."
+                f"advantage={name} with whiten_advantages=True: {name} already normalizes over the batch. Set "
+                "whiten_advantages=False."
             )
 
-    def refuse_group_size(self, size: int) -> None:  # noqa: B027 - most estimators take any
-        """Raises a ValueError where groups of `size` attempts teach nothing; by default none does."""
+    def refuse_group_size(self, size: int) -> None:  # noqa: B027 - optional hook
+        """Raises a ValueError if groups of `size` completions can't be used for training. Accepts all by default."""
 
     def refuse_shaped_rewards(self, shaping: str, credit: Credit | None = None) -> None:
-        """Raises a ValueError for a change of the summed reward if the estimator doesn't read the sum.
+        """Raises a ValueError if a change of the summed reward conflicts with the rewards that the estimator reads.
 
         Args:
-            shaping: The argument or callback, as the user wrote it.
-            credit: What the estimator was seen to read; the declared `credit` if None.
+            shaping: Argument or callback for the message, as the user wrote it.
+            credit: Rewards that the estimator read. Defaults to the declared `credit`.
         """
         name, credit = type(self).__name__, credit or self.credit
         if credit == "turns":
             raise ValueError(
-                f"{shaping} with advantage={name}: {name} gives turns credit for their own rewards, and a change of "
-                "the sum alone would land on the last turn. Change `turn_rewards` by the same amount, or use RLOO."
+                f"{shaping} with advantage={name}: {name} assigns turn rewards to turns, so a change of the sum alone "
+                "would go to the last turn. Change `turn_rewards` by the same amount, or use RLOO."
             )
         if credit == "parts":
             raise ValueError(
-                f"{shaping} with advantage={name}: {name} reads each reward function's own rewards, and a change of "
-                "their sum would be lost. Change `reward_parts` by the same amount, or use GroupRelative."
+                f"{shaping} with advantage={name}: {name} reads the rewards of each function, so a change of their sum "
+                "would be lost. Change `reward_parts` by the same amount, or use GroupRelative."
             )
 
 
 class SequenceEstimator(AdvantageEstimator):
-    """One advantage per sequence, put on each of its tokens; subclasses compute it from the scores."""
+    """Base of estimators with one advantage per sequence, assigned to each of its tokens."""
 
     def estimate(self, given: AdvantageInput) -> tuple[Tensor, None]:
         advantages = self.sequence_advantages(given)
         if advantages.shape != given.scores.shape:
             found, name = tuple(advantages.shape), type(self).__name__
-            raise ValueError(f"advantage={name}: advantages of shape {found}. Return one per sequence.")
+            raise ValueError(f"advantage={name}: advantages have shape {found}. Return one value per sequence.")
         return spread(advantages, given.mask), None
 
     @abstractmethod
     def sequence_advantages(self, given: AdvantageInput) -> Tensor:
-        """(B,) advantages from `given.scores`; those of valid rows are taken."""
+        """Returns (B,) advantages from `given.scores`, read on valid rows only."""
 
 
 def unscored_at_values(returns: Tensor, given: AdvantageInput, values: Tensor) -> Tensor:
-    """Returns that equal the values on rows without a score, which leaves an unclipped critic where it is there."""
+    """Sets returns equal to values on unscored rows, so that they don't train an unclipped critic."""
     on_mask = torch.where(given.mask, values, torch.zeros_like(values))
     return torch.where(given.trained, returns, on_mask)
 
 
 class GAE(AdvantageEstimator):
-    """Generalized advantage estimation: `A_t = sum_l (gamma * lam)**l * delta_{t+l}`; returns are `A + V`.
+    """Generalized advantage estimation (GAE): `A_t = sum_l (gamma * lam)**l * delta_{t+l}`, with returns `A + V`.
 
-    Counts sampled tokens only: tokens off the mask inside a response are skipped. Rows that are not valid get returns
-    equal to their values, which leave an unclipped critic where it is.
+    Steps are sampled tokens; other tokens inside a response are skipped. Invalid rows get returns equal to their
+    values, which don't train an unclipped critic.
 
     Args:
-        gamma: discount per token, in [0, 1]; 1 for a reward at the end of a text.
-        lam: in [0, 1]; 1 is the return minus V (no bias from the critic), 0 the one-step difference.
+        gamma: Discount per token, in [0, 1]. Use 1 for a reward at the end of the response.
+        lam: Trade-off in [0, 1]. 1 is the return minus V (no bias from the critic), 0 the one-step difference.
 
     Raises:
-        ValueError: an argument is out of range; on call, `values` is missing.
+        ValueError: An argument is out of range, or `values` is missing.
 
-    Source: https://arxiv.org/abs/1506.02438. `lightrl.ops.advantages.gae` says how others differ.
+    Source: https://arxiv.org/abs/1506.02438. For differences from other libraries, see `lightrl.ops.advantages.gae`.
     """
 
     needs_critic = True
@@ -261,19 +260,19 @@ class GAE(AdvantageEstimator):
 
     def estimate(self, given: AdvantageInput) -> tuple[Tensor, Tensor]:
         if given.values is None:
-            raise ValueError("GAE: values=None: it needs a critic. Give the module one, or use RLOO or GroupRelative.")
+            raise ValueError("GAE: values=None: needs a critic. Set critic, or use RLOO or GroupRelative.")
         advantages, returns = gae(given.rewards, given.values, given.mask, self.gamma, self.lam)
         return advantages, unscored_at_values(returns, given, given.values)
 
 
 class Reinforce(AdvantageEstimator):
-    """The discounted sum of the rewards from each token on, without a baseline: `A_t = r_t + gamma * A_{t+1}`.
+    """Discounted reward-to-go without a baseline: `A_t = r_t + gamma * A_{t+1}`.
 
     Args:
-        gamma: discount per sampled token, in [0, 1].
+        gamma: Discount per sampled token, in [0, 1].
 
     Raises:
-        ValueError: gamma is out of range.
+        ValueError: `gamma` is out of range.
 
     Source: https://doi.org/10.1007/BF00992696.
     """
@@ -286,15 +285,15 @@ class Reinforce(AdvantageEstimator):
 
 
 class ReinforcePlusPlus(AdvantageEstimator):
-    """REINFORCE with the KL in the reward and one normalization over all tokens of all ranks.
+    """Discounted reward-to-go, normalized over all tokens of all ranks (REINFORCE++).
 
-        A_t = (R_t - mean) / (std + 1e-8),    R_t the discounted return from token t on
+        A_t = (R_t - mean) / (std + 1e-8),    R_t the discounted return from token t
 
     Args:
-        gamma: discount per sampled token, in [0, 1].
+        gamma: Discount per sampled token, in [0, 1].
 
     Raises:
-        ValueError: gamma is out of range.
+        ValueError: `gamma` is out of range.
 
     Source: https://arxiv.org/abs/2501.03262, eq. 7-9; the same in verl and OpenRLHF.
     """
@@ -310,21 +309,21 @@ class ReinforcePlusPlus(AdvantageEstimator):
 
 
 class GroupRelative(SequenceEstimator):
-    """Score relative to its group: `A_i = (s_i - mean) / (std + eps)`, the std unbiased. GRPO, Dr. GRPO and CPGD.
+    """Score relative to its group: `A_i = (s_i - mean) / (std + eps)` with the unbiased std (GRPO, Dr. GRPO, CPGD).
 
-    A group of one valid row, or without spread, gets exactly 0. Dividing by the group's std weighs easy and hard
-    prompts up and, with a KL in the loss, moves the optimum (see docs/algorithms.md); "none" does not.
+    Groups without spread or with one valid row get exactly 0. Division by the group's std gives easy and hard prompts
+    more weight and, with a KL penalty in the loss, moves the optimum (see docs/algorithms.md). "none" doesn't.
 
     Args:
-        scale: what is divided by: "group", the std of the row's group (GRPO, CPGD); "batch", the std of all scores of
-            all ranks; "none", 1 (Dr. GRPO).
-        eps: added to the std, above 0.
+        scale: Divisor: "group" is the std of the row's group (GRPO, CPGD), "batch" the std of all scores of all ranks,
+            "none" is 1 (Dr. GRPO).
+        eps: Constant added to the std, above 0.
 
     Raises:
-        ValueError: unknown scale, or eps is not above 0.
+        ValueError: `scale` is unknown, or `eps` is not above 0.
 
     Source: GRPO https://arxiv.org/abs/2402.03300 section 4.1.2; Dr. GRPO https://arxiv.org/abs/2503.20783; batch std
-        https://arxiv.org/abs/2508.08221 section 4.1. The papers do not say which std; unbiased as TRL and verl have it.
+        https://arxiv.org/abs/2508.08221 section 4.1. The papers don't specify the std; unbiased as in TRL and verl.
     """
 
     needs_groups = True
@@ -349,7 +348,7 @@ class RLOO(SequenceEstimator):
     """Score minus the mean of the group's other scores: `A_i = s_i - (sum_j s_j - s_i) / (n - 1)`.
 
     Args:
-        normalize: whiten the advantages over all sequences of all ranks (TRL's `normalize_advantages`).
+        normalize: Whiten the advantages over all sequences of all ranks (TRL's `normalize_advantages`).
 
     Source: https://arxiv.org/abs/2402.14740.
     """
@@ -369,8 +368,8 @@ class RLOO(SequenceEstimator):
 class OPO(SequenceEstimator):
     """Score minus the variance-optimal baseline, the length-weighted group mean: `b = sum_j l_j s_j / sum_j l_j`.
 
-    Meant for exactly on-policy training without a KL. The baseline contains the row's own score, so that the gradient
-    is shrunk by about `1 - 1 / G`, as with GRPO's mean.
+    Use it for exactly on-policy training without a KL penalty. The baseline includes the row's own score, which shrinks
+    the gradient by about `1 - 1 / G`, as with GRPO's mean.
     Source: https://arxiv.org/abs/2505.23585, eq. 8.
     """
 
@@ -383,11 +382,11 @@ class OPO(SequenceEstimator):
 class MaxRL(SequenceEstimator):
     """Maximum likelihood of success: `A_i = (s_i - mean) / mean`, 0 in a group without a success.
 
-    In expectation the gradient of `sum_{k=1}^{G-1} 1/k * pass@k`, which tends to that of `log p(success)`: hard prompts
-    weigh more. Scores must be 0 or 1 (anything at least 0 is computed the same way).
+    In expectation, this is the gradient of `sum_{k=1}^{G-1} 1/k * pass@k`, which approaches that of `log p(success)`.
+    Hard prompts get more weight. Scores should be 0 or 1, but may be any nonnegative numbers.
 
     Raises:
-        ValueError: on call, a negative score.
+        ValueError: A score is negative.
 
     Source: https://arxiv.org/abs/2602.02710, algorithm 1.
     """
@@ -398,27 +397,27 @@ class MaxRL(SequenceEstimator):
     def sequence_advantages(self, given: AdvantageInput) -> Tensor:
         scores = given.scores
         if bool((scores < 0).any()):
-            raise ValueError(f"MaxRL: a score of {scores.min().item():.4g}: rewards must be 0 or 1. Use GroupRelative.")
+            raise ValueError(f"MaxRL: score={scores.min().item():.4g}: must not be negative. Use GroupRelative.")
         stats = group_stats(scores, given.groups, given.valid)
         centered = group_centered(scores, stats, given.valid)
         return torch.where(stats.mean > 0, centered / stats.mean.clamp(min=1e-12), torch.zeros_like(centered))
 
 
 class PassAtK(SequenceEstimator):
-    """Advantage of a sample for the best of k: pass@k as the reward of every k-subset of the group, in closed form.
+    """Optimizes pass@k: the advantage for a best-of-k reward over all k-subsets of the group, in closed form.
 
-    With n rows, f of them failures, `q = C(f, k) / C(n, k)`, `mean = 1 - q` and `std = sqrt(mean * (1 - mean))`:
+    With n rows, f failures, `q = C(f, k) / C(n, k)`, `mean = 1 - q`, and `std = sqrt(mean * (1 - mean))`:
 
         success: (1 - mean) / std        failure: (1 - mean - C(f - 1, k - 1) / C(n - 1, k - 1)) / std
 
-    0 where std is 0 (every or no subset passes). Groups with fewer than k valid rows get 0.
+    The advantage is 0 if std is 0 (every or no subset passes), and in groups with fewer than k valid rows.
 
     Args:
-        k: samples per attempt, at least 1; needs `group_size >= k`.
-        threshold: a score above it is a success; at most 1e16 in size.
+        k: Number of samples per subset, at least 1 and at most `group_size`.
+        threshold: Scores above it are successes. At most 1e16 in magnitude.
 
     Raises:
-        ValueError: a value is out of its range; at set-up, groups are smaller than k.
+        ValueError: A value is out of range, or groups are smaller than k.
 
     Source: https://arxiv.org/abs/2508.10751, eq. 14-15.
     """
@@ -431,11 +430,11 @@ class PassAtK(SequenceEstimator):
         self.threshold = threshold
 
     def refuse_group_size(self, size: int) -> None:
-        """Refuses groups of which no subset has k samples."""
+        """Rejects groups smaller than k."""
         if size < self.k:
             raise ValueError(
-                f"PassAtK.k={self.k} with group_size={size}: no k samples are in a group, so that every advantage "
-                f"would be 0. Set data.group_size to {self.k} or more (2 k is usual), or lower k."
+                f"PassAtK.k={self.k} with group_size={size}: groups are smaller than k, so every advantage would be 0. "
+                f"Set data.group_size to at least {self.k} (2 k is usual), or lower k."
             )
 
     def sequence_advantages(self, given: AdvantageInput) -> Tensor:
@@ -444,21 +443,20 @@ class PassAtK(SequenceEstimator):
 
 
 class GDPO(AdvantageEstimator):
-    """Each reward function normalized in its group, then summed, then normalized over the batch.
+    """Normalizes each reward function within its group, then the weighted sum over the batch.
 
         A_i = sum_k w_k * (r_ik - mean_k) / (std_k + eps),    A_i <- (A_i - mean_batch) / (std_batch + eps)
 
-    A part that is NaN in a row takes no part in that part's statistics and adds 0 to the row. With
-    `dynamic_sampling_rounds` groups
-    are still judged by their summed rewards: one whose parts differ and cancel exactly is replaced.
+    A NaN part is excluded from that part's statistics and adds 0 to the row. `dynamic_sampling_rounds` still compares
+    summed rewards, so it replaces a group whose differing parts cancel exactly.
 
     Args:
-        eps: added to both stds, above 0.
+        eps: Constant added to both stds, above 0.
 
     Raises:
-        ValueError: eps is not above 0; on call, no reward parts, or a part without a weight.
+        ValueError: `eps` is not above 0, there are no reward parts, or a part has no weight.
 
-    Source: https://arxiv.org/abs/2601.05242, eq. 4-6. It does not say which std; unbiased here as in TRL.
+    Source: https://arxiv.org/abs/2601.05242, eq. 4-6. It doesn't specify the std; unbiased as in TRL.
     """
 
     needs_groups = True
@@ -471,10 +469,12 @@ class GDPO(AdvantageEstimator):
     def estimate(self, given: AdvantageInput) -> tuple[Tensor, None]:
         parts, weights = given.reward_parts, given.part_weights or {}
         if not parts:
-            raise ValueError("GDPO: no reward parts: it needs reward functions, each giving its own reward.")
+            raise ValueError("GDPO: reward_parts={}: needs at least one reward function. Set data.rewards.")
         missing = sorted(set(parts) - set(weights))
         if missing:
-            raise ValueError(f"GDPO: reward parts without a weight: {missing}; part_weights={given.part_weights}.")
+            raise ValueError(
+                f"GDPO: part_weights={given.part_weights}: lacks the reward parts {missing}. Add their weights."
+            )
         total = torch.zeros_like(given.rewards[:, 0])
         for name, part in parts.items():
             there = given.valid & ~part.isnan()
@@ -485,11 +485,11 @@ class GDPO(AdvantageEstimator):
 
 
 class ReinforcePlusPlusBaseline(AdvantageEstimator):
-    """Score minus the group mean, then one normalization over all tokens of all ranks.
+    """Score minus the group mean, normalized over all tokens of all ranks (REINFORCE++-baseline).
 
         A_i = s_i - mean_group,    A_t <- (A_i - mean_tokens) / (std_tokens + 1e-8)
 
-    Source: https://arxiv.org/abs/2501.03262, section 3.3 (which takes k2 in the loss as its KL).
+    Source: https://arxiv.org/abs/2501.03262, section 3.3. The paper combines it with k2 in the loss.
     """
 
     needs_groups = True
@@ -498,5 +498,5 @@ class ReinforcePlusPlusBaseline(AdvantageEstimator):
     def estimate(self, given: AdvantageInput) -> tuple[Tensor, None]:
         stats = group_stats(given.scores, given.groups, given.valid)
         centered = spread(group_centered(given.scores, stats, given.valid), given.mask)
-        compared = stats.size > 1  # a row without a group has no baseline: 0, and left out of the moments
+        compared = stats.size > 1  # a single row has no baseline: its advantage is 0, and it is not in the moments
         return masked_whiten(centered, given.trained & compared[:, None], all_sum=given.all_sum), None

@@ -1,6 +1,6 @@
-"""Corrections for tokens that another policy sampled than the one that starts the update: around any loss, or in one.
+"""Off-policy corrections: loss wrappers, and losses that include the correction.
 
-The engine samples with its own kernels and dtype, and possibly older weights: `engine_logprobs` differ from
+The engine samples with other kernels and dtypes, and possibly older weights, so `engine_logprobs` differ from
 `old_logprobs`.
 """
 
@@ -18,10 +18,10 @@ from lightrl.ops.losses import MAX_LOG_RATIO
 
 
 class WeightedLoss(PolicyLoss):
-    """Another loss, each token weighted by how far off-policy it is; a weight of 0 leaves it out.
+    """Weights each token of another loss by how off-policy it is. Weight 0 excludes a token.
 
     Args:
-        loss: What is weighted.
+        loss: Loss to weight.
     """
 
     def __init__(self, loss: PolicyLoss) -> None:
@@ -34,10 +34,10 @@ class WeightedLoss(PolicyLoss):
 
     @abstractmethod
     def weights(self, given: LossInput) -> tuple[Tensor, Metrics]:
-        """(B, T) or (B, 1) weights, and metrics. All are without gradient.
+        """Returns (B, T) or (B, 1) weights, and metrics, all without gradient.
 
         Raises:
-            ValueError: it needs the engine's log-probs and there are none.
+            ValueError: It needs the engine's log-probs, and they are missing.
         """
 
 
@@ -49,33 +49,33 @@ def _as_wrapped(self: Any) -> bool:
 
 def _engine(name: str, given: LossInput) -> Tensor:
     if given.engine_logprobs is None:
-        raise ValueError(f"{name}: engine_logprobs=None. It needs an engine that reports log-probs.")
+        raise ValueError(f"{name}: engine_logprobs=None: needs log-probs. Use an engine that reports them.")
     return given.engine_logprobs
 
 
 class OffPolicyCorrection(WeightedLoss):
-    """Weights token losses by `w = pi_old / pi_engine`, bounded.
+    """Weights token losses by the bounded importance ratio `w = pi_old / pi_engine`.
 
         level "token":     w_t = exp(old_t - engine_t)
         level "sequence":  w   = exp(sum_t (old_t - engine_t)), the same for all tokens of the sequence
         mode "truncate":   w clamped to [low, high]                       TIS
-        mode "mask":       w where low <= w <= high, else 0               MIS; token level: IcePop
+        mode "mask":       w if low <= w <= high, else 0                  MIS; token level: IcePop
 
-    IcePop's own band is low 0.5, high 5.
+    IcePop uses low 0.5 and high 5.
 
     Metrics: `off_policy/weight` (mean of the unbounded w), `off_policy/weight_max`, `off_policy/bounded_fraction`
-    (fraction of tokens whose weight the bounds changed), `off_policy/kl` (k3 estimate of KL(engine || old)).
+    (fraction of tokens whose weight the bounds change), `off_policy/kl` (k3 estimate of KL(engine || old)).
 
     Args:
-        loss: what is weighted. Not one that has that ratio already (`VESPO`, `RolloutRatio`, another correction).
+        loss: Loss to weight. Must not include this ratio already (`VESPO`, `RolloutRatio`, another correction).
         level: "token" (biased beyond one token, low variance) or "sequence" (unbiased, high variance).
         mode: "truncate" or "mask".
-        high: upper bound of the weight, at least 1.
-        low: lower bound, in [0, 1].
+        high: Upper bound of the weight, at least 1.
+        low: Lower bound of the weight, in [0, 1].
 
     Raises:
-        ValueError: an argument is out of range, the loss has that ratio already; on call, there are no engine
-            log-probs.
+        ValueError: An argument is out of range, the loss includes this ratio already, or the engine's log-probs are
+            missing.
 
     Source: TIS https://fengyao.notion.site/off-policy-rl; MIS https://richardli.xyz/rl-collapse; IcePop
         https://ringtech.notion.site/icepop. TRL's `vllm_importance_sampling_mode` has the same four combinations.
@@ -94,18 +94,18 @@ class OffPolicyCorrection(WeightedLoss):
     ) -> None:
         if loss.engine_use == "ratio":
             raise ValueError(
-                f"OffPolicyCorrection(loss={type(loss).__name__}): the loss has the ratio to the engine's policy "
-                "already, which would count twice. Drop the correction, or use a loss without that ratio."
+                f"OffPolicyCorrection(loss={type(loss).__name__}): the loss already includes the ratio to the engine's "
+                "policy. Remove the correction, or use a loss without that ratio."
             )
         super().__init__(loss)
         self.level = one_of("OffPolicyCorrection.level", level, "token", "sequence")
         self.mode = one_of("OffPolicyCorrection.mode", mode, "truncate", "mask")
         self.high = at_least("OffPolicyCorrection.high", high, 1, ", the weight of an exact engine")
-        self.low = fraction("OffPolicyCorrection.low", low, note="; 0 turns it off")
+        self.low = fraction("OffPolicyCorrection.low", low, note="; 0 disables it")
 
     @property
     def needs_whole_trajectories(self) -> bool:
-        """Whether the loss or the weights do."""
+        """Whether the loss or the weights need whole trajectories."""
         return self.level == "sequence" or self.loss.needs_whole_trajectories
 
     def __call__(self, given: LossInput) -> tuple[Tensor, Metrics]:
@@ -117,11 +117,11 @@ class OffPolicyCorrection(WeightedLoss):
         return torch.where(weight == 0, torch.zeros_like(loss), weight * loss), metrics | more
 
     def _undeclared(self, loss: Tensor, metrics: Metrics) -> tuple[Tensor, Metrics]:
-        """Called if the wrapped loss reads the engine's log-probs and doesn't declare what for."""
+        """Called if the wrapped loss reads the engine's log-probs without declaring `engine_use`."""
         name = type(self.loss).__name__
         raise ValueError(
-            f"OffPolicyCorrection(loss={name}): {name} reads engine_logprobs, so the correction might count twice. "
-            f'Drop the correction, or declare {name}.engine_use = "compared" if it does not use that ratio as a factor.'
+            f"OffPolicyCorrection(loss={name}): {name} reads engine_logprobs, so the ratio might be applied twice. "
+            f'Remove the correction, or set {name}.engine_use = "compared" if the ratio is not a factor of the loss.'
         )
 
     @torch.no_grad()
@@ -143,21 +143,21 @@ class OffPolicyCorrection(WeightedLoss):
 
 
 class RolloutRatio(PolicyLoss):
-    """Takes the engine's log-probs for the old ones, so that several updates per rollout need no forward for them.
+    """Uses the engine's log-probs as the old ones, so that several updates per rollout need no extra forward pass.
 
-        r_t = pi / pi_engine in place of pi / pi_old
+        r_t = pi / pi_engine instead of pi / pi_old
 
-    The wrapped loss then bounds one ratio for all that differs between sampling and now: older weights, the
-    engine's numerics, the updates of this rollout. A clipped loss leaves r unbounded where A < 0: give `PPOClip` a
-    `dual_clip` or `delta`. `kl/old` is the distance to the engine's policy; `kl/engine` is not measured.
+    The wrapped loss then bounds a single ratio, which covers older weights, the engine's numerics, and updates on this
+    rollout. A clipped loss leaves r unbounded if A < 0, so set `dual_clip` or `delta` of `PPOClip`. `kl/old` then
+    measures the distance to the engine's policy, and `kl/engine` is not reported.
 
     Args:
-        loss: what is computed with that ratio. Not `OffPolicyCorrection`, whose weights would all be 1.
+        loss: Loss to compute with this ratio. Not `OffPolicyCorrection`, whose weights would all be 1.
 
     Raises:
-        ValueError: the loss reads the engine's log-probs itself.
+        ValueError: The loss reads the engine's log-probs itself.
 
-    Source: the plain importance ratio of PPO, to the policy that sampled; verl calls it the bypass mode.
+    Source: PPO's importance ratio to the policy that sampled; verl calls it bypass mode.
     """
 
     zero_advantage_is_zero_loss = property(_as_wrapped)
@@ -166,12 +166,15 @@ class RolloutRatio(PolicyLoss):
 
     def __init__(self, loss: PolicyLoss) -> None:
         if loss.engine_use in ("compared", "ratio"):
-            raise ValueError(f"RolloutRatio(loss={type(loss).__name__}): it compares with the engine itself; drop one.")
+            raise ValueError(
+                f"RolloutRatio(loss={type(loss).__name__}): the loss already reads the engine's log-probs. Remove one "
+                "of the two."
+            )
         self.loss = loss
 
     @property
     def needs_whole_trajectories(self) -> bool:
-        """Whether the wrapped loss does."""
+        """Whether the wrapped loss needs whole trajectories."""
         return self.loss.needs_whole_trajectories
 
     def __call__(self, given: LossInput) -> tuple[Tensor, Metrics]:
@@ -179,19 +182,19 @@ class RolloutRatio(PolicyLoss):
 
 
 class OffPolicySequenceMask(WeightedLoss):
-    """Leaves out bad samples that the policy has moved away from.
+    """Excludes sequences with negative advantage that are far off-policy.
 
-        m_t = 0 where A_t < 0 and mean_t (log pi_sampler - log pi) > threshold, else 1
+        m_t = 0 if A_t < 0 and mean_t (log pi_sampler - log pi) > threshold, else 1
 
-    pi_sampler is the engine's where its log-probs are there, so that both kinds of off-policyness count: updates since
-    the rollout and the engine's own numerics; else pi_old. Metric: `off_policy/masked_fraction` of tokens.
+    pi_sampler is the engine's policy if its log-probs are available, which covers both updates since the rollout and
+    the engine's numerics. Otherwise it is pi_old. Metric: `off_policy/masked_fraction` of tokens.
 
     Args:
-        loss: what is masked.
-        threshold: in nats per token, above 0. The paper names no value; 0.5 is TRL's suggestion.
+        loss: Loss to mask.
+        threshold: Threshold in nats per token, above 0. TRL suggests 0.5; the paper doesn't specify a value.
 
     Raises:
-        ValueError: threshold is not above 0.
+        ValueError: `threshold` is not above 0.
 
     Source: DeepSeek-V3.2, https://arxiv.org/abs/2512.02556 eq. 8-9; TRL's `off_policy_mask_threshold`.
     """
@@ -204,7 +207,7 @@ class OffPolicySequenceMask(WeightedLoss):
 
     @property
     def engine_use(self) -> EngineUse | None:
-        """As of the wrapped loss, but at least "compared"."""
+        """The wrapped loss's value, or "compared" if that is "unused"."""
         return "compared" if self.loss.engine_use == "unused" else self.loss.engine_use
 
     @torch.no_grad()
@@ -217,20 +220,20 @@ class OffPolicySequenceMask(WeightedLoss):
 
 
 class GeometricRejection(WeightedLoss):
-    """Leaves out whole responses that engine and trainer score too differently.
+    """Excludes responses whose engine and trainer log-probs differ too much.
 
-        m = 1 where low <= exp(mean_t (old_t - engine_t)) <= high, else 0, for all tokens of the response
+        m = 1 if low <= exp(mean_t (old_t - engine_t)) <= high, else 0, for all tokens of the response
 
-    The mean, unlike the product, does not grow with the length. Nothing is weighted; put
-    `OffPolicyCorrection` around it for weights. Metric: `off_policy/geometric_masked_fraction` of tokens.
+    Unlike the product, the mean doesn't grow with the length. It only masks; to also weight tokens, wrap it in
+    `OffPolicyCorrection`. Metric: `off_policy/geometric_masked_fraction` of tokens.
 
     Args:
-        loss: what is masked.
-        low: lower bound of the geometric mean of the token ratios, in (0, 1].
-        high: upper bound, at least 1.
+        loss: Loss to mask.
+        low: Lower bound of the geometric mean of token ratios, in (0, 1].
+        high: Upper bound of the geometric mean, at least 1.
 
     Raises:
-        ValueError: a bound is out of range; on call, there are no engine log-probs.
+        ValueError: A bound is out of range, or the engine's log-probs are missing.
 
     Source: https://richardli.xyz/rl-collapse; verl's `rollout_rs=seq_mean_k1` with its threshold "0.999_1.001".
     """
@@ -244,7 +247,7 @@ class GeometricRejection(WeightedLoss):
 
     @property
     def engine_use(self) -> EngineUse | None:
-        """As of the wrapped loss, but at least "compared"."""
+        """The wrapped loss's value, or "compared" if that is "unused"."""
         return "compared" if self.loss.engine_use == "unused" else self.loss.engine_use
 
     @torch.no_grad()
@@ -256,26 +259,26 @@ class GeometricRejection(WeightedLoss):
 
 
 class VESPO(PolicyLoss):
-    """Policy gradient weighted by a smooth function of the whole response's ratio, which replaces clip and correction.
+    """Policy gradient weighted by a smooth function of the response's ratio, instead of a clip and a correction.
 
         L = -sg(phi(w)) * A * log pi,    w = pi / pi_sampler = exp(sum_t (log pi_t - log pi_sampler_t))
         phi(w) = w**k * exp(lam * (1 - w)),    (k, lam) by the sign of A
 
-    phi(1) = 1, so on-policy the gradient is REINFORCE's; phi is largest at w = k / lam and falls to 0 on either side.
-    pi_sampler is the engine's where its log-probs are there, else pi_old, so do not wrap it in `OffPolicyCorrection`.
-    Metrics: `policy/ratio_max` is that of w. Use `TokenMean` (TRL).
+    phi(1) = 1, so the on-policy gradient is that of REINFORCE. phi is largest at w = k / lam and falls to 0 on both
+    sides. pi_sampler is the engine's policy if its log-probs are available, else pi_old. Don't wrap this loss in
+    `OffPolicyCorrection`. Metrics: `policy/ratio_max` is that of w. Use it with `TokenMean` (TRL).
 
     Args:
-        k_pos: exponent for A >= 0, above 0.
-        lam_pos: decay for A >= 0, above 0.
-        k_neg: exponent for A < 0, above 0.
-        lam_neg: decay for A < 0, above 0.
+        k_pos: Exponent for A >= 0, above 0.
+        lam_pos: Decay for A >= 0, above 0.
+        k_neg: Exponent for A < 0, above 0.
+        lam_neg: Decay for A < 0, above 0.
 
     Raises:
-        ValueError: an argument is not above 0.
+        ValueError: An argument is not above 0.
 
-    Source: https://arxiv.org/abs/2602.10693; TRL's `loss_type="vespo"`, whose defaults these are. TRL multiplies its
-        bounded pi_old / pi_engine in; here that ratio is part of w without a bound of its own.
+    Source: https://arxiv.org/abs/2602.10693; defaults of TRL's `loss_type="vespo"`. TRL multiplies by its bounded
+        pi_old / pi_engine; here, that ratio is part of w without a separate bound.
     """
 
     zero_advantage_is_zero_loss = True
@@ -302,12 +305,12 @@ class VESPO(PolicyLoss):
 
 
 class AutomaticCorrection(OffPolicyCorrection):
-    """`OffPolicyCorrection` as the module applies it by itself: it stands back for a loss that corrects on its own.
+    """`OffPolicyCorrection` as applied automatically by the module. No effect on losses with their own correction.
 
-    A loss that reads the engine's log-probs, and does not declare that it only compares them, is trained as written.
+    A loss that reads the engine's log-probs without declaring `engine_use = "compared"` is left unchanged.
 
     Args:
-        loss: What is weighted.
+        loss: Loss to weight.
     """
 
     zero_advantage_is_zero_loss = property(_as_wrapped)
@@ -315,7 +318,7 @@ class AutomaticCorrection(OffPolicyCorrection):
 
     @property
     def needs_whole_trajectories(self) -> bool:
-        """Whether the wrapped loss does."""
+        """Whether the wrapped loss needs whole trajectories."""
         return self.loss.needs_whole_trajectories
 
     def __init__(self, loss: PolicyLoss) -> None:

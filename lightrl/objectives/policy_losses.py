@@ -1,6 +1,6 @@
-"""Policy losses: a loss per token from new and old log-probs and advantages.
+"""Policy losses per token, from new and old log-probs and advantages.
 
-A is the advantage, `r = pi / pi_old`, sg stops the gradient:
+A is the advantage, `r = pi / pi_old`, and sg stops the gradient:
 
 | class | loss of a token | ratio |
 |---|---|---|
@@ -11,11 +11,11 @@ A is the advantage, `r = pi / pi_old`, sg stops the gradient:
 | `CISPO` | `-sg(clip(r)) * A * log pi` | token, as a weight |
 | `SAPO` | `-4 / tau * sigmoid(tau * (r - 1)) * A` | token, soft |
 | `CPG` | `-min(log r * A, clip(log r) * A)` and a drift penalty | token, log |
-| `DPPO` | `-sg(min(r, ratio_max)) * A * log pi` where the probability has moved little | token, as a weight |
+| `DPPO` | `-sg(min(r, ratio_max)) * A * log pi` if the probability has changed little | token, as a weight |
 | `DRO` | `-A * log pi + beta / 2 * (log r)**2` | token, log |
 
-The sequence losses give each token of a sequence the sequence's value, which `SequenceMean` turns into their papers'
-objectives; `SequenceSum` with `GSPO` is LUSPO.
+Sequence losses assign the value of a sequence to each of its tokens. `SequenceMean` turns them into the objectives of
+their papers. `SequenceSum` with `GSPO` is LUSPO.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from lightrl.ops.losses import MAX_LOG_RATIO, ClippedLoss, clipped_policy_loss
 
 
 class SequenceClip(PolicyLoss):
-    """PPO's clip on the ratio per sequence of a subclass; clip fractions count tokens of clipped sequences."""
+    """PPO's clip on a sequence ratio defined by the subclass. Clip fractions count tokens of clipped sequences."""
 
     def __init__(self, eps_low: float, eps_high: float) -> None:
         self.eps_low, self.eps_high = clip_bounds(type(self).__name__, eps_low, eps_high)
@@ -56,26 +56,26 @@ class SequenceClip(PolicyLoss):
 
     @abstractmethod
     def sequence_log_ratio(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
-        """(B, 1) log-ratio of each sequence from (B, T) log-ratios of its tokens, 0 off the mask."""
+        """Returns (B, 1) log-ratios of sequences from (B, T) token log-ratios, which are 0 outside the mask."""
 
 
 class GSPO(SequenceClip):
-    """PPO's clip on the length-normalised ratio of the sequence: `s = exp(1 / len * sum_t log r_t)`.
+    """PPO's clip on the length-normalized sequence ratio: `s = exp(1 / len * sum_t log r_t)`.
 
         L = -min(s * A, clip(s, 1 - eps_low, 1 + eps_high) * A)
 
-    The ratio lies close to 1, so the bounds are hundreds of times narrower than PPO's. Use `SequenceMean`
-    (the paper), or `SequenceSum` with bounds of 2e-3 and 2.5e-3 (LUSPO).
+    The ratio is close to 1, so the bounds are hundreds of times tighter than PPO's. Use it with `SequenceMean` (the
+    paper), or with `SequenceSum` and bounds of 2e-3 and 2.5e-3 (LUSPO).
 
     Args:
-        eps_low: in [0, 1].
-        eps_high: at least 0.
+        eps_low: Lower clip range, in [0, 1].
+        eps_high: Upper clip range, at least 0.
 
     Raises:
-        ValueError: an argument is out of range.
+        ValueError: An argument is out of range.
 
-    Source: https://arxiv.org/abs/2507.18071, eq. 5-7; bounds from its section 5.1. With advantages that differ within
-        a sequence it is their mean that counts. TRL's defaults leave the bounds at PPO's 0.2, which never clip.
+    Source: https://arxiv.org/abs/2507.18071, eq. 5-7; bounds from section 5.1. If advantages differ within a sequence,
+        their mean counts. TRL's default bounds are PPO's 0.2, which never clip.
     """
 
     zero_advantage_is_zero_loss = True
@@ -89,19 +89,19 @@ class GSPO(SequenceClip):
 
 
 class RLOOSequence(SequenceClip):
-    """PPO's clip on the probability ratio of the whole response: `s = exp(sum_t log r_t)`, the response one action.
+    """PPO's clip on the ratio of the whole response, treated as one action: `s = exp(sum_t log r_t)`.
 
         L = -min(s * A, clip(s, 1 - eps_low, 1 + eps_high) * A)
 
-    Exactly unbiased off-policy while unclipped, but the ratio's variance grows with the length. Needs `SequenceMean`
-    to be TRL's RLOO loss. Clip fractions count the tokens of clipped sequences.
+    Unbiased off-policy while unclipped, but the variance of the ratio grows with the length. Use it with `SequenceMean`
+    to match TRL's RLOO loss. Clip fractions count the tokens of clipped sequences.
 
     Args:
-        eps_low: in [0, 1].
-        eps_high: at least 0.
+        eps_low: Lower clip range, in [0, 1].
+        eps_high: Upper clip range, at least 0.
 
     Raises:
-        ValueError: an argument is out of range.
+        ValueError: An argument is out of range.
 
     Source: https://arxiv.org/abs/2402.14740; TRL's `RLOOTrainer`.
     """
@@ -122,14 +122,14 @@ class GMPO(PolicyLoss):
         A > 0: c_t = min(log r_t, eps_high)        A < 0: c_t = max(log r_t, -eps_low)
         L = -A * exp(1 / len * sum_t c_t)
 
-    Clip fractions are those of tokens whose log-ratio is clipped. Use `SequenceMean` (the paper).
+    Clip fractions count tokens with a clipped log-ratio. Use it with `SequenceMean` (the paper).
 
     Args:
-        eps_low: bound on -log r, above 0.
-        eps_high: bound on log r, above 0. The paper's range is (e^-0.4, e^0.4).
+        eps_low: Bound on -log r, above 0.
+        eps_high: Bound on log r, above 0. The paper's range is (e^-0.4, e^0.4).
 
     Raises:
-        ValueError: an argument is out of range.
+        ValueError: An argument is out of range.
 
     Source: https://arxiv.org/abs/2507.20673, eq. 4 and algorithm 1.
     """
@@ -153,22 +153,22 @@ class GMPO(PolicyLoss):
 
 
 class CISPO(PolicyLoss):
-    """Policy gradient weighted by a bounded ratio: no token ever loses its gradient.
+    """Policy gradient weighted by a bounded ratio, which keeps the gradient of every token.
 
         L = -sg(clip(r, ratio_min, ratio_max)) * A * log pi
 
-    Clip fractions are those of tokens whose weight is bounded, whatever the sign of A. `ratio_min = ratio_max = 1` is
-    plain REINFORCE. Use `TokenMean` (the paper's eq. 4 divides by the tokens of the group).
+    Clip fractions count tokens with a bounded weight, regardless of the sign of A. `ratio_min = ratio_max = 1` is plain
+    REINFORCE. Use it with `TokenMean` (eq. 4 of the paper divides by the tokens of the group).
 
     Args:
-        ratio_max: largest weight, at least 1 (1 + eps_high in the paper).
-        ratio_min: smallest weight, in [0, 1] (1 - eps_low; the paper leaves it open).
+        ratio_max: Maximum weight, at least 1 (1 + eps_high in the paper).
+        ratio_min: Minimum weight, in [0, 1] (1 - eps_low; the paper doesn't specify it).
 
     Raises:
-        ValueError: an argument is out of range.
+        ValueError: An argument is out of range.
 
     Source: MiniMax-M1, https://arxiv.org/abs/2506.13585 eq. 4-5; `ratio_max` 5 from https://arxiv.org/abs/2510.13786.
-        TRL reads `epsilon_high` as the bound itself, so its default bounds the weight at 0.2.
+        TRL treats `epsilon_high` as the bound itself, so its default bounds the weight at 0.2.
     """
 
     zero_advantage_is_zero_loss = True
@@ -176,8 +176,8 @@ class CISPO(PolicyLoss):
     engine_use = "unused"
 
     def __init__(self, ratio_max: float = 5.0, ratio_min: float = 0.0) -> None:
-        self.ratio_max = at_least("CISPO.ratio_max", ratio_max, 1, "; it bounds pi / pi_old, not its excess")
-        self.ratio_min = fraction("CISPO.ratio_min", ratio_min, note="; 0 turns it off")
+        self.ratio_max = at_least("CISPO.ratio_max", ratio_max, 1, "; it bounds pi / pi_old, not its excess over 1")
+        self.ratio_min = fraction("CISPO.ratio_min", ratio_min, note="; 0 disables it")
 
     def __call__(self, given: LossInput) -> tuple[Tensor, Metrics]:
         logprobs, old_logprobs, advantages, mask = given.tokens
@@ -189,18 +189,18 @@ class CISPO(PolicyLoss):
 
 
 class SAPO(PolicyLoss):
-    """A soft gate instead of a clip: the gradient weight falls smoothly as the ratio leaves 1.
+    """Soft gate instead of a clip: the gradient weight falls smoothly as the ratio moves away from 1.
 
-        L = -4 / tau * sigmoid(tau * (r - 1)) * A,    tau = tau_pos where A > 0, else tau_neg
+        L = -4 / tau * sigmoid(tau * (r - 1)) * A,    tau = tau_pos if A > 0, else tau_neg
 
-    On-policy the gradient is that of PPO. Without bounds there are no clip fractions. Use `SequenceMean` (the paper).
+    On-policy, the gradient is that of PPO. There are no clip fractions. Use it with `SequenceMean` (the paper).
 
     Args:
-        tau_pos: sharpness for A > 0, above 0.
-        tau_neg: for A <= 0, above 0; larger decays faster.
+        tau_pos: Sharpness for A > 0, above 0.
+        tau_neg: Sharpness for A <= 0, above 0. Larger values decay faster.
 
     Raises:
-        ValueError: an argument is out of range.
+        ValueError: An argument is out of range.
 
     Source: https://arxiv.org/abs/2511.20347, eq. 5-6.
     """
@@ -228,23 +228,23 @@ class CPG(PolicyLoss):
         L = -min(log r * A, clip(log r, log(1 - eps_low), log(1 + eps_high)) * A) + drift_coef * D
         grad D = clip(r - 1, max=drift_clip) * grad log pi        (k3 of KL(pi_old || pi), its ratio bounded)
 
-    The gradient of a token is A times grad log pi, not weighted by its ratio, which is right in the first updates on a
-    rollout. Over several epochs A times `sg(min(r, weight_max))` takes its place, against the bias of what the updates
-    before have changed. The value reported for D is k3's.
+    The gradient of a token is A times grad log pi without the ratio, which is exact for the first update on a rollout.
+    For several epochs, set `weight_max` to use A times `sg(min(r, weight_max))` instead, which reduces the bias of
+    previous updates. The reported value of D is that of k3.
 
     Args:
-        eps_low: in [0, 1).
-        eps_high: at least 0.
-        drift_coef: weight of the drift penalty, at least 0; 0 is off. The drift is 0 in the first update of a rollout.
-        drift_clip: bound on r - 1 in the drift's gradient, above 0; 2 as in the authors' code.
-        weight_max: bound of the importance weight on A, at least 1; None takes no weight, as the authors' code.
+        eps_low: Lower clip range, in [0, 1).
+        eps_high: Upper clip range, at least 0.
+        drift_coef: Weight of the drift penalty, at least 0. 0 disables it. The drift is 0 in the first update of a
+            rollout.
+        drift_clip: Bound on r - 1 in the drift's gradient, above 0. The authors' code uses 2.
+        weight_max: Bound of the importance weight on A, at least 1. None disables the weight, as in the authors' code.
 
     Raises:
-        ValueError: an argument is out of range.
+        ValueError: An argument is out of range.
 
-    Source: https://arxiv.org/abs/2505.12504. Its estimator is `GroupRelative(scale="group")`. Its eq. 2 divides by the
-        tokens of the group; `SequenceMean` equals its code at one sequence per micro-batch. The weight on A
-        is its section 6.1's, for several epochs.
+    Source: https://arxiv.org/abs/2505.12504, with `GroupRelative(scale="group")`. Eq. 2 divides by the tokens of the
+        group; `SequenceMean` equals the authors' code at one sequence per micro-batch. Section 6.1 has the weight on A.
         LightRFT has the clip without the drift, and its CPGD advantages are all 0.
     """
 
@@ -261,14 +261,14 @@ class CPG(PolicyLoss):
     ) -> None:
         self.eps_low, self.eps_high = clip_bounds("CPG", eps_low, eps_high)
         if eps_low == 1:
-            raise ValueError("CPG(eps_low=1): must be below 1; the lower bound of the log-ratio is log(1 - eps_low).")
+            raise ValueError("CPG.eps_low=1: must be below 1; the lower bound of the log-ratio is log(1 - eps_low).")
         self.drift_coef = at_least("CPG.drift_coef", drift_coef, 0)
         self.drift_clip = above("CPG.drift_clip", drift_clip)
-        self.weight_max = at_least("CPG.weight_max", weight_max, 1, or_none="for none")
+        self.weight_max = at_least("CPG.weight_max", weight_max, 1, or_none="for no weight")
 
     @property
     def zero_advantage_is_zero_loss(self) -> bool:
-        """Whether there is no drift penalty."""
+        """Whether the drift penalty is disabled."""
         return self.drift_coef == 0
 
     def __call__(self, given: LossInput) -> tuple[Tensor, Metrics]:
@@ -288,31 +288,32 @@ class CPG(PolicyLoss):
     def _drift(self, log_ratio: Tensor) -> Tensor:
         fixed = log_ratio.detach()
         weight = torch.expm1(fixed).clamp(max=self.drift_clip)
-        return torch.expm1(fixed) - fixed + weight * (log_ratio - fixed)  # value of k3, gradient of the bounded one
+        return torch.expm1(fixed) - fixed + weight * (log_ratio - fixed)  # k3's value, gradient with bounded ratio
 
 
 class DPPO(PolicyLoss):
     """Divergence PPO with binary total variation: a trust region in probabilities instead of ratios.
 
         L = -m * sg(min(r, ratio_max)) * A * log pi + penalty_coef * (log r)**2
-        m = 0 where A > 0 and pi - pi_old > delta_high, or A < 0 and pi_old - pi > delta_low, else 1
+        m = 0 if A > 0 and pi - pi_old > delta_high, or A < 0 and pi_old - pi > delta_low, else 1
 
-    |pi - pi_old| of the sampled token is the total variation of the two-outcome distribution "this token or another".
-    A ratio clip bounds rare tokens by moves that change the distribution by nothing, and lets likely ones move far;
-    this does neither. Clip fractions are those of tokens with m = 0. The paper measures the distance from the policy
-    that sampled: `RolloutRatio(DPPO())`.
+    For the sampled token, |pi - pi_old| is the total variation of the two-outcome distribution "this token or another".
+    A ratio clip restricts rare tokens whose change barely affects the distribution, and lets likely tokens move far.
+    This bound avoids both. Clip fractions count tokens with m = 0. The paper measures the distance from the policy that
+    sampled: `RolloutRatio(DPPO())`.
 
     Args:
-        delta_low: largest fall of a token's probability where A < 0, in (0, 1].
-        delta_high: largest rise where A > 0, in (0, 1].
-        ratio_max: largest weight, at least 1.
-        penalty_coef: weight of the squared log-ratio, at least 0, on tokens with m = 0 too; 0 is off.
+        delta_low: Maximum decrease of a token's probability if A < 0, in (0, 1].
+        delta_high: Maximum increase of a token's probability if A > 0, in (0, 1].
+        ratio_max: Maximum weight, at least 1.
+        penalty_coef: Weight of the squared log-ratio, at least 0, including tokens with m = 0. 0 disables it.
 
     Raises:
-        ValueError: an argument is out of range.
+        ValueError: An argument is out of range.
 
     Source: https://arxiv.org/abs/2602.04879; verl's `dppo_tv` (ratio_max 20). prime-rl's default loss is
-        `RolloutRatio(DPPO(penalty_coef=1e-3, ratio_max=inf))`; the penalty is Kimi K2.5's, arxiv.org/abs/2602.02276.
+        `RolloutRatio(DPPO(penalty_coef=1e-3, ratio_max=inf))`; the penalty is Kimi K2.5's,
+        https://arxiv.org/abs/2602.02276.
     """
 
     needs_whole_trajectories = False
@@ -328,7 +329,7 @@ class DPPO(PolicyLoss):
 
     @property
     def zero_advantage_is_zero_loss(self) -> bool:
-        """Whether there is no penalty."""
+        """Whether the penalty is disabled."""
         return self.penalty_coef == 0
 
     def __call__(self, given: LossInput) -> tuple[Tensor, Metrics]:
@@ -349,17 +350,17 @@ class DRO(PolicyLoss):
 
         L = -A * log pi + beta / 2 * (log r)**2
 
-    Its minimiser over log pi is `log pi_old + A / beta`: no ratio and no bound, so samples of older policies only make
-    it slower. Without bounds there are no clip fractions.
+    It is minimal at `log pi = log pi_old + A / beta`. Without ratio and bound, samples of older policies only slow
+    training down. There are no clip fractions.
 
     Args:
-        beta: weight of the penalty, above 0 and at most 1e6.
+        beta: Weight of the penalty, above 0 and at most 1e6.
 
     Raises:
-        ValueError: beta is out of its range.
+        ValueError: `beta` is out of range.
 
-    Source: Kimi k1.5, https://arxiv.org/abs/2501.12599 eq. 3, and DRO, https://arxiv.org/abs/2405.19107, whose penalty
-        is on the log-ratio of the whole response; per token as here: verl's `dro`, ROLL's `kimi15`, both with 0.1.
+    Source: Kimi k1.5, https://arxiv.org/abs/2501.12599 eq. 3, and DRO, https://arxiv.org/abs/2405.19107, which penalize
+        the log-ratio of the whole response. Per token as here: verl's `dro` and ROLL's `kimi15`, both with 0.1.
     """
 
     needs_whole_trajectories = False

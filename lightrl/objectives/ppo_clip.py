@@ -1,8 +1,7 @@
-"""Policy losses: their contract, and PPO's clip. `lightrl.objectives.policy_losses` has the others.
+"""Interface of policy losses, and PPO's clip. See `lightrl.objectives.policy_losses` for other losses.
 
-Every loss returns (B, T) token losses, 0 off the mask and differentiable in `logprobs`, and (B, T) metrics without
-gradient, which are averaged over the mask (names that end in `_max` by maximum). The caller weighs them by the
-aggregation and sums.
+Every loss returns (B, T) token losses, 0 outside the mask and differentiable in `logprobs`, and (B, T) metrics without
+gradient. Metrics are averaged over the mask; names ending in `_max` are reduced by maximum. The caller aggregates.
 """
 
 from __future__ import annotations
@@ -19,22 +18,22 @@ from lightrl.ops.losses import MAX_LOG_RATIO, ClippedLoss, clipped_policy_loss
 Metrics = dict[str, Tensor]
 
 MAX_EXPONENT = 80.0
-"""Largest argument of `exp` in metrics; float32 overflows at 88."""
+"""Maximum argument of `exp` in metrics; float32 overflows at 88."""
 
 
 class LossInput:
-    """What a policy loss is given: B trajectories of at most T tokens. All tensors are (B, T) float32 unless noted.
+    """Input of a policy loss: B trajectories of at most T tokens. All tensors are (B, T) float32 unless noted.
 
-    Every loss gets the whole record. It remembers which optional fields were read, so that nothing has to be declared.
+    The record remembers which optional fields a loss reads, so losses don't have to declare them.
 
     Args:
-        logprobs: Log-probs of the policy being trained, with graph.
+        logprobs: Log-probs of the trained policy, with graph.
         old_logprobs: Log-probs of the policy that starts the updates, without graph.
-        advantages: Without graph.
-        mask: (B, T) bool, tokens that are trained.
-        engine_logprobs: What the engine reported when it sampled; None if unknown.
-        ref_logprobs: Log-probs of the reference; None without one.
-        entropy: Entropy of the policy being trained, with graph; None if unknown.
+        advantages: Advantages, without graph.
+        mask: (B, T) bool, True on trained tokens.
+        engine_logprobs: Log-probs that the engine reported when sampling. None if unknown.
+        ref_logprobs: Log-probs of the reference. None without one.
+        entropy: Entropy of the trained policy, with graph. None if not computed.
     """
 
     def __init__(
@@ -59,22 +58,22 @@ class LossInput:
 
     @property
     def engine_logprobs(self) -> Tensor | None:
-        """The engine's log-probs."""
+        """Log-probs reported by the engine."""
         self.reads.add("engine_logprobs")
         return self._engine_logprobs
 
     @property
     def tokens(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """`logprobs`, `old_logprobs`, `advantages`, `mask`."""
+        """`logprobs`, `old_logprobs`, `advantages`, and `mask`."""
         return self.logprobs, self.old_logprobs, self.advantages, self.mask
 
     @property
     def reads_engine(self) -> bool:
-        """Whether `engine_logprobs` of this record, or of one that `replace` made of it, has been read."""
+        """Whether `engine_logprobs` has been read from this record or from a copy made by `replace`."""
         return bool(self.reads)
 
     def replace(self, **changes: Tensor | None) -> LossInput:
-        """The same record with other tensors. Reading from it counts as reading from this one."""
+        """Returns a copy with other tensors. Reads from the copy count as reads from this record."""
         hidden = ("reads", "_engine_logprobs")
         mine: dict[str, Any] = {name: value for name, value in vars(self).items() if name not in hidden}
         changed = LossInput(**(mine | {"engine_logprobs": self._engine_logprobs} | changes))
@@ -82,7 +81,7 @@ class LossInput:
         return changed
 
     def unread(self) -> LossInput:
-        """The same record, of which nothing has been read."""
+        """Returns a copy with no fields marked as read."""
         changed = self.replace()
         changed.reads = set()
         return changed
@@ -92,18 +91,20 @@ EngineUse = Literal["unused", "compared", "ratio"]
 
 
 class PolicyLoss(ABC):
-    """A loss per token.
+    """Base of policy losses, which compute one loss per token.
 
-    The properties below promise things that make training faster or that other parts rely on. Their defaults are safe
-    for any loss, and a subclass doesn't inherit a promise: it declares its own, or gets the default.
+    The attributes declare properties that speed up training or that other parts rely on. Their defaults are safe for
+    any loss. Subclasses don't inherit them: each class declares its own.
 
     Attributes:
-        zero_advantage_is_zero_loss: A trajectory whose advantages are all 0 has no gradient, so it need not be run.
-        needs_whole_trajectories: Looks at all tokens of a trajectory together, so its rows stay in one micro-batch.
-        replaces_old_logprobs: Uses the engine's log-probs as the old ones, which are then not computed.
-        engine_use: "unused": doesn't read the engine's log-probs. "compared": reads them, but the importance ratio to
-            the engine's policy is no factor of the loss. "ratio": it is, so a correction would apply it twice. None:
-            undeclared; a loss that reads them is then taken for "ratio".
+        zero_advantage_is_zero_loss: Whether a trajectory whose advantages are all 0 has no gradient. It can then be
+            skipped.
+        needs_whole_trajectories: Whether it reads all tokens of a trajectory together. Its rows then stay in one
+            micro-batch.
+        replaces_old_logprobs: Whether it uses the engine's log-probs as the old ones, which are then not computed.
+        engine_use: How it uses the engine's log-probs. "unused" doesn't read them. "compared" reads them, but the
+            importance ratio to the engine's policy is not a factor of the loss. "ratio" includes that factor, so a
+            correction would apply it twice. None is undeclared; a loss that reads them then counts as "ratio".
     """
 
     PROMISES = ("zero_advantage_is_zero_loss", "needs_whole_trajectories", "replaces_old_logprobs", "engine_use")
@@ -125,7 +126,7 @@ class PolicyLoss(ABC):
         return None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Resets the promises that a subclass doesn't declare itself."""
+        """Resets the attributes that a subclass doesn't declare."""
         super().__init_subclass__(**kwargs)
         for name in PolicyLoss.PROMISES:
             if name not in cls.__dict__:
@@ -139,25 +140,25 @@ class PolicyLoss(ABC):
             given: B trajectories.
 
         Returns:
-            (B, T) token losses, 0 off the mask, and metrics, name -> (B, T) without graph, among them `kl/old`
-            (k3 estimate of KL(pi_old || pi) per token) and `policy/ratio_max`.
+            (B, T) token losses, 0 outside the mask, and metrics: (B, T) tensors by name, without graph. They include
+            `kl/old` (k3 estimate of KL(pi_old || pi) per token) and `policy/ratio_max`.
         """
 
 
 class PPOClip(PolicyLoss):
-    """PPO's clipped surrogate: `-min(ratio * A, clip(ratio, 1 - eps_low, 1 + eps_high) * A)`, ratio per token.
+    """PPO's clipped surrogate: `-min(ratio * A, clip(ratio, 1 - eps_low, 1 + eps_high) * A)` per token.
 
-    Metrics `policy/clip_fraction_low` (A < 0, ratio below the lower bound), `policy/clip_fraction_high` (A > 0, ratio
-    above the upper bound) and, with a cap, `policy/clip_fraction_dual` are the fractions of tokens without gradient.
+    Metrics: fractions of tokens without gradient. `policy/clip_fraction_low` (A < 0, ratio below the lower bound),
+    `policy/clip_fraction_high` (A > 0, ratio above the upper bound), and with a cap `policy/clip_fraction_dual`.
 
     Args:
-        eps_low: in [0, 1].
-        eps_high: at least 0. DAPO: 0.2 and 0.28.
-        dual_clip: largest ratio that counts where A < 0, above 1; None is off. Usual: 3.
-        delta: INTELLECT-2's name for the same cap, above 1 + eps_high; None is off. Give one of the two.
+        eps_low: Lower clip range, in [0, 1].
+        eps_high: Upper clip range, at least 0. DAPO uses 0.2 and 0.28.
+        dual_clip: Maximum ratio if A < 0, above 1, usually 3. None disables it.
+        delta: INTELLECT-2's name for `dual_clip`, above 1 + eps_high. None disables it. Set at most one of the two.
 
     Raises:
-        ValueError: an argument is out of range, or both `dual_clip` and `delta` are given.
+        ValueError: An argument is out of range, or both `dual_clip` and `delta` are set.
 
     Source: https://arxiv.org/abs/1707.06347 and those of `lightrl.ops.losses.clipped_policy_loss`.
     """
@@ -175,7 +176,7 @@ class PPOClip(PolicyLoss):
     ) -> None:
         self.eps_low, self.eps_high = clip_bounds("PPOClip", eps_low, eps_high)
         if dual_clip is not None and delta is not None:
-            raise ValueError(f"PPOClip(dual_clip={dual_clip}, delta={delta}): both are the same cap; give one.")
+            raise ValueError(f"PPOClip(dual_clip={dual_clip}, delta={delta}): both set the same cap. Remove one.")
         above("PPOClip.dual_clip", dual_clip, 1, or_none="for no cap")
         above("PPOClip.delta", delta, 1 + eps_high, " = 1 + eps_high", or_none="for no cap")
         self.cap = delta if dual_clip is None else dual_clip
@@ -192,23 +193,23 @@ class PPOClip(PolicyLoss):
 
 
 def token_log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """log pi - log pi_old on the mask, 0 elsewhere; clamped, since an infinite ratio makes a clipped gradient NaN."""
+    """Returns log pi - log pi_old on the mask, clamped: an infinite ratio would make a clipped gradient NaN."""
     return on_mask(mask, logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def on_mask(mask: Tensor, x: Tensor) -> Tensor:
-    """`x` on the mask, 0 elsewhere."""
+    """Returns `x` on the mask and 0 elsewhere."""
     return torch.where(mask, x, torch.zeros_like(x))
 
 
 def sequence_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """(B, 1) mean over the masked tokens of each sequence; `x` is 0 off the mask or is made so."""
+    """Returns the (B, 1) mean over the masked tokens of each sequence; ignores `x` outside the mask."""
     return on_mask(mask, x).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
 
 
 @torch.no_grad()
 def ratio_metrics(given: LossInput, ratio: Tensor) -> Metrics:
-    """KL(pi_old || pi) by k3 from the token log-ratios, and the largest ratio of the kind the loss uses."""
+    """Computes KL(pi_old || pi) with k3 from token log-ratios, and the maximum of the ratio that the loss uses."""
     log_ratio = on_mask(given.mask, given.logprobs - given.old_logprobs)
     return {
         "kl/old": torch.expm1(log_ratio.clamp(max=MAX_EXPONENT)) - log_ratio,
@@ -218,7 +219,7 @@ def ratio_metrics(given: LossInput, ratio: Tensor) -> Metrics:
 
 @torch.no_grad()
 def clip_metrics(clipped: ClippedLoss, mask: Tensor) -> Metrics:
-    """(B, T) indicators of tokens whose gradient a clip takes away, below, above, and either."""
+    """Returns (B, T) indicators of tokens without gradient: clipped below, above, and either."""
     return {
         "policy/clip_fraction_low": (clipped.low & mask).float(),
         "policy/clip_fraction_high": (clipped.high & mask).float(),
@@ -227,9 +228,9 @@ def clip_metrics(clipped: ClippedLoss, mask: Tensor) -> Metrics:
 
 
 def clip_bounds(owner: str, eps_low: float, eps_high: float) -> tuple[float, float]:
-    """Checks the bounds of a ratio clip."""
+    """Validates the bounds of a ratio clip."""
     fraction(f"{owner}.eps_low", eps_low, note="; the lower bound of the ratio is 1 - eps_low")
     at_least(f"{owner}.eps_high", eps_high, 0, "; the upper bound of the ratio is 1 + eps_high")
     if eps_low == eps_high == 0:
-        raise ValueError(f"{owner}.eps_low=0 with eps_high=0: every change is clipped, so nothing is learned.")
+        raise ValueError(f"{owner}.eps_low=0 with eps_high=0: clips every change. Raise one of them.")
     return eps_low, eps_high

@@ -1,4 +1,4 @@
-"""Advantage estimators that give turns credit of their own."""
+"""Advantage estimators with credit per turn."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from lightrl.ops.advantages import gae, group_stats, leave_one_out, returns_to_g
 
 
 class TurnReturns(AdvantageEstimator):
-    """Return from each turn on, minus the mean of the group's other attempts at that turn, on the turn's tokens.
+    """Return from each turn, minus the mean return of the group's other trajectories from that turn.
 
         A_ik = G_ik - 1 / (n - 1) * sum_{j != i} G_j,min(k, last_j),    G_ik = r_ik + gamma * G_i,k+1
 
-    The baseline of a turn takes one return from every other attempt, from its last turn where it ended sooner. So it
-    depends on the others alone, whichever turn the attempt itself stops at, and with gamma = 1 the expected gradient
-    is the policy gradient. With a reward at the end alone it is RLOO. A group of one valid attempt gets 0.
+    The baseline of a turn uses one return of every other trajectory, from its last turn if it has fewer turns. It
+    depends only on the others, so with gamma = 1 the expected gradient is the policy gradient. With a reward only at
+    the end, it equals RLOO. A group of one valid trajectory gets 0.
 
     Args:
-        gamma: discount per turn, in [0, 1].
+        gamma: Discount per turn, in [0, 1].
 
     Raises:
-        ValueError: gamma is out of range.
+        ValueError: `gamma` is out of range.
 
-    Source: leave-one-out https://arxiv.org/abs/2402.14740, per turn; why not MT-GRPO's normalisation per turn number
-        (https://arxiv.org/abs/2505.11821): it subtracts a mean only from those that take another turn, which is a
-        hidden penalty on taking one (https://github.com/verl-project/verl/issues/7244).
+    Source: leave-one-out https://arxiv.org/abs/2402.14740, per turn. Unlike MT-GRPO (https://arxiv.org/abs/2505.11821),
+        the mean is not limited to trajectories that reach the turn, which implicitly penalizes further turns
+        (https://github.com/verl-project/verl/issues/7244).
     """
 
     needs_groups = True
@@ -47,22 +47,22 @@ class TurnReturns(AdvantageEstimator):
 
 
 class TurnGAE(AdvantageEstimator):
-    """Generalised advantage estimation whose steps are turns; a turn's tokens share its advantage and its return.
+    """Generalized advantage estimation over turns. All tokens of a turn share its advantage and return.
 
         delta_k = r_k + gamma * V_k+1 - V_k,    A_k = delta_k + gamma * lam * A_k+1,    R_k = A_k + V_k
 
-    V_k is the critic's value before the first token of turn k, 0 after the last turn. lam = 1 needs no true critic:
-    the expected gradient is the policy gradient (gamma = 1) whatever V is.
+    V_k is the critic's value before the first token of turn k, and 0 after the last turn. With lam = 1 and gamma = 1,
+    the expected gradient is the policy gradient for any V.
 
     Args:
-        gamma: discount per turn, in [0, 1].
-        lam: in [0, 1].
+        gamma: Discount per turn, in [0, 1].
+        lam: Trade-off in [0, 1]. 1 is the return minus V, 0 the one-step difference.
 
     Raises:
-        ValueError: an argument is out of range; on call, `values` is missing.
+        ValueError: An argument is out of range, or `values` is missing.
 
-    Source: https://arxiv.org/abs/1506.02438; turns as steps: https://arxiv.org/abs/2512.17008, whose clip per turn is
-        a loss's matter and not here.
+    Source: https://arxiv.org/abs/1506.02438; turns as steps: https://arxiv.org/abs/2512.17008, without its clip per
+        turn.
     """
 
     needs_critic = True
@@ -74,33 +74,34 @@ class TurnGAE(AdvantageEstimator):
 
     def estimate(self, given: AdvantageInput) -> tuple[Tensor, Tensor]:
         if given.values is None:
-            raise ValueError("TurnGAE: values=None: it needs a critic. Give the module one, or use TurnReturns.")
+            raise ValueError("TurnGAE: values=None: needs a critic. Set critic, or use TurnReturns.")
         turns = Turns(given)
         advantages, returns = gae(turns.rewards, turns.first(given.values), turns.there, self.gamma, self.lam)
         return turns.spread(advantages), unscored_at_values(turns.spread(returns), given, given.values)
 
 
 class GiGPO(AdvantageEstimator):
-    """Credit of the whole attempt plus credit of the turn among all turns of the group that began in the same state.
+    """Group-in-group policy optimization (GiGPO): credit of the trajectory plus credit of the turn.
 
         A_ik = (R_i - mean_others) / F + step_weight * (G_ik - mean of the others' G in the state of turn k) / F_state
 
-    R is the attempt's summed reward, G_ik the return from turn k on, discounted by gamma per turn. F is 1, or the std
-    plus eps. A state that no other attempt saw adds nothing. States are equal where `Environment.state_key` is. With
-    scale "none" and gamma = 1 the expected gradient is the policy gradient plus `step_weight` times the same with each
-    state weighted by the chance that another attempt saw it.
+    R is the trajectory's summed reward, and G_ik the return from turn k, discounted by gamma per turn. F is 1, or the
+    std plus eps. A turn is compared with all turns of the group that began in the same state, as given by
+    `Environment.state_key`. States that no other trajectory visited add nothing. With scale "none" and gamma = 1, the
+    expected gradient is the policy gradient plus `step_weight` times a weighted one. Its weight of a state is the
+    probability that another trajectory visits it.
 
     Args:
-        gamma: discount per turn, in [0, 1]; the paper takes 0.95.
-        step_weight: weight of the turn's credit, at least 0.
-        scale: "group" divides by the std of the attempts', and of the state's, returns; "none" by 1.
-        eps: added to the std, above 0.
+        gamma: Discount per turn, in [0, 1]. The paper uses 0.95.
+        step_weight: Weight of the turn's credit, at least 0.
+        scale: Divisor: "group" is the std of returns over trajectories or over visits of a state, "none" is 1.
+        eps: Constant added to the std, above 0.
 
     Raises:
-        ValueError: an argument is out of its range; on call, a turn has no state.
+        ValueError: An argument is out of range, or a turn has no state.
 
-    Source: https://arxiv.org/abs/2505.10978, eq. 3-8. There means are of the whole group; here they leave the attempt
-        out, with all its visits, so that they do not depend on when it stops.
+    Source: https://arxiv.org/abs/2505.10978, eq. 3-8. The paper's means are over the whole group. Here they exclude all
+        visits of the trajectory itself, so they don't depend on when it stops.
     """
 
     needs_groups = True
@@ -127,8 +128,8 @@ class GiGPO(AdvantageEstimator):
         keys = torch.zeros_like(groups)[:, None].expand_as(returns) if anchors is None else turns.first(anchors)
         if anchors is None and turns.there.shape[1] > 1:
             raise ValueError(
-                "GiGPO: anchors=None: it compares turns in equal states, and nothing says which state a turn began "
-                "in. Use an environment (`EnvironmentEpisode`), or TurnReturns."
+                "GiGPO: anchors=None: needs the state in which each turn began. Use an environment "
+                "(`EnvironmentEpisode`), or TurnReturns."
             )
         seen = turns.there & given.valid[:, None]
         owners, _ = seen.nonzero(as_tuple=True)
@@ -139,7 +140,7 @@ class GiGPO(AdvantageEstimator):
         return turns.spread(torch.where(seen, attempts[:, None] + self.step_weight * steps, 0.0)), None
 
     def _against_others(self, returns: Tensor, states: Tensor, owners: Tensor) -> Tensor:
-        """(m,) returns less the mean of those of other owners in the same state, over its std where asked for."""
+        """Returns (m,) returns minus the mean of other owners' in the same state, divided by their std if scaled."""
         stats = group_stats(returns, states, torch.ones_like(returns, dtype=torch.bool))
         visits = torch.stack([states, owners], 1).unique(dim=0, return_inverse=True)[1] if len(states) else states
         own = group_stats(returns, visits, torch.ones_like(returns, dtype=torch.bool))
@@ -150,10 +151,10 @@ class GiGPO(AdvantageEstimator):
 
 
 class Turns:
-    """Moves numbers between B rows of tokens and K turns.
+    """Maps tensors between B rows of tokens and K turns.
 
     Args:
-        given: its `turn_ids` say which turn a token belongs to; one turn per row where they are None.
+        given: Input whose `turn_ids` assign tokens to turns. Defaults to one turn per row if they are None.
 
     Attributes:
         there: (B, K) bool, whether the row has tokens of the turn.
@@ -176,16 +177,16 @@ class Turns:
         return x.new_zeros(len(x), count).scatter_add_(1, self._ids, x * self._mask)
 
     def first(self, x: Tensor) -> Tensor:
-        """(B, K) what (B, T) `x` holds on each turn's first token; 0 where there is no such turn."""
+        """Returns the (B, K) values of (B, T) `x` on each turn's first token; 0 for missing turns."""
         return torch.where(self.there, x.gather(1, self._firsts), torch.zeros((), dtype=x.dtype, device=x.device))
 
     def held(self, x: Tensor) -> Tensor:
-        """(B, K) numbers in which a turn that is not there has the number of the one before it, or of the first."""
+        """Fills missing turns of (B, K) numbers with the previous turn's number, or with the first."""
         numbers = torch.arange(x.shape[1], device=x.device)
         last = torch.where(self.there, numbers, -1).cummax(1).values
         start = self.there.long().argmax(1, keepdim=True)
         return x.gather(1, torch.where(last < 0, start, last))
 
     def spread(self, x: Tensor) -> Tensor:
-        """(B, T) tokens that hold their turn's number of (B, K) `x`; 0 off the mask."""
+        """Returns (B, T) tokens with their turn's number from (B, K) `x`; 0 outside the mask."""
         return torch.where(self._mask, x.gather(1, self._ids), torch.zeros((), dtype=x.dtype, device=x.device))

@@ -48,7 +48,7 @@ def test_data_modules_are_told_what_the_module_needs() -> None:
 def test_groups_without_k_samples_and_stops_beyond_the_vocabulary_are_refused_at_set_up(tmp_path: Path) -> None:
     path = quickstart_model(tmp_path)
     module = GRPOLightningModule(path, advantage=PassAtK(k=3))
-    with pytest.raises(ValueError, match=r"^PassAtK.k=3 with group_size=2: no k samples are in a group.*Set data"):
+    with pytest.raises(ValueError, match=r"^PassAtK.k=3 with group_size=2: "):
         quiet_trainer(max_epochs=1).fit(module, sums_data(group_size=2))
 
 

@@ -168,7 +168,7 @@ def test_gdpo_by_hand() -> None:
     )
     with pytest.raises(ValueError, match="'b'"):
         per_sequence(GDPO(), [0.0] * 4, [0, 0, 1, 1], reward_parts=parts, part_weights={"a": 1.0})
-    with pytest.raises(ValueError, match="reward functions"):
+    with pytest.raises(ValueError, match="reward_parts"):
         per_sequence(GDPO(), [0.0] * 4, [0, 0, 1, 1])
 
 
@@ -313,10 +313,10 @@ def test_what_an_estimator_needs() -> None:
     ("answer", "message"),
     [
         (lambda given: given.rewards, "advantage=Own: `estimate` must return advantages, and returns or None"),
-        (lambda given: (given.scores, None), r"advantage=Own: advantages of shape \(2,\) for tokens of shape \(2, 3\)"),
+        (lambda given: (given.scores, None), "advantage=Own: advantages have shape"),
         (
             lambda given: (given.rewards, given.scores),
-            r"advantage=Own: returns of shape \(2,\) for tokens of shape \(2, 3\)",
+            "advantage=Own: returns have shape",
         ),
     ],
 )

@@ -218,7 +218,7 @@ def test_off_policy_correction_needs_the_engines_logprobs() -> None:
 def test_a_loss_with_the_ratio_to_the_engine_takes_no_correction() -> None:
     doubled = [VESPO(), RolloutRatio(PPOClip()), OffPolicyCorrection(PPOClip()), OffPolicySequenceMask(VESPO())]
     for loss in doubled:
-        with pytest.raises(ValueError, match=rf"loss={type(loss).__name__}\): .* twice"):
+        with pytest.raises(ValueError, match=rf"loss={type(loss).__name__}\): "):
             OffPolicyCorrection(loss)
     for loss in (OffPolicySequenceMask(PPOClip()), GeometricRejection(DPPO())):
         assert OffPolicyCorrection(loss).engine_use == "ratio"
