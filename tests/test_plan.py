@@ -330,7 +330,7 @@ def test_gradients_of_large_models_are_in_shards(tmp_path: Path) -> None:
     assert fsdp2["gradients"] == 4 * seven.parameters / 8 and zero3["gradients"] == 2 * seven.parameters / 8
     assert zero1["gradients"] == 2 * seven.parameters and zero1["gathered"] == 0
     assert fsdp2["gathered"] == 4 * (3 * seven.block + 2 * seven.outside)
-    assert f"{total(fsdp2) / 2**30:.0f}" == "43"  # as docs/scaling.md says
+    assert f"{total(fsdp2) / 2**30:.0f}" == "43"  # as docs/memory.md says
     assert (
         f"{total(memory(replace(case, gpus=64, actor=seventy, micro_batch_tokens=2048), 'fsdp2')) / 2**30:.0f}" == "66"
     )
@@ -339,7 +339,7 @@ def test_gradients_of_large_models_are_in_shards(tmp_path: Path) -> None:
 
 
 def test_table_of_the_documentation(root: Path, tmp_path: Path) -> None:
-    text = (root / "docs" / "scaling.md").read_text()
+    text = (root / "docs" / "memory.md").read_text()
     for label in SHAPES:
         size = size_of(label, tmp_path)
         for algorithm in ("PPO", "GRPO"):
