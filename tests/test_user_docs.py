@@ -40,8 +40,8 @@ def test_the_messages_of_the_troubleshooting_page_are_those_of_the_code(root: Pa
     assert not missing, missing
 
 
-def test_the_first_task_runs_as_it_is_written(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (root / "docs" / "first_task.md").read_text()
+def test_the_tutorial_runs_as_written(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (root / "docs" / "tutorial.md").read_text()
     (rows,), (reward,) = (re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("json", "python"))
     commands = [line.split("#")[0].split() for line in re.findall(r"^lightrl .*$", page, re.MULTILINE)]
     model = quickstart_model(tmp_path / "model", num_hidden_layers=1, hidden_size=32, intermediate_size=32)
