@@ -615,7 +615,7 @@ def test_environments_that_fail(write: Callable[..., str], tmp_path: Path, capsy
     template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     actor = yaml.safe_load(Path(write()).read_text())["model"]["init_args"]["actor"] | {"chat_template": template}
     message = refused(capsys, "--config", write(data={"episode": episode, "rewards": None}, model={"actor": actor}))
-    assert "max_failed=0.5. The last, of " in message and "KeyError: 'nothere'" in message
+    assert "max_failed=0.5 (EnvironmentEpisode): " in message and "KeyError: 'nothere'" in message
     assert 'mine.py", line 3, in reset' in message and "Traceback" not in message
 
 

@@ -1,4 +1,4 @@
-"""Rollouts: the data module, its schedules, and what collects and lays out groups."""
+"""Rollouts: the data module, its schedules, and the collection and collation of groups."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ __all__ = ["Ahead", "Evaluation", "InFlight", "OnPolicy", "PTXSource", "RolloutD
 
 
 def __getattr__(name: str) -> Any:
-    if name == "PTXSource":  # reads supervised rows, which most runs have none of
+    if name == "PTXSource":  # imports the SFT code, which most runs don't need
         from lightrl.rollout.ptx import PTXSource
 
         return PTXSource

@@ -1,4 +1,4 @@
-"""Groups of scored trajectories, and how they become the rectangular `Rollouts`."""
+"""Groups of scored trajectories and their collation into `Rollouts`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from lightrl.records import Media, Prompts, Rollouts, Scores, StopReason, Trajec
 from lightrl.rewards.base import mean
 
 ENVIRONMENT = "environment"
-"""Name of the rewards that turns got, beside those of the reward functions."""
+"""Name of the turn rewards among the reward components."""
 
 
 @dataclass
 class ScoredGroup:
-    """The G trajectories of one prompt, a row, and what reward functions say of them; None without functions."""
+    """The G trajectories of one prompt and their scores, which are None without reward functions."""
 
     prompt: Prompts
     trajectories: list[Trajectory]
@@ -30,13 +30,13 @@ class ScoredGroup:
 
     @property
     def rewards(self) -> list[float]:
-        """Per trajectory, functions' weighted sum and its turns' rewards; NaN where it failed or nothing scored it."""
+        """Weighted sum of function rewards plus turn rewards per trajectory; NaN if it failed or was not scored."""
         scored = [math.nan] * len(self.trajectories) if self.scores is None else self.scores.total
         return [_reward(t, total) for t, total in zip(self.trajectories, scored, strict=True)]
 
     @property
     def has_spread(self) -> bool:
-        """Whether the rewards of its scored trajectories have spread; see `GroupStats.varied`."""
+        """Whether the rewards of the scored trajectories differ. See `GroupStats.varied`."""
         rewards = torch.tensor(self.rewards)
         stats = group_stats(rewards, torch.zeros(len(rewards), dtype=torch.long), ~rewards.isnan())
         return bool(stats.varied.any())
@@ -51,16 +51,16 @@ def _reward(trajectory: Trajectory, scored: float) -> float:
 
 
 def collate(groups: Sequence[ScoredGroup], pad_token_id: int, temperature: float, masked_tokens: int = 0) -> Rollouts:
-    """Lays groups out as right-padded (B, T) rows: those of a group are neighbors, and among them a trajectory's.
+    """Collates groups into right-padded (B, T) sequences, ordered by group and trajectory.
 
     Args:
         groups: P groups.
-        pad_token_id: Fills the rows.
-        temperature: Of the sampling distribution.
-        masked_tokens: Number of tokens at the start of each turn that become context: they are not in the response
-            mask, and `rollout/masked_tokens` counts them.
+        pad_token_id: Token ID used for padding.
+        temperature: Sampling temperature.
+        masked_tokens: Number of tokens at the start of each turn to exclude from the response mask.
+            `rollout/masked_tokens` counts them.
     """
-    of_group, of_trajectory = list[int](), list[int]()  # of each row
+    of_group, of_trajectory = list[int](), list[int]()  # for each sequence
     owners, rows, count = list[Trajectory](), list[TrajectoryRow](), 0
     for number, group in enumerate(groups):
         for trajectory in group.trajectories:
@@ -122,15 +122,14 @@ def collate(groups: Sequence[ScoredGroup], pad_token_id: int, temperature: float
 
 
 def asked(rollouts: Rollouts, row: int, tokenizer: Any) -> str:
-    """Text of a trajectory's first request to the engine, tools and system prompt included.
+    """Returns the text of a trajectory's first request to the engine, including tools and the system prompt.
+
+    Repeated special tokens, such as image placeholders, appear once.
 
     Args:
-        rollouts: B rows.
-        row: The first one of a trajectory.
-        tokenizer: The policy's. None gives the prompt as it is in the data.
-
-    Returns:
-        the text, in which a run of one special token, such as the placeholders of an image, is shown once.
+        rollouts: B sequences.
+        row: Index of the trajectory's first sequence.
+        tokenizer: The policy's tokenizer. None returns the prompt from the data.
     """
     if tokenizer is None:
         return rollouts.prompts[row]
@@ -143,25 +142,25 @@ def asked(rollouts: Rollouts, row: int, tokenizer: Any) -> str:
 
 
 def question(rollouts: Rollouts, row: int) -> str:
-    """Text of the last user message of a row's prompt, or the whole prompt if that is not a conversation."""
+    """Returns the last user message of a prompt, or the whole prompt if it is not a conversation."""
     raw = rollouts.raw_prompts[row] if rollouts.raw_prompts else rollouts.prompts[row]
     if isinstance(raw, str) or not raw:
         return raw or rollouts.prompts[row]
     content = next((m.get("content") for m in reversed(raw) if m.get("role") == "user"), raw[-1].get("content"))
-    if isinstance(content, list):  # blocks, some of which show media
+    if isinstance(content, list):  # content blocks, including media
         content = "\n".join(block.get("text") or f"[{block.get('type')}]" for block in content)
     return content or rollouts.prompts[row]
 
 
 def _padded(rows: Sequence[Sequence[float]], real: Tensor, value: float, dtype: torch.dtype) -> Tensor:
-    """(B, T) of the rows where `real` (B, T) says that there is something, else `value`."""
+    """Fills the True positions of (B, T) `real` with the rows and all others with `value`."""
     out = torch.full(real.shape, value, dtype=dtype)
     out[real] = torch.tensor(list(chain.from_iterable(rows)), dtype=dtype)
     return out
 
 
 def _first_of_turns(turn_ids: Tensor, count: int) -> Tensor:
-    """(B, T) bool, True on the first `count` tokens of each turn of (B, T) `turn_ids`, whose tokens are neighbors."""
+    """(B, T) mask of the first `count` tokens of each turn of (B, T) `turn_ids`."""
     places = torch.arange(turn_ids.shape[1])
     begins = torch.ones_like(turn_ids, dtype=torch.bool)
     begins[:, 1:] = turn_ids[:, 1:] != turn_ids[:, :-1]
@@ -170,7 +169,7 @@ def _first_of_turns(turn_ids: Tensor, count: int) -> Tensor:
 
 
 def _turn_rewards(owners: Sequence[Trajectory], turn_ids: Tensor) -> dict[str, Tensor]:
-    """Each turn's reward on the last of its tokens that are trained; empty where no trajectory has any."""
+    """Places each turn's reward on its last trained token. Empty if there are no turn rewards."""
     if not any(owner.turn_rewards for owner in owners):
         return {}
     rewards = torch.zeros(turn_ids.shape)
@@ -184,7 +183,7 @@ def _turn_rewards(owners: Sequence[Trajectory], turn_ids: Tensor) -> dict[str, T
 def _shown(
     name: str, empty: Callable[[], Any], prompts: Sequence[Prompts], of_group: Sequence[int], rows: Sequence[Any]
 ) -> list[Any]:
-    """Each row's own `inputs` or `media`, or its prompt's; empty if no row has any."""
+    """Returns `inputs` or `media` of each sequence, or of its prompt. Empty if none has any."""
     if not getattr(prompts[0], name) and all(getattr(row, name) is None for row in rows):
         return []
     of_prompts = [found[0] if (found := getattr(prompt, name)) else empty() for prompt in prompts]
@@ -193,7 +192,7 @@ def _shown(
 
 
 def trajectory_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Fraction of trajectories per stop reason, and means over trajectories of what their makers measured."""
+    """Returns the fraction of trajectories per stop reason and the means of their metrics."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     reasons = Counter(trajectory.stop_reason for trajectory in trajectories)
     metrics = {f"rollout/stop_{reason}": reasons[reason] / len(trajectories) for reason in get_args(StopReason)}

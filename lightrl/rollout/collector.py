@@ -1,4 +1,4 @@
-"""Runs the episodes of a rollout on one event loop, where they await the engine, and scores each finished group."""
+"""Runs the episodes of a rollout on one event loop and scores each finished group."""
 
 from __future__ import annotations
 
@@ -24,34 +24,34 @@ from lightrl.rollout.collation import ScoredGroup
 log = logging.getLogger(__name__)
 
 MAX_RESTARTS = 3
-"""Times a `restart_engine` engine may die within one rollout."""
+"""Maximum number of engine restarts within one rollout."""
 
 LEAVE_SECONDS = 5.0
-"""How long the end of a run waits for episodes to clean up."""
+"""Time limit for the cleanup of episodes at the end of a run."""
 
 SWITCH_SECONDS = 5e-4
-"""How long the Python of the engine and of episodes over several turns holds the interpreter while the other waits.
-Python's own 5 ms are a third of a small model's step, and a turn changes threads several times."""
+"""Thread switch interval during multi-turn episodes. Python's default of 5 ms is a third of a small model's step, and
+each turn switches threads several times."""
 
 
 def may_restart(error: EngineRestartedError, restarts: int, world_size: int) -> int:
-    """Counts a restart of the engine.
+    """Returns `restarts + 1`.
 
     Raises:
-        EngineDiedError: there were too many, or there are several ranks, whose pushes are collective.
+        EngineDiedError: After `MAX_RESTARTS` restarts, or with several ranks, because weight pushes are collective.
     """
     if world_size > 1:
-        raise EngineDiedError(f"{error} restart_engine works with one process only.") from error
+        raise EngineDiedError(f"{error} restart_engine requires a single process.") from error
     if restarts == MAX_RESTARTS:
         raise EngineDiedError(
-            f"The engine died {restarts + 1} times in one rollout: look for what kills it (memory, a driver), "
+            f"The engine died {restarts + 1} times in one rollout. Check the log and GPU memory for the cause; "
             "restarting does not help."
         ) from error
     return restarts + 1
 
 
 class RolloutStalledError(RuntimeError):
-    """Neither engine nor rewards nor environments made progress for `stall_timeout` seconds."""
+    """The engine, rewards, and environments made no progress for `stall_timeout` seconds."""
 
 
 @dataclass(eq=False)
@@ -59,13 +59,13 @@ class Collector:
     """Starts `Collection`s for one run.
 
     Args:
-        engine: samples.
-        episode: makes the attempts.
-        scorer: reward functions; None without any.
-        ready: pushes the weights to the engine. Collective.
-        world_size: number of processes.
-        stall_timeout: seconds without any progress after which a rollout fails; None waits forever.
-        asks_with_media: called in the episodes' thread with every request that has media, before the engine gets it.
+        engine: Inference engine.
+        episode: Episode type that produces trajectories.
+        scorer: Reward functions, or None.
+        ready: Function that pushes the weights to the engine. Collective.
+        world_size: Number of processes.
+        stall_timeout: Seconds without progress after which a rollout fails. None waits forever.
+        asks_with_media: Function called in the episodes' thread with each request with media before it is sent.
     """
 
     engine: Engine
@@ -82,18 +82,18 @@ class Collector:
     _live: list[Collection] = field(default_factory=list, init=False)
 
     def start(self, tasks: Sequence[Task], **how: Any) -> Collection:
-        """Starts the episodes of P tasks, at least one; `how` are further arguments of `Collection`."""
+        """Starts the episodes of P >= 1 tasks. `how` is passed to `Collection`."""
         self._live = [each for each in self._live if each.task is None or not each.task.done()]
         self._live.append(Collection(self, tasks, **how))
         return self._live[-1]
 
     def progress(self) -> tuple[int, int, str] | None:
-        """Prompts that are done, prompts in all, and what is at work, of the oldest rollout under way."""
+        """(finished prompts, total prompts, activity) of the oldest unfinished rollout."""
         live = (each for each in list(self._live) if each.task is None or not each.task.done())
         return next((each.progress() for each in live), None)
 
     async def generate(self, request: GenerationRequest) -> CompletionGroup:
-        """Has the engine complete a request; repeats it if the engine restarts, once the weights are pushed again."""
+        """Sends a request to the engine. If the engine restarts, repeats it after the weights are pushed again."""
         while True:
             try:
                 return await self.engine.generate(request)
@@ -102,7 +102,7 @@ class Collector:
                 await self._pushed.wait()
 
     def push_again(self) -> None:
-        """Pushes the weights to an engine that restarted, which lost requests wait for."""
+        """Pushes the weights to a restarted engine and resumes the lost requests."""
         log.warning("%s Pushing the weights and repeating the lost requests.", self.lost)
         self.ready()
         self.lost = None
@@ -113,18 +113,18 @@ class Collector:
         self._pushed.clear()
 
     def close(self, timeout: float = LEAVE_SECONDS) -> None:
-        """Ends what is under way, which frees what it holds, and the thread, in about `timeout` seconds."""
+        """Cancels unfinished rollouts and stops the thread within about `timeout` seconds."""
         end = time.monotonic() + timeout
         for collection in self._live:
             collection.cancel()
-        with contextlib.suppress(concurrent.futures.TimeoutError):  # one blocks the loop
+        with contextlib.suppress(concurrent.futures.TimeoutError):  # an episode blocks the loop
             if self._live:
                 self.loop.submit(self._ended()).result(max(timeout - 1, 0.5))
         self._live = []
         try:
             self.loop.close(self.episode.close, max(end - time.monotonic(), 0.5))
         except concurrent.futures.TimeoutError:  # Python 3.10 has another TimeoutError
-            log.warning("An episode did not end within %g seconds and was left behind.", timeout)
+            log.warning("An episode did not stop within %g seconds; its thread is leaked.", timeout)
 
     async def _ended(self) -> None:
         if tasks := [collection.task for collection in self._live if collection.task is not None]:
@@ -132,20 +132,20 @@ class Collector:
 
 
 class Collection:
-    """The groups of P tasks while they are sampled and scored, which begins at once. Made by `Collector.start`.
+    """Samples and scores the groups of P tasks. Created by `Collector.start`; starts immediately.
 
     Args:
-        collector: starts it.
-        tasks: the prompts, at least one.
-        recover: whether `finish` pushes the weights to an engine that restarted; it raises the error otherwise, as in
-            a thread that runs while the weights change.
-        begun: what was sampled before, by `_key` of the request, to continue from; None keeps no record.
-        trained: whether the completions are trained on. Requests must then have the tasks' sampling distribution.
+        collector: The collector that starts it.
+        tasks: Tasks, one per prompt, at least one.
+        recover: Whether `finish` pushes the weights to a restarted engine. Otherwise it raises the error, as in a
+            thread that runs while the weights change.
+        begun: Earlier partial completions, by `_key` of the request. None disables recording.
+        trained: Whether the completions are trained on. Requests must then use the tasks' sampling distribution.
 
     Attributes:
-        sampling: settings of the tasks.
-        retried: attempts that failed and were made again.
-        failed: attempts that failed for good.
+        sampling: Sampling settings of the tasks.
+        retried: Number of failed trajectories that were retried.
+        failed: Number of trajectories that failed after all retries.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class Collection:
         self._recover = recover
         self._trained = trained
         self._record = None if begun is None else dict(begun)
-        self._asked: dict[GenerationRequest, int | None] = {}  # under way -> its key, if there is a record
+        self._asked: dict[GenerationRequest, int | None] = {}  # pending -> its key, if recorded
         self._playing = set(range(len(self.tasks)))
         self._scoring = set[int]()
         self._turns = 0
@@ -179,22 +179,22 @@ class Collection:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Time of generation, and of scoring beyond it."""
+        """Seconds of generation, and of scoring after generation."""
         late = max(self._scored - self._generated, 0.0)
         return {"time/generate": self._generated - self._begun, "time/score": late}
 
     def progress(self) -> tuple[int, int, str]:
-        """See `Collector.progress`. Any thread may ask."""
+        """See `Collector.progress`. Thread-safe."""
         asked, scoring = len(self._asked), len(self._scoring)
         working = [f"{scoring} being scored"] if scoring else []
         if self._episode.multi_turn:
             playing = max(self._episode.playing - asked, 0)
-            turns = f"{self._turns} turns, {asked} wait for the engine, {playing} environments work"
+            turns = f"{self._turns} turns, {asked} waiting for the engine, {playing} environments running"
             working.insert(0, turns)
         return len(self.tasks) - len(self._playing) - scoring, len(self.tasks), ", ".join(working)
 
     def finish(self) -> list[ScoredGroup]:
-        """Waits for all groups, in the order of the tasks. An error or Ctrl-C ends them."""
+        """Waits for all groups and returns them in the order of the tasks. An error or Ctrl-C cancels them."""
         collector, restarts = self._collector, 0
 
         def look() -> None:
@@ -216,22 +216,22 @@ class Collection:
             raise
 
     def cancel(self) -> None:
-        """Ends what is under way, once: a second cancellation would cut short how episodes free what they hold."""
+        """Cancels unfinished groups once. A second cancellation would interrupt the cleanup of episodes."""
         if not self._stopped:
             self._stopped = True
             self._future.cancel()
 
     def sampled(self) -> dict[int, list[Completion]]:
-        """What was sampled so far, by `_key` of the request, for another collection to continue from."""
+        """Returns the completions so far, by `_key` of the request, for another collection to continue."""
         if self._future.done():
             return dict(self._record or {})
         run = self._collector.loop.run
         try:
             paused = {group.request: group.completions for group in self._engine.pause()}
-        except EngineDiedError:  # a checkpoint at the end of the run keeps what was finished
+        except EngineDiedError:  # a checkpoint at the end of the run keeps finished completions
             return run(self._so_far({}))
         try:
-            return run(self._so_far(paused))  # after the answers that are on their way
+            return run(self._so_far(paused))  # after pending responses
         finally:
             self._engine.resume()
 
@@ -245,7 +245,7 @@ class Collection:
         self.task = asyncio.current_task()
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         groups = asyncio.ensure_future(all_of(self._group(number) for number in range(len(self.tasks))))
-        # Futures that end by raising, which ends the rollout.
+        # Futures that end the rollout by raising.
         watchers: list[asyncio.Future[Any]] = [self._broken]
         if self._collector.stall_timeout is not None:
             watchers.append(asyncio.ensure_future(self._watch(self._collector.stall_timeout)))
@@ -269,14 +269,14 @@ class Collection:
             self._moved = time.monotonic()
             scores = await self._score(number, trajectories)
         except BaseException as error:
-            was_stopped, self._stopped = self._stopped, True  # the others are cancelled next, by us
+            was_stopped, self._stopped = self._stopped, True  # the other groups are canceled next
             if isinstance(error, asyncio.CancelledError):
                 if was_stopped:
                     raise
                 what = "its environment, program or reward function was cancelled."
             elif isinstance(error, Exception):
                 raise
-            else:  # SystemExit and the like would end the loop of all groups
+            else:  # e.g. SystemExit, which would end the event loop
                 what = f"its episode raised {type(error).__name__}: {error}"
             raise RuntimeError(f"{task.name}: {what}") from error
         self._scoring.discard(number)
@@ -285,7 +285,7 @@ class Collection:
         return ScoredGroup(task.prompt, trajectories, scores)
 
     async def _attempts(self, task: Task) -> list[Trajectory]:
-        """The group's trajectories; those that failed are made again within bounds."""
+        """Returns the group's trajectories after at most `max_retries` retries of failed ones."""
         trajectories = await self._run(task)
         for retry in range(1, self._episode.max_retries + 1):
             failed = [i for i, t in enumerate(trajectories) if t.failed]
@@ -299,7 +299,7 @@ class Collection:
         return trajectories
 
     async def _run(self, task: Task) -> list[Trajectory]:
-        """A trajectory per attempt; each is counted when it is over."""
+        """Returns a trajectory per attempt and counts each when it ends."""
         counted = set[int]()
 
         def ended(trajectory: Trajectory) -> None:
@@ -314,7 +314,7 @@ class Collection:
         return list(trajectories)
 
     def _count(self, task: Task, trajectory: Trajectory) -> None:
-        """Ends the rollout if more attempts have failed for good than may."""
+        """Raises an error if more than `max_failed` of the trajectories failed after all retries."""
         episode = self._episode
         if not trajectory.failed or task.retry < episode.max_retries:
             return
@@ -322,17 +322,16 @@ class Collection:
         wanted = sum(len(each.attempts) for each in self.tasks)
         if self.failed > episode.max_failed * wanted:
             raise EnvironmentFailedError(
-                f"{self.failed} of {wanted} trajectories of a rollout failed, each {1 + episode.max_retries} times, "
-                f"for reasons that are not the policy's; {type(episode).__name__} allows "
-                f"max_failed={episode.max_failed:g}. The last, of {task.name}: {trajectory.failure}"
-                f"{trajectory.raised_at}"
+                f"max_failed={episode.max_failed:g} ({type(episode).__name__}): {self.failed} of {wanted} trajectories "
+                f"of a rollout failed, each {1 + episode.max_retries} times, for reasons unrelated to the policy. Fix "
+                f"the last failure, of {task.name}: {trajectory.failure}{trajectory.raised_at}"
             )
 
     async def _ask(self, request: GenerationRequest) -> CompletionGroup:
-        """Has the engine complete a request. Cancelling it cancels the request."""
+        """Sends a request to the engine. Canceling the coroutine cancels the request."""
         if self._trained and request.trained and request.sampling is not self.sampling:
             self._check_asked(request.sampling)
-        if request.sampling.extra != self.sampling.extra:  # a wish of a program, which gets to know that it can't be
+        if request.sampling.extra != self.sampling.extra:  # requested by a program, which receives the error
             self._engine.check_request(request)
         if request.media:
             self._collector.asks_with_media(request)
@@ -348,7 +347,7 @@ class Collection:
         try:
             group = await self._collector.generate(request)
             _check_completions(type(self._engine).__name__, group)
-        except Exception as error:  # which the episode may take for its own
+        except Exception as error:  # the episode might handle it
             if not self._broken.done():
                 self._broken.set_exception(error)
             raise
@@ -363,18 +362,18 @@ class Collection:
         return group
 
     def _check_asked(self, sampling: SamplingParams) -> None:
-        """Rejects a request whose tokens the trainer would score with the settings of the tasks, and wrongly."""
+        """Rejects a request whose sampling distribution differs from the one that the trainer scores."""
         for name in ("temperature", "fire_temperature", "min_new_tokens"):
             own, ours = getattr(sampling, name), getattr(self.sampling, name)
             if own != ours and (name == "temperature" or sampling.masked_tokens > self.sampling.masked_tokens):
                 raise ValueError(
-                    f"sampling.{name}={own}: {type(self._episode).__name__} asks for it, but the run trains with "
-                    f"{ours}. Keep `task.sampling`; only limits and stops may differ between requests."
+                    f"sampling.{name}={own}: {type(self._episode).__name__} requests it, but the run trains with "
+                    f"{ours}. Use `task.sampling`; only limits and stop strings may differ between requests."
                 )
         self._engine.check_sampling(sampling, trained=True)
 
     async def _score(self, number: int, trajectories: list[Trajectory]) -> Scores | None:
-        """What the reward functions give the trajectories that did not fail; they get copies."""
+        """Scores the trajectories that did not fail. Reward functions receive copies."""
         scorer, prompt = self._collector.scorer, self.tasks[number].prompt
         if scorer is None:
             return None
@@ -401,12 +400,12 @@ class Collection:
         return scores.spread(places, len(trajectories))
 
     async def _watch(self, timeout: float) -> None:
-        """Raises when nothing has moved for `timeout` seconds, except while an engine that restarted is waited for."""
+        """Raises an error after `timeout` seconds without progress, except while a restarted engine is loading."""
         while (left := max(self._moved, self._engine.moved) + timeout - time.monotonic()) > 0 or self._collector.lost:
             await asyncio.sleep(max(left, 0.5))
-        message = f"Nothing moved for stall_timeout={timeout:g} seconds. Waiting for {self._waited_for()}."
+        message = f"stall_timeout={timeout:g}: no progress for that many seconds. Waiting for {self._waited_for()}."
         log.error(message)
-        raise RolloutStalledError(f"{message} Raise stall_timeout (null: never) if that is expected.")
+        raise RolloutStalledError(f"{message} Increase stall_timeout (or set it to null) if this is expected.")
 
     def _waited_for(self) -> str:
         scoring = [self.tasks[number].name for number in sorted(self._scoring)]
@@ -426,7 +425,7 @@ class Collection:
 
 @contextlib.contextmanager
 def _quick_switches() -> Iterator[None]:
-    """Threads change places after `SWITCH_SECONDS` while this lasts."""
+    """Sets the thread switch interval to `SWITCH_SECONDS`."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(min(before, SWITCH_SECONDS))
     try:
@@ -436,18 +435,18 @@ def _quick_switches() -> Iterator[None]:
 
 
 def _check_completions(engine: str, answer: CompletionGroup) -> None:
-    """Raises a ValueError, which names the engine, for completions that break the promises of `Engine.generate`."""
+    """Raises a ValueError if completions violate the contract of `Engine.generate`."""
     request, completions = answer.request, answer.completions
     if len(completions) != request.num_completions:
         raise ValueError(
-            f"{engine}.generate: {len(completions)} completions of {request.name}, {request.num_completions} were "
-            "asked for."
+            f"{engine}.generate: returned {len(completions)} completions of {request.name}. Return "
+            f"{request.num_completions}, as requested."
         )
     for part in completions:
         if len(part.logprobs) != len(part.token_ids):
             raise ValueError(
                 f"{engine}.generate: a completion of {request.name} has {len(part.token_ids)} tokens and "
-                f"{len(part.logprobs)} logprobs: each token needs its log-probability."
+                f"{len(part.logprobs)} logprobs. Return one log-prob per token."
             )
         _check_finite(f"{engine}.generate: a completion of {request.name}", part.logprobs)
 
@@ -457,18 +456,18 @@ def _check_finite(whose: str, logprobs: Sequence[float]) -> None:
         return
     place = next(place for place, value in enumerate(logprobs) if not math.isfinite(value))
     raise ValueError(
-        f"{whose} has the log-prob {logprobs[place]} at its token {place}, with which no loss can be computed. Weights "
-        "that are not finite cause it, or a dtype with too small a range: try bfloat16 or float32."
+        f"{whose} has the log-prob {logprobs[place]} at token {place}. The weights are not finite, or the dtype's "
+        "range is too small. Use bfloat16 or float32."
     )
 
 
 def _check_trajectories(episode: str, task: Task, trajectories: Any) -> None:
-    """Raises a ValueError, which names the episode, unless there is a trajectory per attempt with aligned rows."""
+    """Raises a ValueError unless there is one trajectory per attempt with aligned sequences."""
     found = trajectories if isinstance(trajectories, list | tuple) else []
     if len(found) != len(task.attempts) or not all(isinstance(one, Trajectory) for one in found):
         what = f"{len(found)} of them" if found else f"a {type(trajectories).__name__}"
         raise ValueError(
-            f"{episode}.run gave {what} for {task.name}: it must return a list of Trajectory, one for each of the "
+            f"{episode}.run: returned {what} for {task.name}. Return a list of Trajectory, one for each of the "
             f"{len(task.attempts)} attempts."
         )
     for row in (row for trajectory in found for row in trajectory.rows):
@@ -476,13 +475,12 @@ def _check_trajectories(episode: str, task: Task, trajectories: Any) -> None:
         if len(set(sizes)) > 1:
             raise ValueError(
                 f"{episode}.run: a row of {task.name} has {sizes[0]} token_ids, {sizes[1]} turn_ids, {sizes[2]} "
-                f"logprobs and {sizes[3]} policy_versions: each token needs an entry in all of them."
+                f"logprobs, and {sizes[3]} policy_versions. Make all four equally long."
             )
         _check_finite(f"{episode}.run: a row of {task.name}", row.logprobs)
 
 
 def _key(request: GenerationRequest) -> int:
-    """Identifies a request in its rollout by seed and prompt: an attempt that is made again has the same seed, but
-    perhaps another prompt, after another answer of its environment."""
+    """Returns the key of a request in its rollout. A retry has the same seed, but may have a different prompt."""
     text = f"{request.seed}/{request.num_completions}/{request.token_ids}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

@@ -1,4 +1,4 @@
-"""The data module: prompts in, scored rollouts out."""
+"""The data module, which turns prompts into scored rollouts."""
 
 from __future__ import annotations
 
@@ -42,41 +42,43 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 7.0
-"""Time limit for the end of a run: threads and reward functions together. The engine has its own."""
+"""Time limit for closing threads and reward functions. The engine has a separate limit."""
 
 
 class RolloutDataModule(LightningDataModule):
-    """Samples completions with the current policy, scores them, and hands Lightning one `Rollouts` per batch.
+    """Samples completions with the current policy, scores them, and returns one `Rollouts` per training batch.
 
-    Strictly on-policy unless `schedule` says otherwise: each rollout is generated when the training loop asks for it,
-    after the weights of the last update have been pushed. An engine that holds another version raises an error.
+    Training is strictly on-policy by default: each rollout is sampled when the training loop requests it, after the
+    weights of the last update have been pushed to the engine. An engine with stale weights raises an error.
 
     Args:
-        prompts: Training prompts: a source, a `PromptMixture`, a `PromptCurriculum`, or just the rows (a path or hub
-            name, a list of dictionaries, a `datasets.Dataset`).
-        rewards: Reward functions: import paths (`package.module:function`, `file.py:function`) or configured classes.
-            A `RewardScorer` (in YAML a mapping with `functions`) also sets weights, names, labels, and time limits.
+        prompts: Training prompts: a `PromptSource`, `PromptMixture`, or `PromptCurriculum`, a path or dataset ID, a
+            list of dictionaries, or a `datasets.Dataset`.
+        rewards: List of reward functions: import paths (`package.module:function`, `file.py:function`) or configured
+            classes. Pass a `RewardScorer` (in YAML a mapping with `functions`) to set weights, names, labels, and time
+            limits. Optional if the episode or the module's reward models provide rewards.
         engine: Inference engine that generates completions. Defaults to in-process `VLLMEngine`.
-        sampling: Sampling settings of training completions; temperature above 0.
-        episode: How the attempts at a prompt are made. Defaults to one completion each (`SingleTurn`). The rewards of
-            `EnvironmentEpisode` and `AgentProgram` are added to those of `rewards`, which may then be left out.
-        group_size: G, attempts per prompt. Defaults to the algorithm's (PPO 1, group algorithms 8).
-        prompts_per_rollout: P, prompts in one rollout over all ranks, a multiple of their number.
-        rollouts_per_epoch: Rollouts in a Lightning epoch. None makes an epoch one pass over the prompts, whose last
-            rollout is filled up with the first prompts of the next pass.
+        sampling: Sampling settings of training completions. The temperature must be above 0.
+        episode: Episode type, such as `EnvironmentEpisode` or `AgentProgram`, whose rewards are added to those of
+            `rewards`. Defaults to `SingleTurn`, one completion per trajectory.
+        group_size: Number of trajectories per prompt, G. Defaults to the algorithm's: 1 for PPO, 8 for group
+            algorithms.
+        prompts_per_rollout: Number of prompts per rollout across all ranks, P. Must be a multiple of the world size.
+        rollouts_per_epoch: Number of rollouts per Lightning epoch. None makes an epoch one pass over the prompts and
+            fills the last rollout with the first prompts of the next pass.
         schedule: When rollouts are sampled: `OnPolicy`, `Ahead`, or `InFlight`. Defaults to `OnPolicy`.
-        evaluation: Prompts and settings of validation, test, and prediction.
-        ptx: Supervised rows for a second loss (`ptx_coef` of the module). Defaults to none.
-        dynamic_sampling_rounds: Maximum number of further generations per rollout for dynamic sampling (DAPO): groups
-            whose completions all got the same reward are replaced by groups of further prompts. Groups still
-            missing after that are filled with dropped ones, so the batch keeps its size. 0 keeps every group.
-        tokenizer: Directory or hub name, also for exports. Defaults to the actor's.
-        stall_timeout: Seconds without progress of engine, rewards, and environments after which a rollout stops the
-            run with what it waits for. None waits forever.
-        seed: Seed of prompt order and sampling. Defaults to that of `seed_everything`. Runs with equal seeds repeat.
+        evaluation: Prompts and settings for validation, test, and prediction.
+        ptx: Supervised examples for an auxiliary SFT loss (`ptx_coef` of the module). Defaults to None.
+        dynamic_sampling_rounds: Maximum number of resampling rounds per rollout for dynamic sampling (DAPO). Each round
+            replaces groups whose rewards are all equal with groups of new prompts. Dropped groups fill any remaining
+            places, so the batch size is constant. 0 keeps every group.
+        tokenizer: Tokenizer directory or model ID, also used for exports. Defaults to the actor's.
+        stall_timeout: Seconds without progress in the engine, rewards, and environments after which the run stops and
+            reports what it was waiting for. None waits forever.
+        seed: Random seed of prompt order and sampling. Defaults to the seed of `seed_everything`.
 
     Raises:
-        ValueError: counts that do not fit, temperature 0 in training, parts that do not fit one another.
+        ValueError: If a count is invalid, the training temperature is 0, or two arguments are incompatible.
     """
 
     def __init__(
@@ -136,7 +138,7 @@ class RolloutDataModule(LightningDataModule):
 
     @property
     def rank(self) -> int:
-        """This process among all."""
+        """Global rank of this process."""
         return int(self.trainer.global_rank) if self.trainer is not None else 0
 
     @property
@@ -146,22 +148,22 @@ class RolloutDataModule(LightningDataModule):
 
     @property
     def learner(self) -> RolloutLearner:
-        """The module that learns from the rollouts."""
+        """The module that is trained on the rollouts."""
         module = None if self.trainer is None else self.trainer.lightning_module
         if not isinstance(module, RolloutLearner):
             raise ValueError(
-                f"RolloutDataModule feeds modules that derive from RolloutLearner (PPOLightningModule does), not "
-                f"{type(module).__name__}."
+                f"model={type(module).__name__}: RolloutDataModule requires a RolloutLearner. Use PPOLightningModule "
+                "or another subclass."
             )
         return module
 
     @property
     def group_size(self) -> int:
-        """Attempts per prompt."""
+        """Number of trajectories per prompt."""
         return self.learner.default_group_size if self._group_size is None else self._group_size
 
     def setup(self, stage: str) -> None:
-        """Loads tokenizer and prompts; the engine starts later, at the first rollout."""
+        """Loads the tokenizer and the prompts. The engine starts at the first rollout."""
         if self.prompts_per_rollout % self.world_size:
             raise ValueError(
                 f"prompts_per_rollout={self.prompts_per_rollout}: {self.world_size} "
@@ -188,7 +190,7 @@ class RolloutDataModule(LightningDataModule):
             self.schedule.attach(self.sampler)
 
     def _load_prompts(self, stage: str) -> None:
-        """Opens the prompts that a stage needs and that are not open yet, and checks their columns."""
+        """Loads the prompts that a stage needs, unless already loaded, and checks their columns."""
         scorer, predicted = self.scorer, "evaluation.predict_prompts"
         wanted: dict[str, Any] = {name: source for name, source in self.eval_sources.items() if name != predicted}
         if stage == "fit":
@@ -219,10 +221,10 @@ class RolloutDataModule(LightningDataModule):
                     scorer.check_source(columns, f"{part.spec.label} ({name})", labels, opened.columns)
 
     def _attach_host(self, module: RolloutLearner) -> None:
-        """Tells the host what the engine is needed for."""
+        """Passes the run's limits to the engine host."""
         new_tokens = max(self.sampling.max_new_tokens, self.eval_sampling.max_new_tokens)
         lengths: list[int | None] = [prompts.max_prompt_tokens for prompts in self._sets.values()]
-        if self.episode.multi_turn:  # a prompt is only the beginning of what is asked
+        if self.episode.multi_turn:  # later requests are longer than the prompt
             longest = self.episode.max_tokens
             lengths = [None if longest is None else max(longest - new_tokens, 1)]
         known = [length for length in lengths if length is not None]
@@ -240,8 +242,8 @@ class RolloutDataModule(LightningDataModule):
         )
 
     def _room(self, sampling: SamplingParams) -> tuple[int, int] | None:
-        """Tokens that a sequence of the engine holds, and those of its completion; None if unknown."""
-        if self.episode.multi_turn:  # its limits apply
+        """(maximum sequence length, maximum completion length) in tokens; None if unknown."""
+        if self.episode.multi_turn:  # the episode has limits
             return None
         try:
             longest = self.engine.known_model_len(self.learner.actor_spec.path)
@@ -250,26 +252,26 @@ class RolloutDataModule(LightningDataModule):
         return None if longest is None else (longest, sampling.max_new_tokens)
 
     def train_dataloader(self) -> RolloutLoader:
-        """One epoch of rollouts."""
+        """Returns the loader of one epoch of rollouts."""
         assert self.trainer is not None, "Lightning has attached its trainer"
         count = self.rollouts_per_epoch or -(-len(self._sets["prompts"]) // self.prompts_per_rollout)
         return RolloutLoader(self.next_rollout, count, self.trainer)
 
     def val_dataloader(self) -> list[EvalLoader]:
-        """A loader for each set of evaluation prompts."""
+        """Returns a loader for each set of evaluation prompts."""
         prefix = "evaluation.prompts"
         sets = {name: opened for name, opened in self._sets.items() if name.startswith(prefix)}
         return [self._eval_loader(opened, name[len(prefix) + 1 :]) for name, opened in sets.items()]
 
     def test_dataloader(self) -> list[EvalLoader]:
-        """As `val_dataloader`."""
+        """Returns the loaders of `val_dataloader`."""
         return self.val_dataloader()
 
     def predict_dataloader(self) -> EvalLoader:
         """The prompts to complete."""
         prompts = self._sets.get("evaluation.predict_prompts") or self._sets.get("evaluation.prompts")
         if prompts is None:
-            raise ValueError("evaluation.predict_prompts=None: there is no single set of prompts to complete. Set it.")
+            raise ValueError("evaluation.predict_prompts=None: prediction needs a single set of prompts. Set it.")
         return self._eval_loader(prompts, "")
 
     def _eval_loader(self, prompts: PromptSet, name: str) -> EvalLoader:
@@ -277,7 +279,7 @@ class RolloutDataModule(LightningDataModule):
         return EvalLoader(evaluate, prompts, self.evaluation.batch_size, self.rank, self.world_size)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Moves a record's tensors; shows the module a training rollout before callbacks get it."""
+        """Moves a batch to the device and passes training rollouts to `RolloutLearner.note_rewards`."""
         moved = batch.to(device)
         trainer: Any = self.trainer
         if isinstance(moved, Rollouts) and trainer is not None and trainer.training:
@@ -285,14 +287,14 @@ class RolloutDataModule(LightningDataModule):
         return moved
 
     def teardown(self, stage: str) -> None:
-        """Ends sampling, the reward functions, and the engine, within `CLOSE_SECONDS`."""
+        """Stops sampling, the reward functions, and the engine within `CLOSE_SECONDS`."""
         end = time.monotonic() + CLOSE_SECONDS
         sampler, self._sampler = self._sampler, None
 
         def left(most: float) -> float:
             return min(most, max(end - time.monotonic(), 0.5))
 
-        with ExitStack() as parts:  # whatever raises, all are closed, the last one first
+        with ExitStack() as parts:  # closes all in reverse order, even if one raises
             parts.callback(self.host.close)
             if (scorer := self.scorer) is not None:
                 parts.callback(lambda: scorer.close(left(2.5)))
@@ -301,17 +303,14 @@ class RolloutDataModule(LightningDataModule):
                 sampler.close(left(2.5))
 
     def on_exception(self, exception: BaseException) -> None:
-        """As `teardown`, which Lightning leaves out when a run ends with an error or Ctrl-C.
-
-        An error here is logged, so that the run's own error stays the last one raised.
-        """
+        """Calls `teardown`, which Lightning skips after an error or Ctrl-C. Errors are logged, not raised."""
         try:
             self.teardown("fit")
         except Exception as error:
-            log.warning("The end of the run was not clean: %s: %s", type(error).__name__, error, exc_info=error)
+            log.warning("Cleanup after the run failed: %s: %s", type(error).__name__, error, exc_info=error)
 
     def state_dict(self) -> dict[str, Any]:
-        """Position in prompts and supervised rows, and state of the curriculum and schedule; equal on every rank."""
+        """Returns the state of prompts, supervised data, curriculum, and schedule, equal on all ranks."""
         prompts = self._sets.get("prompts")
         return {
             "prompt_cursor": self.prompt_cursor,
@@ -322,7 +321,7 @@ class RolloutDataModule(LightningDataModule):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues with the prompts and rows that were next, in the order of the interrupted run."""
+        """Resumes at the next prompt of the interrupted run."""
         if state_dict["seed"] != self.seed:
             self.seed, self._ptx_loader, self._sampler = state_dict["seed"], None, None
             self._sets.clear()
@@ -338,7 +337,7 @@ class RolloutDataModule(LightningDataModule):
 
     @property
     def sampler(self) -> RolloutSampler:
-        """What samples in this run; made when first asked for."""
+        """The sampler of this run, created on first use."""
         if self._sampler is None:
             self._sampler = RolloutSampler(
                 host=self.host,
@@ -359,14 +358,14 @@ class RolloutDataModule(LightningDataModule):
 
     @property
     def progress(self) -> tuple[int, int, str] | None:
-        """Prompts that are done, prompts in all, and what is at work, of the rollout under way; None without one."""
+        """(finished prompts, total prompts, activity) of the current rollout; None between rollouts."""
         return None if self._sampler is None else self._sampler.progress
 
     def next_rollout(self, left: int = 0) -> Rollouts:
-        """The next training rollout, sampled and scored as the schedule says.
+        """Returns the next training rollout from the schedule.
 
         Args:
-            left: Number of rollouts that are asked for after this one; no more are sampled ahead.
+            left: Number of rollouts remaining after this one. Limits how many are sampled in advance.
         """
         sampled, prompts, fields = self.schedule.next(self.prompt_cursor, left), self._sets["prompts"], dict[str, Any]()
         if sampled.version is not None:
@@ -378,17 +377,17 @@ class RolloutDataModule(LightningDataModule):
             visits = _visits(sampled.sampled, prompts.success_reward)
             sampled.metrics |= prompts.observe(visits, sampled.cursor)
         rollouts = self._laid_out(sampled.groups, sampled.sampling, sampled.metrics, **fields)
-        self.prompt_cursor = sampled.cursor  # last, so that a rollout which is interrupted leaves no trace
+        self.prompt_cursor = sampled.cursor  # last, so that an interrupted rollout is repeated
         return rollouts
 
     def evaluate(self, name: str, prompts: Prompts, first: int, filler: bool = False) -> Rollouts:
         """Samples and scores evaluation prompts with the current policy.
 
         Args:
-            name: Name of the set; "" for a single one.
+            name: Name of the evaluation set, or "" for a single one.
             prompts: This rank's prompts.
-            first: Number of the batch's first prompt over all ranks; part of the random seeds.
-            filler: Whether the prompts only let a rank without any take part.
+            first: Global index of the batch's first prompt. Part of the random seeds.
+            filler: Whether the prompts are padding for a rank that has none left.
         """
         self.schedule.drain()
         sampling, size, stream = self.eval_sampling, self.evaluation.group_size, f"eval/{name}".rstrip("/")
@@ -405,7 +404,7 @@ class RolloutDataModule(LightningDataModule):
         trained: bool = True,
         **fields: Any,
     ) -> Rollouts:
-        """The groups as `Rollouts` with further fields; leaves the engine's memory to the trainer."""
+        """Collates groups into `Rollouts` with additional fields, and puts the engine to sleep."""
         masked = sampling.masked_tokens if trained else 0
         pad: Any = self.tokenizer.pad_token_id
         rollouts = collate(groups, pad, sampling.temperature, masked_tokens=masked)
@@ -415,10 +414,10 @@ class RolloutDataModule(LightningDataModule):
         return replace(rollouts, metrics=metrics, reward_weights=weights, **fields)
 
     def training_sampling(self) -> SamplingParams:
-        """The settings of a rollout that begins now. Callbacks may change `sampling`: later ones then differ.
+        """Returns the current sampling settings, which callbacks may change between rollouts.
 
         Raises:
-            ValueError: The trainer would score another distribution than tokens are drawn from.
+            ValueError: If the trainer can't reproduce the sampling distribution, or no token would be trained.
         """
         sampling = self.sampling
         self.engine.check_sampling(sampling, trained=True)
@@ -426,15 +425,15 @@ class RolloutDataModule(LightningDataModule):
             name = "min_new_tokens" if sampling.min_new_tokens else "fire_temperature"
             raise ValueError(
                 f"sampling.{name}={getattr(sampling, name)} with max_new_tokens={sampling.max_new_tokens}: the first "
-                f"{sampling.masked_tokens} tokens of a completion are not trained, so none is left. Raise "
-                "max_new_tokens; `ignore_eos` makes completions of a fixed length."
+                f"{sampling.masked_tokens} tokens of a completion are masked, so no token would be trained. Raise "
+                "max_new_tokens, or set ignore_eos for completions of a fixed length."
             )
         return sampling
 
     # ---- checks ------------------------------------------------------------------------------------------------
 
     def _check_scored(self) -> None:
-        """Rejects what needs rewards before the update if nothing scores by then."""
+        """Rejects settings that need rewards at sampling time if nothing scores the completions by then."""
         if self.scorer is not None or self.episode.multi_turn:
             return
         waits = {
@@ -444,36 +443,36 @@ class RolloutDataModule(LightningDataModule):
         for name, found in waits.items():
             if found:
                 raise ValueError(
-                    f"{name} without `rewards`: it needs rewards that are known as soon as a rollout has been sampled. "
-                    "Set rewards, or serve the reward model as a function (RemoteReward)."
+                    f"{name} without `rewards`: rewards must be available as soon as a rollout is sampled. Set "
+                    "rewards, or serve the reward model and use RemoteReward."
                 )
 
     def _check_learner(self, module: RolloutLearner) -> None:
-        """Rejects what the data module and the module that it feeds can't do together."""
+        """Rejects incompatible settings of the data module and the module."""
         name, rounds, size = type(module).__name__, self.dynamic_sampling_rounds, self.group_size
         self.training_sampling()
         if size < 2 and (module.needs_groups or rounds):
-            why = "its advantages compare the attempts at a prompt" if module.needs_groups else "one has no spread"
-            raise ValueError(f"group_size={size} with {name}: {why}. Set it to at least 2 (8 is usual).")
+            needs = "group-relative advantages need" if module.needs_groups else "dynamic sampling needs"
+            raise ValueError(f"group_size={size} with {name}: {needs} at least 2 trajectories per prompt. Set it to 8.")
         module.refuse_group_size(size)
         if module.needs_rewards and self.scorer is None and not (self.episode.multi_turn or module.scores_rollouts):
             rank_zero_warn(
                 f"rewards=null with {name} without reward_models: nothing scores the completions, so the policy learns "
-                "nothing unless a callback or a subclass gives rewards. Set data.rewards."
+                "nothing unless a callback or a subclass sets rewards. Set data.rewards."
             )
         if rounds and module.scores_rollouts:
             raise ValueError(
-                f"dynamic_sampling_rounds={rounds} with reward_models: a group's spread is not known before the "
-                "module's reward models have scored it. Set it to 0, or serve the model as a reward function."
+                f"dynamic_sampling_rounds={rounds} with reward_models: the module's reward models score groups only "
+                "after sampling. Set it to 0, or serve the model as a reward function."
             )
         if (self.ptx is not None) != (module.ptx_coef > 0):
             raise ValueError(
                 f"ptx={'None' if self.ptx is None else self.ptx.label} (data) with ptx_coef={module.ptx_coef} "
-                "(module): a supervised loss needs rows and a coefficient above 0. Set both or neither."
+                "(module): the SFT loss needs both data and a coefficient above 0. Set both or neither."
             )
 
     def _check_vocabularies(self, module: RolloutLearner) -> None:
-        """Rejects models without an embedding for tokens that they would read."""
+        """Rejects models that lack an embedding for a token of the tokenizer."""
         critic = getattr(module, "critic_spec", None)
         scored = [spec for spec in getattr(module, "reward_model_specs", ()) if spec.tokenizer == "policy"]
         reading = [module.actor_spec, getattr(module, "reference_spec", None), getattr(critic, "model", None), *scored]
@@ -482,14 +481,14 @@ class RolloutDataModule(LightningDataModule):
 
 
 def _scorer(rewards: Any) -> RewardScorer | None:
-    """None without functions: the rewards come from the module's reward models or from the episodes."""
+    """Returns the scorer, or None if only reward models or episodes provide rewards."""
     if isinstance(rewards, str) or callable(rewards):
-        raise ValueError(f"rewards={rewards!r}: it must be a list. Write [...] around one function.")
+        raise ValueError(f"rewards={rewards!r}: must be a list. Wrap a single function in [...].")
     return rewards if isinstance(rewards, RewardScorer) else RewardScorer(rewards) if rewards else None
 
 
 def _visits(groups: list[ScoredGroup], success_reward: float) -> list[tuple[int, float]]:
-    """(dataset row, share of attempts that succeeded) of every rank's groups. Collective."""
+    """(dataset index, success rate) of all ranks' groups. Collective."""
     own = []
     for group in groups:
         rewards = [reward for reward in group.rewards if not math.isnan(reward)]

@@ -1,4 +1,4 @@
-"""The engine's life in a run: start, weights, sleep, and end."""
+"""The engine's lifecycle in a run: start, weight sync, sleep, and close."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ PRECISION_TO_DTYPE = {"bf16": "bfloat16", "16": "float16", "32": "float32", "64"
 
 
 class EngineHost:
-    """Starts an engine, keeps its weights the policy's, shows callbacks what it samples, and closes it.
+    """Starts an engine, keeps its weights in sync with the policy, passes its samples to callbacks, and closes it.
 
     Args:
         engine: The engine, not started.
 
     Attributes:
-        module: The module that owns the policy, from `attach` on.
+        module: The module that owns the policy, set by `attach`.
     """
 
     module: RolloutLearner
@@ -39,22 +39,22 @@ class EngineHost:
         self._default_sync = WeightSync()
 
     def attach(self, module: RolloutLearner, **needs: Any) -> None:
-        """Takes the run's module, and checks the engine's settings.
+        """Sets the run's module and checks the engine's settings.
 
         Args:
-            module: Owner of the policy.
-            needs: Fields of `EngineContext` that the module and its trainer don't know.
+            module: The module that owns the policy.
+            needs: Fields of `EngineContext` that don't come from the module or its trainer.
         """
         self.module, self._needs = module, needs
         if not self.engine.started:
             self.engine.check(self.context())
 
     def context(self) -> EngineContext:
-        """What the run tells the engine."""
+        """Returns the engine's context in this run."""
         trainer: Any = self.module.trainer
         spec, actor = self.module.actor_spec, getattr(self.module, "actor", None)
         computed = getattr(trainer.strategy, "param_dtype", None)  # FSDP2Strategy's
-        # Engines put an adapter on the weights of the model's directory, and on the language model alone.
+        # Engines apply adapters only to unquantized language models loaded from the model directory.
         merged = spec.lora is None or spec.lora.quantize_4bit or (actor is not None and adapts_media(actor.lm))
         return EngineContext(
             model_path=spec.path,
@@ -73,10 +73,10 @@ class EngineHost:
         """Starts and wakes the engine, and pushes the policy's weights if they have changed. Collective.
 
         Returns:
-            seconds that it took.
+            Elapsed time in seconds.
 
         Raises:
-            StaleWeightsError: The callbacks did not push the policy's version.
+            StaleWeightsError: If the `EngineSync` callbacks did not push the current version.
         """
         begin, engine, module = time.perf_counter(), self.engine, self.module
         if not engine.started:
@@ -91,22 +91,22 @@ class EngineHost:
             raise StaleWeightsError(
                 f"The engine holds policy version {engine.policy_version} (-1: never synced), the trainer "
                 f"{module.policy_version}: {', '.join(type(sync).__name__ for sync in self._syncs())} did not push "
-                "the weights. Leave it out of trainer.callbacks for WeightSync, which does."
+                "the weights. Remove it from trainer.callbacks to use WeightSync."
             )
         return time.perf_counter() - begin
 
     def sleep(self) -> None:
-        """Leaves the device's memory to the trainer, if the engine is set up to sleep."""
+        """Frees GPU memory for the trainer, if the engine is configured to sleep."""
         self.engine.sleep()
 
     def close(self) -> None:
-        """Ends the engine, in a few seconds even if it hangs."""
+        """Stops the engine within a few seconds, even if it hangs."""
         self.engine.close()
 
     # ---- callbacks ---------------------------------------------------------------------------------------------
 
     def checks(self) -> list[TrajectoryCheck]:
-        """The trainer's callbacks that look at trajectories."""
+        """Returns the trainer's callbacks that check trajectories."""
         return [callback for callback in self._callbacks() if isinstance(callback, TrajectoryCheck)]
 
     def _syncs(self) -> list[EngineSync]:
@@ -116,13 +116,13 @@ class EngineHost:
         return self.module.trainer.callbacks  # type: ignore[attr-defined, no-any-return]
 
     def show(self, prompts: Prompts, sampling: SamplingParams, *, first_turn_only: bool) -> None:
-        """Shows what pushes weights the prompts that are about to be sampled.
+        """Passes the next prompts to the `EngineSync` callbacks, for the weight-sync check.
 
         Args:
             prompts: This rank's prompts.
-            sampling: How they are sampled.
-            first_turn_only: Whether the engine is asked with exactly these tokens first. Episodes of several turns may
-                begin otherwise.
+            sampling: Sampling settings.
+            first_turn_only: Whether the first request contains exactly these tokens, which multi-turn episodes don't
+                guarantee.
         """
         if not any(prompts.media):
             for sync in self._syncs():
@@ -131,15 +131,12 @@ class EngineHost:
             self.show_media(prompts.request(next(i for i, media in enumerate(prompts.media) if media), sampling, 0, 1))
 
     def show_media(self, request: GenerationRequest) -> None:
-        """Shows what pushes weights a request with media."""
+        """Passes a request with media to the `EngineSync` callbacks."""
         for sync in self._syncs():
             sync.show_media(request)
 
     def check_trajectories(self, groups: Sequence[ScoredGroup], sampling: SamplingParams, tokenizer: Any) -> None:
-        """Shows a training rollout to callbacks that look at it while the engine holds what sampled it.
-
-        Engines are asked about tokens alone, so prompts with media are left out.
-        """
+        """Runs the `TrajectoryCheck` callbacks on a training rollout, without prompts that contain media."""
         trajectories = [t for group in groups if not any(group.prompt.media) for t in group.trajectories]
         for check in self.checks():
             check.check_sampling(sampling)

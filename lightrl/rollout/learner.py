@@ -1,4 +1,4 @@
-"""What the data module asks of the module that learns from its rollouts, and of callbacks that use the engine."""
+"""Interfaces between the data module, the module that is trained on its rollouts, and callbacks that use the engine."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from lightrl.records import GenerationRequest, Rollouts, Routes, SamplingParams,
 
 
 class RolloutLearner(LightningModule, ABC):
-    """A module that learns from rollouts.
+    """Base class of modules that are trained on rollouts.
 
     Attributes:
-        actor: The policy, after `configure_model`.
-        actor_spec: The policy's model. Its tokenizer, processor, and dtype are also the data module's and the engine's.
-        ptx_coef: Weight of the loss on supervised rows; 0 for none.
-        default_group_size: Attempts per prompt unless the data module sets them.
-        outside_changes: Changes of the actor's weights that were not optimizer steps of Lightning.
+        actor: The policy. Available after `configure_model`.
+        actor_spec: The policy's model, whose tokenizer, processor, and dtype the data module and the engine also use.
+        ptx_coef: Coefficient of the SFT loss; 0 disables it.
+        default_group_size: Number of trajectories per prompt unless the data module sets it.
+        outside_changes: Number of weight changes that were not optimizer steps of Lightning.
     """
 
     actor: PolicyModel
@@ -38,13 +38,13 @@ class RolloutLearner(LightningModule, ABC):
     @property
     @abstractmethod
     def policy_version(self) -> int:
-        """Number of optimizer steps behind the policy's weights."""
+        """Version of the policy's weights, which increases with each optimizer step."""
 
     def note_weight_changes(self) -> None:
-        """Gives the weights a new `policy_version` if anything but an optimizer step has changed them. Collective.
+        """Increases `policy_version` if something other than an optimizer step has changed the weights. Collective.
 
-        Called before each generation and each step, so that engines never keep older weights, whoever changed them: a
-        callback, an optimizer stepped by hand, an SFT warm start.
+        Called before each generation and each step, so that engines also receive changes made by a callback, a manual
+        optimizer step, or an SFT warm start.
         """
         now = self.policy_version, fingerprint(self.actor)
         changed = self._noted is not None and self._noted[0] == now[0] and self._noted[1] != now[1]
@@ -53,24 +53,32 @@ class RolloutLearner(LightningModule, ABC):
         self._noted = self.policy_version, now[1]
 
     def note_rewards(self, rollouts: Rollouts) -> None:
-        """Records a training rollout's rewards before Lightning's hooks of callbacks, which may change them."""
+        """Records a training rollout's rewards before callbacks can change them."""
 
     @abstractmethod
     def named_policy_weights(self, *, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor) of every actor parameter, LoRA merged, one at a time, or of trained ones.
+        """Yields (Hugging Face name, full tensor) for each actor parameter, with LoRA merged.
 
-        Collective if the weights are sharded: every rank iterates to the end. Tied parameters come once.
+        Collective if the weights are sharded: every rank must iterate to the end. Tied parameters appear once.
+
+        Args:
+            trained_only: Whether to skip frozen parameters.
         """
 
     @abstractmethod
     def policy_adapter(self) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any]]:
-        """The actor's LoRA adapter in peft's format: (name, full tensor) one at a time, and its configuration."""
+        """Returns the actor's LoRA adapter in PEFT format: an iterator of (name, full tensor), and its config."""
 
     @abstractmethod
     def token_logprobs(self, token_ids: Tensor, routes: Sequence[Routes | None] = ()) -> Tensor:
-        """(B, T) log-probs at temperature 1 of all tokens but the first of each row, for the check of weight syncs.
+        """Computes token log-probs at temperature 1 for the weight-sync check.
 
-        `routes` are the experts that the B rows' tokens go to.
+        Args:
+            token_ids: (B, T) token IDs without padding.
+            routes: Experts of each sequence's tokens, for mixture-of-experts models.
+
+        Returns:
+            (B, T) log-probs. The first column is undefined.
         """
 
     @abstractmethod
@@ -83,20 +91,20 @@ class RolloutLearner(LightningModule, ABC):
 
     @property
     def needs_groups(self) -> bool:
-        """Whether it compares the attempts at a prompt, so that a single attempt teaches nothing."""
+        """Whether advantages compare the trajectories of a prompt, which requires a group size of at least 2."""
         return False
 
     def refuse_group_size(self, size: int) -> None:
-        """Raises a ValueError if groups of `size` attempts at a prompt teach nothing."""
+        """Raises a ValueError if the algorithm doesn't support groups of `size` trajectories."""
 
     @property
     def needs_rewards(self) -> bool:
-        """Whether it learns nothing from completions without a reward."""
+        """Whether training requires rewards."""
         return False
 
     @property
     def scores_rollouts(self) -> bool:
-        """Whether its reward models add to the rewards."""
+        """Whether reward models of the module add to the rewards."""
         return False
 
 
@@ -105,38 +113,38 @@ class EngineSync(Callback, ABC):
 
     @abstractmethod
     def ensure_synced(self, module: RolloutLearner, engine: Engine) -> None:
-        """Makes the engine's weights the module's, if they are not. Collective.
+        """Pushes the module's weights to the engine if they differ. Collective.
 
         Args:
-            module: Owner of the policy.
-            engine: Started and awake. Its `policy_version` is the module's afterwards.
+            module: The module that owns the policy.
+            engine: The engine, started and awake. Its `policy_version` must equal the module's afterwards.
         """
 
     def show_prompts(self, token_ids: Sequence[Sequence[int]]) -> None:
-        """Token IDs of this rank's prompts without media that are about to be sampled; called in any thread."""
+        """Receives the token IDs of this rank's next text-only prompts. Called from any thread."""
 
     def show_media(self, request: GenerationRequest) -> None:
-        """A request of this rank with media that is about to be sampled; called in any thread."""
+        """Receives this rank's next request with media. Called from any thread."""
 
 
 class TrajectoryCheck(Callback, ABC):
-    """A callback that looks at the trajectories of a training rollout while the engine holds what sampled them.
+    """A callback that checks the trajectories of a training rollout while the engine still has the sampling weights.
 
     `RolloutDataModule` finds it among the trainer's callbacks.
     """
 
     @abstractmethod
     def check_sampling(self, sampling: SamplingParams) -> None:
-        """Raises a ValueError about settings whose samples it can't judge. Called before the run."""
+        """Raises a ValueError if the callback doesn't support the sampling settings. Called before training."""
 
     @abstractmethod
     def check_trajectories(self, engine: Engine, trajectories: Sequence[Trajectory], tokenizer: Any) -> None:
-        """Raises an error about trajectories that must not be trained on.
+        """Raises an error if trajectories must not be trained on.
 
-        Called on every rank, possibly in a thread next to the trainer's, while nothing is sampled.
+        Called on every rank, possibly in a background thread, while the engine is idle.
 
         Args:
-            engine: Started and awake, with the weights that sampled.
-            trajectories: Those of this rank, failed ones included.
-            tokenizer: The policy's.
+            engine: The engine, started and awake, with the weights that sampled the trajectories.
+            trajectories: This rank's trajectories, including failed ones.
+            tokenizer: The policy's tokenizer.
         """

@@ -1,4 +1,4 @@
-"""What Lightning iterates over: training rollouts, and evaluation prompts once each."""
+"""Dataloaders of training rollouts and evaluation prompts."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from lightrl.rewards.scorer import RewardScorer
 
 
 class RolloutLoader:
-    """Lightning's train dataloader: sized, and a generator, so that each rollout is made when it is asked for.
+    """Train dataloader that samples each rollout when Lightning requests it.
 
-    Lightning prefetches loaders without a length, which would make every rollout one update stale.
+    It has a length because Lightning prefetches from loaders without one, which would make each rollout one update
+    stale.
 
     Args:
-        make: (number of rollouts that are asked for after this one) makes the next rollout.
-        num_rollouts: Rollouts in an epoch.
-        trainer: Knows how many epochs there are, and where they are cut short.
+        make: Function that returns the next rollout, given the number of rollouts remaining after it.
+        num_rollouts: Number of rollouts per epoch.
+        trainer: The trainer, for its epoch and batch limits.
     """
 
     def __init__(self, make: Callable[[int], Rollouts], num_rollouts: int, trainer: Trainer) -> None:
@@ -38,7 +39,7 @@ class RolloutLoader:
         return self.num_rollouts
 
     def __iter__(self) -> Iterator[Rollouts]:
-        if not self._resumed:  # also after an epoch that Lightning cut short (`limit_train_batches`)
+        if not self._resumed:  # also after an epoch shortened by `limit_train_batches`
             self.position = 0
         self._resumed = False
         while self.position < self.num_rollouts:
@@ -47,40 +48,40 @@ class RolloutLoader:
             yield rollouts
 
     def _left(self) -> int:
-        """Rollouts that come after the next one: in this epoch, or as many as may be wanted if another follows."""
+        """Number of rollouts after the next one in the last epoch; unlimited in earlier epochs."""
         trainer = self._trainer
         last_epoch = trainer.max_epochs is not None and 0 <= trainer.max_epochs <= trainer.current_epoch + 1
         return max(self._of_epoch() - self.position - 1, 0) if last_epoch else sys.maxsize
 
     def _of_epoch(self) -> int:
-        """Rollouts that Lightning takes of an epoch."""
+        """Number of rollouts that Lightning requests per epoch."""
         return int(min(self.num_rollouts, max(self._trainer.fit_loop.max_batches, 1)))
 
     def state_dict(self) -> dict[str, int]:
-        """Rollouts handed out in this epoch; at its end that is the start of the next."""
+        """Returns the position in the epoch."""
         return {"position": self.position % self._of_epoch()}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Continues within the epoch."""
+        """Resumes within the epoch."""
         self.position, self._resumed = state_dict["position"], True
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What validation, test, and prediction sample.
+    """Prompts and settings for validation, test, and prediction.
 
     Args:
-        prompts: Prompts for validation and test, in every form that the data module's `prompts` takes. None evaluates
-            nothing. Several sets by name, {math: {path: ...}, code: {path: ...}}, are logged as `eval/<name>/...`. They
-            render like the training prompts: `system_prompt`, `chat_template`, and variables in `template_kwargs` that
-            they don't set themselves are the training prompts'. The same holds for `predict_prompts`.
-        sampling: How completions are sampled. Defaults to the training settings without `fire_temperature`.
-        group_size: Completions per prompt. More than 1 gives pass@k and maj@n.
-        batch_size: Prompts per batch and rank.
-        answer: Function or import path that finds the answer in a completion, for `eval/maj@n`. Defaults to the reward
-            functions' `extract_answer`, then the last `\\boxed{}` or `####`, then the whole text.
-        predict_prompts: Prompts for `lightrl predict`. Defaults to `prompts`.
-        success_reward: Reward from which a completion counts as solved in pass@k and maj@n.
+        prompts: Prompts for validation and test, in any form that the data module's `prompts` accepts. None disables
+            evaluation. Pass a dictionary, {math: {path: ...}, code: {path: ...}}, for several sets, logged as
+            `eval/<name>/...`. `system_prompt`, `chat_template`, and `template_kwargs` default to those of the training
+            prompts.
+        sampling: Sampling settings. Defaults to the training settings without `fire_temperature`.
+        group_size: Number of completions per prompt. Values above 1 enable pass@k and maj@n.
+        batch_size: Number of prompts per batch and rank.
+        answer: Function, or its import path, that extracts the answer from a completion for `eval/maj@n`. Defaults to
+            the reward functions' `extract_answer`, then the last `\\boxed{}` or `####`, then the whole text.
+        predict_prompts: Prompts for `lightrl predict`, rendered like `prompts`. Defaults to `prompts`.
+        success_reward: Minimum reward of a solved prompt in pass@k and maj@n.
     """
 
     prompts: (
@@ -100,7 +101,7 @@ class Evaluation:
             object.__setattr__(self, "answer", imported("evaluation.answer", self.answer))
 
     def sources(self, training: Any) -> dict[str, PromptSource | PromptMixture]:
-        """The prompts by argument, such as `evaluation.prompts.math`, rendered like the training prompts."""
+        """Returns the prompts by argument name, such as `evaluation.prompts.math`."""
         sets = self.prompts if isinstance(self.prompts, dict) else {"": self.prompts}
         named = {f"evaluation.prompts.{name}".rstrip("."): prompts for name, prompts in sets.items()}
         named["evaluation.predict_prompts"] = self.predict_prompts
@@ -111,7 +112,7 @@ class Evaluation:
         }
 
     def answers(self, rollouts: Rollouts, scorer: RewardScorer | None) -> list[str]:
-        """The answer that each of B completions votes for, or its whole text if none is found."""
+        """Returns the extracted answer of each completion, or its whole text if there is none."""
         from lightrl.rewards.answers import extract_boxed, extract_gsm8k
 
         labels: list[Any] = [None] * len(rollouts)
@@ -128,13 +129,15 @@ class Evaluation:
 
 
 class EvalLoader:
-    """All evaluation prompts once, as scored rollouts that are sampled when asked for. Every rank gets as many batches.
+    """Iterates once over the evaluation prompts and samples each batch on request.
+
+    All ranks get the same number of batches.
 
     Args:
-        make: (this rank's prompts, number of the batch's first prompt over all ranks, whether they only fill up the
-            batch of a rank without any) samples and scores them.
-        prompts: All of them.
-        batch_size: Prompts per batch and rank.
+        make: Function that samples and scores a batch. Receives this rank's prompts, the global index of the batch's
+            first prompt, and whether the prompts are only padding.
+        prompts: The prompts of all ranks.
+        batch_size: Number of prompts per batch and rank.
         rank: Rank of this process.
         world_size: Number of processes.
     """
@@ -160,5 +163,5 @@ class EvalLoader:
         count = self.batch_size * self._world_size
         for first in range(0, len(self.prompts), count):
             rows = list(range(first, min(first + count, len(self.prompts)))[self._rank :: self._world_size])
-            # A rank without rows repeats one: it must take part.
+            # A rank without prompts repeats one, because evaluation is collective.
             yield self._make(self.prompts.rows(rows or [first]), first, not rows)

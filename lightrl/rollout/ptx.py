@@ -1,4 +1,4 @@
-"""Supervised rows next to rollouts, for a second loss (`ptx_coef` of the module)."""
+"""Supervised examples for an auxiliary SFT loss during RL (`ptx_coef` of the module)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lightrl.data.sft_loader import SFTLoader
 
 @dataclass
 class PTXSource(SFTSource):
-    """Supervised rows for a second loss. The arguments of `SFTSource`, and:
+    """Supervised examples for an auxiliary SFT loss. Accepts the arguments of `SFTSource` and the following.
 
     Args:
-        batch_size: Rows per rollout and rank, shared by the rollout's mini-batches.
+        batch_size: Number of examples per rollout and rank, shared by the rollout's mini-batches.
     """
 
     batch_size: int = 32
@@ -25,6 +25,6 @@ class PTXSource(SFTSource):
         at_least("ptx.batch_size", self.batch_size, 1)
 
     def loader(self, tokenizer: Any, processor: Any, positions: Any, **order: Any) -> SFTLoader:
-        """Batches of the rows; `order` has `seed`, `rank`, and `world_size` (see `SFTLoader`)."""
+        """Returns a loader of the examples. `order` contains `seed`, `rank`, and `world_size` (see `SFTLoader`)."""
         rows = self.tokenized(tokenizer, processor, positions)
         return SFTLoader(rows, self.batch_size, tokenizer.pad_token_id, **order)

@@ -1,4 +1,4 @@
-"""Samples rollouts: prompts to episodes to scored groups, with the weights that the engine holds."""
+"""Samples rollouts: runs episodes on prompts and returns scored groups."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from lightrl.rollout.host import EngineHost
 
 @dataclass
 class BegunRollout:
-    """A training rollout under way.
+    """A training rollout in progress.
 
     Attributes:
-        first: Number of its first prompt.
+        first: Index of its first prompt.
         collection: This rank's groups.
-        sampling: How it is sampled.
-        recover: Whether an engine that restarts gets the weights again.
-        behind: Number of rollouts handed out since it began.
+        sampling: Sampling settings.
+        recover: Whether to push the weights again if the engine restarts.
+        behind: Number of rollouts returned since it started.
     """
 
     first: int
@@ -39,15 +39,15 @@ class BegunRollout:
 
 @dataclass
 class SampledRollout:
-    """A training rollout before it is laid out.
+    """A training rollout before collation.
 
     Attributes:
         groups: This rank's groups.
-        cursor: Number of the prompt after its last.
-        metrics: Scalars measured on the way.
-        sampling: How it was sampled.
-        sampled: All groups, also those that dynamic sampling dropped.
-        version: Version of the weights; None takes the oldest of its tokens.
+        cursor: Index of the prompt after its last.
+        metrics: Scalar metrics.
+        sampling: Sampling settings.
+        sampled: All groups, including those dropped by dynamic sampling.
+        version: Version of the weights. None uses the oldest version of its tokens.
     """
 
     groups: list[ScoredGroup]
@@ -60,22 +60,22 @@ class SampledRollout:
 
 @dataclass(eq=False)
 class RolloutSampler:
-    """Starts groups and collects them, in one run.
+    """Starts and collects the groups of a run.
 
     Args:
-        host: The engine's.
-        episode: How attempts are made.
-        scorer: Reward functions; None without any.
-        prompts: Training prompts; None outside of training.
-        tokenizer: The policy's.
-        sampling: Returns the training settings of now, which callbacks may change.
-        group_size: Attempts per training prompt.
-        prompts_per_rollout: Prompts of a training rollout, over all ranks.
-        dynamic_sampling_rounds: Maximum number of further generations per training rollout.
-        seed: The run's.
+        host: Host of the engine.
+        episode: Episode type that produces trajectories.
+        scorer: Reward functions, or None.
+        prompts: Training prompts, or None outside of training.
+        tokenizer: The policy's tokenizer.
+        sampling: Function that returns the current training settings, which callbacks may change.
+        group_size: Number of trajectories per training prompt.
+        prompts_per_rollout: Number of prompts per training rollout across all ranks.
+        dynamic_sampling_rounds: Maximum number of resampling rounds per training rollout.
+        seed: Random seed of the run.
         rank: Rank of this process.
         world_size: Number of processes.
-        stall_timeout: Seconds without progress after which a rollout fails; None waits forever.
+        stall_timeout: Seconds without progress after which a rollout fails. None waits forever.
     """
 
     host: EngineHost
@@ -106,7 +106,7 @@ class RolloutSampler:
 
     @property
     def policy_version(self) -> int:
-        """Version of the weights that the policy has now."""
+        """Current version of the policy's weights."""
         return self.host.module.policy_version
 
     @property
@@ -115,11 +115,10 @@ class RolloutSampler:
         return self._collector.progress()
 
     def ready(self, first: int | None = None) -> float:
-        """Pushes the weights, and returns the seconds that it took. Collective.
+        """Pushes the weights and returns the elapsed seconds. Collective.
 
         Args:
-            first: Number of the first prompt of the training rollout that begins next. The check after the push may use
-                its prompts.
+            first: Index of the next training rollout's first prompt, for the weight-sync check.
         """
         if first is not None:
             self._show(self._own_prompts(first), self.sampling())
@@ -133,13 +132,13 @@ class RolloutSampler:
         begun: dict[int, list[Completion]] | None = None,
         recover: bool = True,
     ) -> BegunRollout:
-        """Starts the training rollout whose first prompt has number `first`; the engine must be ready.
+        """Starts a training rollout. The engine must be ready.
 
         Args:
-            first: Number of the prompt over all ranks.
-            sampling: Defaults to the data module's settings of now.
-            begun: What an interrupted run had sampled, {} for nothing; None keeps no record of what is sampled.
-            recover: Push the weights to an engine that restarts, and continue. Only in the main thread.
+            first: Global index of its first prompt.
+            sampling: Sampling settings. Defaults to the data module's current ones.
+            begun: Partial completions of an interrupted run, by request key. None disables recording.
+            recover: Whether to push the weights to a restarted engine and continue. Main thread only.
         """
         prompts, sampling = self._own_prompts(first), sampling or self.sampling()
         how: dict[str, Any] = {"trained": True, "begun": begun, "recover": recover}
@@ -147,19 +146,18 @@ class RolloutSampler:
         return BegunRollout(first, collection, sampling, recover)
 
     def finish(self, rollout: BegunRollout, gather: Callable[[int], list[int]] = gather_objects) -> SampledRollout:
-        """Waits for the groups of a rollout, and replaces those without reward spread (dynamic sampling).
+        """Waits for the groups of a rollout and replaces those without reward spread (dynamic sampling).
 
-        In each of at most `dynamic_sampling_rounds` rounds every rank takes one prompt for each group that it lacks,
-        all ranks together consecutive ones, so that the cursor is the same everywhere and no prompt is lost. Groups
-        that are missing at the end are filled up with dropped ones, the oldest first: the batch keeps its size, and
-        they add nothing to a group estimator.
+        In each of up to `dynamic_sampling_rounds` rounds, every rank takes one new prompt per missing group. The ranks
+        share consecutive prompts, so the cursor is equal on all ranks and no prompt is skipped. Remaining places are
+        filled with the oldest dropped groups, which add nothing to a group estimator.
 
         Args:
-            rollout: What `begin` started.
-            gather: Every rank's number from this rank's. Collective.
+            rollout: Rollout started by `begin`.
+            gather: Function that gathers an integer from all ranks. Collective.
 
         Source: DAPO, https://arxiv.org/abs/2503.14476, section 3.2, which samples batches of a fixed size until one is
-            full and drops surplus groups; here there is no surplus.
+            full and drops surplus groups. We sample only the missing groups.
         """
         assert self.prompts is not None, "training has prompts"
         collections, groups = [rollout.collection], rollout.collection.finish()
@@ -198,14 +196,17 @@ class RolloutSampler:
     def evaluate(
         self, prompts: Prompts, sampling: SamplingParams, group_size: int, stream: str, cursor: int
     ) -> tuple[list[ScoredGroup], dict[str, float]]:
-        """Groups that are not for training, by the policy of now, and how long they took.
+        """Samples evaluation groups with the current policy.
 
         Args:
             prompts: This rank's prompts.
-            sampling: The distribution.
-            group_size: Attempts per prompt.
-            stream: Name that keeps random numbers apart.
-            cursor: Number of prompts in the stream before these; part of the random seeds.
+            sampling: Sampling settings.
+            group_size: Number of trajectories per prompt.
+            stream: Name of the random stream.
+            cursor: Number of earlier prompts in the stream. Part of the random seeds.
+
+        Returns:
+            Groups and timing metrics.
         """
         self._show(prompts, sampling)
         sync = self.host.ready()
@@ -213,13 +214,13 @@ class RolloutSampler:
         return collection.finish(), {**collection.seconds, "time/sync": sync}
 
     def close(self, timeout: float) -> None:
-        """Ends what is under way, in about `timeout` seconds."""
+        """Stops unfinished rollouts within about `timeout` seconds."""
         self._collector.close(timeout)
 
     def _start(
         self, prompts: Prompts, sampling: SamplingParams, group_size: int, seeds: list[int], **how: Any
     ) -> Collection:
-        """Starts `group_size` attempts at each of P prompts, with P seeds; `how` are arguments of `Collection`."""
+        """Starts `group_size` trajectories for each of P prompts and seeds. `how` is passed to `Collection`."""
         self._show(prompts, sampling)
         if self.scorer is not None:
             self.scorer.set_progress(self._progress())
@@ -232,14 +233,14 @@ class RolloutSampler:
                 sampling,
                 self.tokenizer,
                 self.host.engine.max_model_len,
-                name=f"prompt {i} (data-set row {prompts.indices[i]})" if prompts.indices else f"prompt {i}",
+                name=f"prompt {i} (dataset row {prompts.indices[i]})" if prompts.indices else f"prompt {i}",
             )
             for i in range(len(prompts))
         ]
         return self._collector.start(tasks, **how)
 
     def _seeds(self, prompts: Prompts, cursor: int, stream: str) -> list[int]:
-        """A seed for each of this rank's prompts in the rollout of a stream that starts with prompt number `cursor`."""
+        """Returns the seeds of this rank's prompts in the rollout of a stream that starts at prompt `cursor`."""
         rows = [i * self.world_size + self.rank for i in range(len(prompts))]
         return [request_seed(self.seed, stream, cursor, row) for row in rows]
 
@@ -247,7 +248,7 @@ class RolloutSampler:
         self.host.show(prompts, sampling, first_turn_only=not self.episode.multi_turn)
 
     def _progress(self) -> float:
-        """Share of the run's rollouts that are done; 0 outside of training, or if the run's length is unknown."""
+        """Fraction of the run's rollouts that are done; 0 outside of training or if the run's length is unknown."""
         trainer: Any = self.host.module.trainer
         if trainer.state.fn != "fit" or not isinstance(trainer.num_training_batches, int):
             return 0.0
@@ -255,7 +256,7 @@ class RolloutSampler:
         return min((trainer.fit_loop.total_batch_idx + 1) / total, 1.0) if total > 0 else 0.0
 
     def _own_prompts(self, first: int) -> Prompts:
-        """This rank's share of the training rollout that starts with prompt number `first`, read once."""
+        """Returns this rank's prompts of the training rollout that starts at prompt `first`. Cached."""
         if self._read is None or self._read[0] != first:
             assert self.prompts is not None, "training has prompts"
             count, rank, world_size = self.prompts_per_rollout, self.rank, self.world_size

@@ -1,6 +1,6 @@
-"""Schedules: when rollouts are sampled relative to the updates, and by which weights.
+"""Schedules: when rollouts are sampled relative to the updates, and with which weights.
 
-Every schedule hands out rollouts of the same prompts in the same order.
+Every schedule returns rollouts of the same prompts in the same order.
 """
 
 from __future__ import annotations
@@ -31,55 +31,56 @@ log = logging.getLogger(__name__)
 class Schedule(ABC):
     """Decides when the rollouts of a run are sampled.
 
-    A life: `check` when the data module is built, `attach` at the first rollout of each run, `load_state_dict` before
-    it in a resumed run, `next` for each rollout, `close` at the end.
+    Call order: `check` when the data module is created, `attach` in its `setup`, `load_state_dict` when a run resumes,
+    `next` for each rollout, and `close` at the end.
 
     Attributes:
-        max_staleness: Number of rollouts that the weights of a sampled token may be behind those that learn from it.
-        keeps_cache: Whether the engine keeps keys and values of older weights.
+        max_staleness: Maximum number of rollouts between the weights that sampled a token and the weights trained on
+            it.
+        keeps_cache: Whether the engine keeps the KV cache when the weights change.
     """
 
     max_staleness: int = 0
     keeps_cache: bool = False
 
     def check(self, engine: Engine, *, adapts_prompts: bool, dynamic_sampling_rounds: int) -> None:  # noqa: B027
-        """Raises a ValueError if the schedule doesn't fit the other parts of the data module.
+        """Raises a ValueError if the schedule is incompatible with the other arguments of the data module.
 
         Args:
             engine: The engine, not started.
             adapts_prompts: Whether the next prompts depend on earlier rewards.
-            dynamic_sampling_rounds: The data module's.
+            dynamic_sampling_rounds: Argument of the data module.
         """
 
     def attach(self, sampler: RolloutSampler) -> None:
-        """Takes what samples the rollouts of the next run. Collective."""
+        """Sets the sampler of the next run. Collective."""
         self.sampler = sampler
 
     @abstractmethod
     def next(self, cursor: int, left: int) -> SampledRollout:
-        """The next rollout. Collective.
+        """Returns the next rollout. Collective.
 
         Args:
-            cursor: Number of its first prompt.
-            left: Number of rollouts that are asked for after this one.
+            cursor: Index of its first prompt.
+            left: Number of rollouts remaining after this one.
         """
 
     def drain(self) -> None:  # noqa: B027
-        """Waits until others may use the engine until `next`. What was sampled stays."""
+        """Waits until the engine is free for other uses before the next call of `next`. Keeps sampled rollouts."""
 
     def state_dict(self) -> Any:
-        """State for a checkpoint: plain data, the same on every rank; None for nothing. Collective."""
+        """Returns the state for a checkpoint: plain data, equal on all ranks, or None. Collective."""
         return None
 
     def load_state_dict(self, state: Any) -> None:  # noqa: B027
-        """Restores the state."""
+        """Restores the state of `state_dict`."""
 
     def close(self, timeout: float) -> None:  # noqa: B027
-        """Forgets what is under way, which has been given up by now, and waits so many seconds for threads."""
+        """Drops unfinished rollouts, which are already canceled, and waits up to `timeout` seconds for threads."""
 
 
 class OnPolicy(Schedule):
-    """Samples each rollout when it is asked for, by the weights that learn from it."""
+    """Samples each rollout when it is requested, with the weights that are trained on it."""
 
     def next(self, cursor: int, left: int) -> SampledRollout:
         sync = self.sampler.ready(cursor)
@@ -89,7 +90,7 @@ class OnPolicy(Schedule):
 
 
 class _BesideTraining(Schedule):
-    """A schedule that samples while the policy learns."""
+    """A schedule that samples during updates."""
 
     def __init__(self, max_staleness: int) -> None:
         self.max_staleness = at_least(f"{type(self).__name__}.max_staleness", max_staleness, 1)
@@ -102,14 +103,14 @@ class _BesideTraining(Schedule):
             raise ValueError(f"{schedule} with {error}") from None
         if adapts_prompts:
             raise ValueError(
-                f"{schedule} with PromptCurriculum: the next prompts depend on rewards that are not known while they "
-                "are sampled. Use schedule=OnPolicy, or another source of prompts."
+                f"{schedule} with PromptCurriculum: the next prompts depend on rewards that are not known yet. Use "
+                "schedule=OnPolicy, or another source of prompts."
             )
 
 
 @dataclass
 class _Flight:
-    """A rollout sampled ahead: its result, the version of its weights, and how many rollouts that will be behind."""
+    """A rollout sampled in advance: its result, the version of its weights, and its staleness in rollouts."""
 
     future: Future[SampledRollout]
     version: int
@@ -117,15 +118,15 @@ class _Flight:
 
 
 class Ahead(_BesideTraining):
-    """Samples up to `max_staleness` rollouts ahead, in rounds of that many, each with one version of the weights.
+    """Samples `max_staleness` rollouts in advance with one version of the weights, while the policy is trained.
 
-    When the last rollout of a round is handed out the engine is idle: the main thread pushes the weights, and the next
-    round is sampled while the policy learns from the rollout in hand. Which version samples which rollout doesn't
-    depend on timing: runs repeat. Needs an engine in separate processes.
+    Once the last rollout of a round is ready, the engine is idle. The schedule then pushes the weights and samples the
+    next round during the updates. The version that samples each rollout doesn't depend on timing, so runs are
+    reproducible. Requires an engine in separate processes.
 
     Args:
-        max_staleness: Number of rollouts in a round, at least 1. They are 1, 2, ... rollouts behind the policy that
-            learns from them; the first of a run is not. 1 hides the shorter of generation and update behind the other.
+        max_staleness: Number of rollouts per round, at least 1. The i-th rollout of a round is i rollouts behind the
+            policy trained on it; the first rollout of a run is on-policy. 1 samples one step ahead.
     """
 
     def __init__(self, max_staleness: int = 1) -> None:
@@ -136,22 +137,22 @@ class Ahead(_BesideTraining):
 
     def attach(self, sampler: RolloutSampler) -> None:
         super().attach(sampler)
-        # The thread's collectives must not meet the trainer's.
+        # Keeps the thread's collectives apart from the trainer's.
         if sampler.world_size > 1 and sampler.dynamic_sampling_rounds:
             self._side_group = torch.distributed.new_group(backend="gloo")
 
     def next(self, cursor: int, left: int) -> SampledRollout:
-        """See `Schedule.next`. Adds `rollout/staleness` and waiting times to the metrics."""
+        """Returns the next rollout, with `rollout/staleness` and waiting times in its metrics."""
         sync = 0.0 if self._flights else self._round(cursor, 1, behind=0)
         begin, restarts = time.perf_counter(), 0
         while True:
             try:
                 rollout = self._flights[0].future.result()
                 break
-            except EngineRestartedError as error:  # what was lost is sampled again, by the policy of now
+            except EngineRestartedError as error:  # samples the lost rollouts again with the current policy
                 restarts = may_restart(error, restarts, self.sampler.world_size)
                 count = len(self._flights)
-                log.warning("%s Pushing the weights and sampling %d lost rollouts again.", error, count)
+                log.warning("%s Pushing the weights and resampling %d lost rollouts.", error, count)
                 self._flights.clear()
                 self._round(cursor, count, behind=0)
         flight, waited = self._flights.popleft(), time.perf_counter() - begin
@@ -167,7 +168,7 @@ class Ahead(_BesideTraining):
 
     def drain(self) -> None:
         for flight in self._flights:
-            flight.future.exception()  # is raised when its rollout is asked for
+            flight.future.exception()  # raised when its rollout is requested
 
     def close(self, timeout: float) -> None:
         self._flights.clear()
@@ -175,7 +176,7 @@ class Ahead(_BesideTraining):
             self._thread.join(timeout)
 
     def _round(self, cursor: int, count: int, behind: int) -> float:
-        """Pushes the weights and starts `count` rollouts; seconds of the push."""
+        """Pushes the weights, starts `count` rollouts, and returns the seconds that the push took."""
         seconds, sampling = self.sampler.ready(cursor), self.sampler.sampling()
         flights = [_Flight(Future(), self.sampler.policy_version, behind + i) for i in range(count)]
         self._flights.extend(flights)
@@ -196,22 +197,22 @@ class Ahead(_BesideTraining):
 
 
 class InFlight(_BesideTraining):
-    """Keeps `max_staleness` rollouts under way while the policy learns, and changes the weights within completions.
+    """Keeps `max_staleness` rollouts in flight during training and updates the weights in the middle of completions.
 
-    Before a rollout is handed out the weights are pushed between two steps of the engine, wherever its completions are.
-    Then the rollout that comes `max_staleness` later begins. So the first token of a completion is at most that many
-    rollouts old when it is learned from, and the last is of the current policy. No prompt is dropped or waits longer
-    than that. Where the weights change depends on timing; a checkpoint has what was sampled so far, so that a resumed
-    run continues as if it had not stopped.
+    Before each rollout is returned, the weights are pushed between two engine steps, and the rollout that follows
+    `max_staleness` later starts. The first token of a completion is therefore at most `max_staleness` rollouts old when
+    it is trained on. No prompt is dropped or delayed further. The token at which the weights change depends on timing.
+    Checkpoints contain the partial completions, so a resumed run continues them.
 
     Args:
-        max_staleness: Number of rollouts, at least 1.
-        cache: What becomes of the keys and values of earlier tokens. "recompute" recomputes them, so that each token's
-            log-prob is what its version gives it. "keep" continues with those of older weights at once: the log-prob is
-            then of a mixture that no forward pass of the trainer repeats.
+        max_staleness: Number of rollouts in flight, at least 1.
+        cache: What happens to the KV cache when the weights change. "recompute" recomputes it, so each token has the
+            exact log-prob under its weight version. "keep" continues with the old cache without a pause. Log-probs then
+            come from a mixture of versions that the trainer can't reproduce.
 
     Source: PipelineRL, https://arxiv.org/abs/2509.19128 (keeps the cache), and AReaL, https://arxiv.org/abs/2505.24298
-        (admits prompts as here). Both hand out what is done first, so that slow prompts come last or are dropped.
+        (admits prompts as here). Both return rollouts in order of completion, which delays or drops slow prompts; we
+        keep the order of the prompts.
     """
 
     def __init__(self, max_staleness: int = 1, cache: Literal["recompute", "keep"] = "recompute") -> None:
@@ -219,14 +220,14 @@ class InFlight(_BesideTraining):
         self.cache = one_of("InFlight.cache", cache, "recompute", "keep")
         self.keeps_cache = cache == "keep"
         self._flights: deque[BegunRollout] = deque()
-        self._saved: list[dict[str, Any]] = []  # of a run that is resumed, until they begin again
+        self._saved: list[dict[str, Any]] = []  # of a resumed run, until restarted
 
     def check(self, engine: Engine, *, adapts_prompts: bool, dynamic_sampling_rounds: int) -> None:
         super().check(engine, adapts_prompts=adapts_prompts, dynamic_sampling_rounds=dynamic_sampling_rounds)
         if dynamic_sampling_rounds:
             raise ValueError(
-                f"schedule=InFlight with dynamic_sampling_rounds={dynamic_sampling_rounds}: prompts begin before "
-                "it is known how many the rounds take. Remove one of the two."
+                f"schedule=InFlight with dynamic_sampling_rounds={dynamic_sampling_rounds}: later prompts start before "
+                "the number of resampled prompts is known. Set dynamic_sampling_rounds to 0, or use another schedule."
             )
 
     def attach(self, sampler: RolloutSampler) -> None:
@@ -234,11 +235,11 @@ class InFlight(_BesideTraining):
         if checks := sampler.host.checks():
             raise ValueError(
                 f"schedule=InFlight with callback {type(checks[0]).__name__}: at the end of a trajectory the engine no "
-                "longer holds the weights that sampled it. Remove the callback; LogprobMonitor compares in the trainer."
+                "longer holds the weights that sampled it. Use the LogprobMonitor callback instead."
             )
 
     def next(self, cursor: int, left: int) -> SampledRollout:
-        """See `Schedule.next`. Adds how old the tokens are and waiting times to the metrics."""
+        """Returns the next rollout, with token staleness and waiting times in its metrics."""
         began, count = time.perf_counter(), self.sampler.prompts_per_rollout
         new = [cursor + i * count for i in range(len(self._flights), min(self.max_staleness, left) + 1)]
         self.sampler.ready(*new[:1])
@@ -257,7 +258,7 @@ class InFlight(_BesideTraining):
         self._flights.clear()
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """What every rank has sampled of the rollouts under way."""
+        """Returns the partial completions of all ranks."""
         own = [
             {
                 "behind": flight.behind,
@@ -279,7 +280,7 @@ class InFlight(_BesideTraining):
     def _begin(self, first: int) -> None:
         saved = self._saved.pop(0) if self._saved else {"behind": 0, "sampling": None, "sampled": {}}
         begun = {key: [_loaded(part) for part in parts] for key, parts in saved["sampled"].items()}
-        # What was sampled before a resume has log-probs of the settings that it was sampled with.
+        # Log-probs from before a resume belong to the sampling settings of that time.
         sampling = SamplingParams(**saved["sampling"]) if saved["sampling"] else None
         flight = self.sampler.begin(first, sampling=sampling, begun=begun)
         flight.behind = saved["behind"]
@@ -298,7 +299,7 @@ class InFlight(_BesideTraining):
 
 
 def _saved(part: Completion) -> dict[str, Any]:
-    """A completion as a checkpoint holds it."""
+    """Converts a completion to plain data for a checkpoint."""
     support = None if part.support is None else [part.support.counts, part.support.ids]
     routes = None if part.routes is None else part.routes.experts
     return {f.name: getattr(part, f.name) for f in fields(Completion)} | {"support": support, "routes": routes}

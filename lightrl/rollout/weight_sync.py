@@ -1,4 +1,4 @@
-"""Keeps the engine's weights equal to the trainer's, and proves it before anything is sampled."""
+"""Pushes the trainer's weights to the engine and verifies the result."""
 
 from __future__ import annotations
 
@@ -20,33 +20,34 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 class WeightSync(EngineSync):
-    """Pushes the policy's weights to the engine right before it generates, whenever they have changed.
+    """Pushes the policy's weights to the engine before it generates, whenever they have changed.
 
-    Lazy, because no single Lightning hook precedes every generation (a resumed run skips `on_train_epoch_start`,
-    validation comes at its own time): the data module asks `ensure_synced`, and a push happens if the engine's
-    `policy_version` is not the module's. Nothing is stored in a checkpoint, so a resumed run pushes first. An engine
-    that takes adapters gets the adapter alone. `RolloutDataModule` takes one with the settings below where no callback
-    of the run is an `EngineSync`; name it to change them.
+    A push happens when the engine's `policy_version` differs from the module's. A resumed run always starts with a
+    push, because checkpoints don't store the engine's version. Engines that support LoRA receive only the adapter.
+    `RolloutDataModule` uses a default instance unless the trainer has an `EngineSync` callback. Add this callback to
+    change its settings.
 
-    After a push a *canary* asks engine and trainer for the log-probs of a few fixed tokens: of the run's first prompts
-    once there are any, of random ones before. If they differ by more than `tolerance` the run stops: training on
-    samples of stale or half-loaded weights fails silently otherwise. If the run has prompts with media, it also samples
-    a few tokens after one of them and compares their log-probs: what the vision tower computes, how image tokens are
-    attended to, and adapters on the tower show there alone. Two checks catch what is smaller than the tolerance: the
-    engine must not answer exactly as before the push while the trainer's log-probs have moved, and where these have
-    moved by ten times the gap of the push before, the engine's must have come half of the way.
+    After each push, a weight-sync check (the *canary*) compares the log-probs of a few fixed tokens between engine and
+    trainer. The tokens come from the run's first prompts, or are random if there are none yet. The run stops if the
+    mean difference exceeds `tolerance`, because training on samples from stale weights would fail silently. For prompts
+    with media, the check also samples a few tokens and compares their log-probs, which verifies the vision tower and
+    its adapters.
+
+    Two further checks detect errors below the tolerance. The engine's log-probs must not be identical to those before
+    the push if the trainer's have changed. If the trainer's changed by ten times the last gap, the engine's must have
+    moved at least halfway.
 
     Args:
-        canary: whether to ask after each push.
-        tolerance: Maximum mean absolute difference in nats. Defaults by the engine's dtype: 5e-4 for float32, 0.05 for
-            float16, 0.5 for bfloat16 (a pretrained model of 135M parameters rounds by 0.05 to 0.16). A tolerance of
-            your own replaces the two other checks.
-        num_sequences: sequences of the canary.
-        num_tokens: tokens in each, and tokens sampled after a prompt with media. A mixture of experts gets more
-            sequences if the engine routes its tokens: about eight tokens for each expert.
+        canary: Whether to run the check after each push.
+        tolerance: Maximum mean absolute difference in nats. Defaults to 5e-4 for a float32 engine, 0.05 for float16,
+            and 0.5 for bfloat16 (rounding in a pretrained 135M model is 0.05 to 0.16). Setting it disables the two
+            further checks.
+        num_sequences: Number of sequences to compare.
+        num_tokens: Number of tokens per sequence, and of tokens sampled after a prompt with media. Mixture-of-experts
+            models get additional sequences, about eight tokens per expert, if the engine doesn't replay routes.
 
     Raises:
-        StaleWeightsError: from `ensure_synced`, with the gap.
+        StaleWeightsError: If the log-probs differ by more than the tolerance, from `ensure_synced`.
     """
 
     def __init__(
@@ -57,26 +58,26 @@ class WeightSync(EngineSync):
         self.num_sequences = at_least("WeightSync.num_sequences", num_sequences, 1)
         self.num_tokens = at_least("WeightSync.num_tokens", num_tokens, 2)
         self.last_gap: float | None = None
-        """Mean absolute log-prob gap in nats of the last canary."""
+        """Mean absolute log-prob difference in nats of the last check."""
         self.last_media_gap: float | None = None
-        """The same for a completion of a prompt with media; None for text alone."""
-        self._frozen: int | None = None  # of the last push
+        """Mean absolute log-prob difference in nats after a prompt with media; None for text-only runs."""
+        self._frozen: int | None = None  # fingerprint at the last push
         self._prompts: list[list[int]] | None = None
         self._media: GenerationRequest | None = None
-        self._media_before: tuple[Completion, torch.Tensor, float] | None = None  # its trainer's log-probs, the gap
+        self._media_before: tuple[Completion, torch.Tensor, float] | None = None  # completion, trainer's log-probs, gap
         self._answered: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # tokens, engine's, trainer's
 
     def show_prompts(self, token_ids: Sequence[Sequence[int]]) -> None:
-        """Takes the first prompts that it sees for the canary."""
+        """Keeps the first prompts for the check."""
         if self._prompts is None:
             self._prompts = [list(ids) for ids in token_ids]
 
     def show_media(self, request: GenerationRequest) -> None:
-        """Keeps the first prompt with media that it sees."""
+        """Keeps the first request with media for the check."""
         self._media = self._media or request
 
     def ensure_synced(self, module: RolloutLearner, engine: Engine) -> None:
-        """Pushes if the versions differ. Collective: every rank calls it at the same time."""
+        """Pushes the weights if the versions differ. Collective."""
         if engine.policy_version == module.policy_version:
             return
         moved = self._frozen_moved(module)
@@ -84,12 +85,12 @@ class WeightSync(EngineSync):
             if engine.pushes == "adapter":
                 if moved:
                     raise ValueError(
-                        f"lora: weights under the adapter have changed, and {type(engine).__name__} gets the adapter "
-                        'alone. Set lora_sync="merged".'
+                        f"lora: the base weights have changed, but {type(engine).__name__} receives only the adapter. "
+                        'Set lora_sync="merged".'
                     )
                 engine.load_adapter(*module.policy_adapter(), policy_version=module.policy_version)
             elif engine.takes_parts and engine.policy_version >= 0 and not moved and _some_frozen(module):
-                # What is frozen is there from an earlier push.
+                # An earlier push included the frozen weights.
                 trained = _named_for(engine, module, module.named_policy_weights(trained_only=True))
                 engine.load_weights(trained, policy_version=module.policy_version, partial=True)
             else:
@@ -100,22 +101,22 @@ class WeightSync(EngineSync):
                 self._check_media(module, engine)
 
     def _frozen_moved(self, module: RolloutLearner) -> bool:
-        """Whether weights that no update changes have changed since the last push. Collective."""
+        """Whether frozen weights have changed since the last push. Collective."""
         named, before = module.actor.lm.named_parameters(), self._frozen
         self._frozen = fingerprint(p for name, p in named if not p.requires_grad and "lora_" not in name)
         return bool(module.all_max(torch.tensor(float(before not in (None, self._frozen)))))
 
     def _check(self, module: RolloutLearner, engine: Engine) -> None:
         tokens = self._tokens(module, engine, min(self.num_tokens, engine.max_model_len - 1))
-        for placeholder in placeholder_ids(module.actor.lm.config).values():  # stands for what is not there
+        for placeholder in placeholder_ids(module.actor.lm.config).values():  # has no media here
             tokens[tokens == placeholder] = harmless_id(module.actor.lm.config)
         routes = [module.actor.agreed_routes(tokens)] if engine.replays_routes else []
         theirs = torch.tensor(engine.logprobs(tokens.tolist(), *routes))
         ours = module.token_logprobs(tokens.to(module.device), *routes).cpu()[:, 1:]
         if bool(module.all_max((~ours.isfinite()).any().float())):
             raise ValueError(
-                f"The policy's log-probs are not finite after {module.policy_version} updates: its weights have grown "
-                "beyond all bounds. Lower the learning rate, or bound max_grad_norm."
+                f"The policy's log-probs are not finite after {module.policy_version} updates: training has diverged. "
+                "Lower the learning rate or max_grad_norm."
             )
         gaps = (ours - theirs).abs()
         self.last_gap = float(gaps.mean())
@@ -128,17 +129,17 @@ class WeightSync(EngineSync):
             engine.mark_stale()
             raise StaleWeightsError(
                 f"After pushing the weights of policy version {version} the engine's log-probs differ from the "
-                f"trainer's by {self.last_gap:.2e} on average (at most {gaps.max():.2e}; allowed: {tolerance:g} on "
+                f"trainer's by {self.last_gap:.2e} on average (maximum {gaps.max():.2e}; allowed: {tolerance:g} on "
                 f"average{behind}). The engine holds stale or incomplete weights. Check that its dtype matches the "
-                "trainer's precision; raise WeightSync.tolerance only if the gap is rounding."
+                "trainer's precision. Raise WeightSync.tolerance only if the difference is due to rounding."
             )
 
     def _check_media(self, module: RolloutLearner, engine: Engine) -> None:
-        """Compares the log-probs of a completion that the engine samples after a prompt with media. Collective."""
+        """Compares the log-probs of tokens that the engine samples after a prompt with media. Collective."""
         request = self._media
         if not bool(module.all_max(torch.tensor(float(request is not None)))):
             return
-        if request is None:  # other ranks have one, and every rank runs the model
+        if request is None:  # other ranks have one, and the forward pass is collective
             module.token_logprobs(torch.zeros((1, 2), dtype=torch.long, device=module.device))
             return self._judge_media(module, engine, 0.0, 0.0)
         room = min(self.num_tokens, engine.max_model_len - len(request.token_ids))
@@ -162,20 +163,19 @@ class WeightSync(EngineSync):
             self._media_before = None
             engine.mark_stale()
             raise StaleWeightsError(
-                f"{type(engine).__name__} with {type(module.actor.lm).__name__}: after a prompt with images, videos, "
-                f"or audio its log-probs differ from the trainer's by {worst:.2e} on average (allowed: {tolerance:g}), "
-                "while those of text agree. They read the media differently: an adapter or weights outside the "
-                "language model are missing in the engine, or it attends to media tokens in another way. Use "
-                "TransformersEngine, or train on text only."
+                f"engine={type(engine).__name__} with {type(module.actor.lm).__name__}: after a prompt with media, the "
+                f"engine's log-probs differ from the trainer's by {worst:.2e} on average (allowed: {tolerance:g}), "
+                "while those of text agree. The engine lacks an adapter or weights of the vision tower, or uses a "
+                "different attention mask for media. Use TransformersEngine, or train on text only."
             )
 
     def _tolerance(self, engine: Engine) -> float:
         return self.tolerance or TOLERANCE.get(engine.dtype or "float32", TOLERANCE["bfloat16"])
 
     def _tokens(self, module: RolloutLearner, engine: Engine, length: int) -> torch.Tensor:
-        """(rows, length): prompts one after the other, or random tokens where there are too few.
+        """(B, length) tokens of the concatenated prompts, or random tokens if the prompts are too short.
 
-        Where the engine's routers choose the experts, rows of random tokens follow, so that most experts are asked.
+        If the engine chooses the experts, sequences of random tokens follow, to cover most experts.
         """
         config = module.actor.lm.config.get_text_config()
         generator = torch.Generator().manual_seed(0)
@@ -191,23 +191,23 @@ class WeightSync(EngineSync):
         return torch.cat([tokens, torch.randint(config.vocab_size, (rows, length), generator=generator)])
 
     def _why_behind(self, tokens: torch.Tensor, theirs: torch.Tensor, ours: torch.Tensor, tolerance: float) -> str:
-        """How the answers since the last canary show that this push has not arrived; empty if they do not."""
+        """Returns why the change since the last check suggests a failed push, or an empty string."""
         if self._answered is None or not torch.equal(tokens, self._answered[0]):
             return ""
         _, their_last, our_last = self._answered
         if torch.equal(theirs, their_last) and float((ours - our_last).abs().mean()) > tolerance / 100:
-            return ", and none exactly as before the push"
+            return "; the engine's log-probs are identical to those before the push"
         rounding = float((our_last - their_last).abs().mean())
-        moved = float((ours - their_last).abs().mean())  # what the gap would be without a push
+        moved = float((ours - their_last).abs().mean())  # the gap without a push
         half = moved > 10 * rounding and float((ours - theirs).abs().mean()) > moved / 2
-        return ", and half of what the trainer has moved by" if half else ""
+        return "; the engine moved less than half as far as the trainer" if half else ""
 
 
 @torch.no_grad()
 def _logprobs(
     module: RolloutLearner, request: GenerationRequest, completions: Sequence[Completion]
 ) -> list[torch.Tensor]:
-    """The trainer's log-probs of each completion of a prompt with media."""
+    """Returns the trainer's log-probs of each completion of a prompt with media."""
     rows = [torch.tensor(request.token_ids + completion.token_ids) for completion in completions]
     token_ids = pad_sequence(rows, batch_first=True).to(module.device)
     lengths = torch.tensor([len(row) for row in rows], device=module.device)
@@ -229,10 +229,10 @@ def _logprobs(
 def _named_for(
     engine: Engine, module: RolloutLearner, weights: Iterator[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The policy's weights under the names that the engine's model has."""
+    """Renames the policy's weights to the engine's parameter names."""
     return as_saved(module.actor.lm, weights) if engine.pushes == "checkpoint" else weights
 
 
 def _some_frozen(module: RolloutLearner) -> bool:
-    """Whether the policy has weights that no update changes; else a push of all can be checked by name."""
+    """Whether the policy has frozen weights."""
     return not all(parameter.requires_grad for parameter in module.actor.lm.parameters())

@@ -220,7 +220,7 @@ def test_fire_heats_the_first_token_alone(engine, weights) -> None:
     ("call", "message"),
     [
         (lambda e: ask(e, PROMPTS, SamplingParams(max_new_tokens=125), num_completions=1, seeds=SEEDS),
-         r"data-set row 100.*max_new_tokens=125.*max_model_len=128"),
+         r"dataset row 100.*max_new_tokens=125.*max_model_len=128"),
         (lambda e: ask(e, Prompts([[5] * 300], [""]), SHORT, num_completions=1, seeds=[0]), "300 tokens"),
         (lambda e: ask(e, PROMPTS, SHORT, num_completions=0, seeds=SEEDS), "num_completions=0"),
         (lambda e: ask(e, PROMPTS, SamplingParams(temperature=0.001), num_completions=1, seeds=SEEDS), "=0.001"),

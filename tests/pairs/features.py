@@ -204,7 +204,7 @@ REFUSALS = [
     ),
     Refusal(
         "dynamic_sampling_rounds with one attempt per prompt",
-        "has no spread",
+        "dynamic sampling needs",
         lambda s: s.get("group") == "1" and s.get("refills") == "yes",
     ),
     Refusal(

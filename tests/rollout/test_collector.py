@@ -133,7 +133,7 @@ def test_a_turn_is_asked_for_while_others_run(collector: Any) -> None:
 def test_a_rollout_shows_prompts_turns_and_environments_that_wait(collector: Any) -> None:
     """The attempts at prompt 0 wait for the engine and those at prompt 1 are in their environments until it is seen."""
     seen: list[Any] = []
-    wanted = (0, 2, "2 turns, 2 wait for the engine, 2 environments work")
+    wanted = (0, 2, "2 turns, 2 waiting for the engine, 2 environments running")
 
     class Works(TwoTurns):
         playing = 0
@@ -293,7 +293,7 @@ def test_an_engine_that_dies_again_and_again_ends_the_rollout(collector: Any) ->
 
     with pytest.raises(EngineDiedError, match="died 4 times in one rollout"):
         collector(ScriptedEngine(answer)).start(tasks()).finish()
-    with pytest.raises(EngineDiedError, match="one process only"):
+    with pytest.raises(EngineDiedError, match="single process"):
         collector(ScriptedEngine(answer), world_size=2).start(tasks()).finish()
     with pytest.raises(EngineRestartedError):
         collector(ScriptedEngine(answer)).start(tasks(), recover=False).finish()
@@ -360,15 +360,15 @@ class Cut(ScriptedEngine):
 @pytest.mark.parametrize(
     ("engine", "message"),
     [
-        (Cut(Completion([5, 6], [-0.5, -0.5], "", "stop")), "Cut.generate: 1 completions of prompt 0 .*, 2 were asked"),
+        (Cut(Completion([5, 6], [-0.5, -0.5], "", "stop")), "Cut.generate: returned 1 completions of prompt 0"),
         (Cut(Completion([5, 6], [-0.5], "", "stop"), 2), "Cut.generate: .* prompt 0 .* has 2 tokens and 1 logprobs"),
         (
             Cut(Completion([5, 6], [-0.5, math.nan], "", "stop"), 2),
-            "Cut.generate: .* log-prob nan at its token 1",
+            "Cut.generate: .* log-prob nan at token 1",
         ),
         (
             Cut(Completion([5, 6], [-math.inf, -0.5], "", "stop"), 2),
-            "Cut.generate: .* prompt 0 .* -inf at its token 0",
+            "Cut.generate: .* prompt 0 .* -inf at token 0",
         ),
     ],
 )
@@ -394,10 +394,10 @@ NAN = replace(ROW, logprobs=[0.0, 0.0, math.nan])
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (None, "Answers.run gave a NoneType for prompt 0: .* each of the 2 attempts"),
-        ([Trajectory([], "")], "Answers.run gave 1 of them for prompt 0: .* each of the 2 attempts"),
-        ([Trajectory([ROW], "")] * 2, "Answers.run: a row of prompt 0 has 3 token_ids, 3 turn_ids, 2 logprobs and 3"),
-        ([Trajectory([NAN], "")] * 2, "Answers.run: a row of prompt 0 has the log-prob nan at its token 2"),
+        (None, "Answers.run: returned a NoneType for prompt 0: .* each of the 2 attempts"),
+        ([Trajectory([], "")], "Answers.run: returned 1 of them for prompt 0: .* each of the 2 attempts"),
+        ([Trajectory([ROW], "")] * 2, "Answers.run: a row of prompt 0 has 3 token_ids, 3 turn_ids, 2 logprobs, and 3"),
+        ([Trajectory([NAN], "")] * 2, "Answers.run: a row of prompt 0 has the log-prob nan at token 2"),
     ],
 )
 def test_an_episode_that_breaks_its_contract_is_named(answer: Any, message: str, collector: Any) -> None:
