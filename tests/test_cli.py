@@ -476,7 +476,7 @@ def test_secrets_stay_out_of_what_a_run_writes(
     assert "${env:HUB_TOKEN}" in config and "me:***@host" in config
     output = "".join(capfd.readouterr())
     assert "secret-of" not in output
-    assert "model.init_args.actor.kwargs.proxies.https: a secret in the configuration" in output
+    assert "model.init_args.actor.kwargs.proxies.https: contains a secret" in output
 
 
 def test_a_logger_that_records_the_command_and_the_hyperparameters_show_no_secret_of_it(

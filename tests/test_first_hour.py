@@ -74,10 +74,10 @@ def test_doctor_finds_nothing_wrong_with_a_sound_run(
 ) -> None:
     main(["doctor", "--config", config()])
     out = capsys.readouterr().out
-    assert "3 rows; 4 to 4 tokens" in out
-    assert "'I do not know.' 0" in out and "its sum 1" in out
-    assert "GRPOLightningModule" in out and "memory: about" in out
-    assert out.endswith("No problem found.\n")
+    assert "3 prompts; 4 to 4 tokens" in out
+    assert "'I do not know.' -> 0" in out and "column sum -> 1" in out
+    assert "GRPOLightningModule" in out and "memory: peak of about" in out
+    assert out.endswith("No problems found.\n")
 
 
 def test_doctor_ends_with_status_1_and_says_what_to_do(
@@ -121,14 +121,14 @@ def test_doctor_compares_the_plan_with_the_memory(config: Callable[..., str], mo
     file = config()
     assert "memory" not in said(file, "problem")
     monkeypatch.setattr("os.sysconf", lambda name: 4096 if name == "SC_PAGE_SIZE" else 1000)
-    assert "Nothing fits." in said(file, "problem")
+    assert "No strategy fits." in said(file, "problem")
 
 
 def test_doctor_looks_at_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightrl.cli.doctor.metadata.requires", lambda name: ["torch>=99", "nothing-like-it>=1"])
     monkeypatch.setattr("lightrl.cli.doctor.metadata.metadata", lambda name: Message())
     found = "\n".join(text for kind, text in diagnose() if kind == "problem")
-    assert ">=99" in found and "nothing-like-it is missing: pip install 'nothing-like-it>=1'" in found
+    assert ">=99" in found and "nothing-like-it is not installed. Run pip install 'nothing-like-it>=1'" in found
 
 
 @pytest.mark.parametrize(("entry", "kind"), [("lightrl.cli:app", "problem"), ("lightrl.__main__:command", "note")])

@@ -122,7 +122,7 @@ def test_a_new_user_comes_from_the_wheel_to_a_model_of_ones_own(wheel: Path, roo
         timeout=550,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert str(wheel / "lightrl") in done.stdout and "No problem found." in done.stdout  # said by the doctor
+    assert str(wheel / "lightrl") in done.stdout and "No problems found." in done.stdout  # said by the doctor
     mine = tmp_path / "empty" / "mine"
     rows = (mine / "outputs/grpo/metrics.csv").read_text().splitlines()
     header = rows[0].split(",")

@@ -360,13 +360,13 @@ def test_command_prints_a_table_and_a_recommendation(big: str, capsys: pytest.Ca
     main(["plan", f"--model={big}/config.json", "--gpu-memory=48", "--engine", "elsewhere"])
     assert "Use fsdp2" in capsys.readouterr().out
     main(["plan", "--model", big, "--strategy", "ddp", "--trajectories", "1024"])
-    assert "Seconds per step" in capsys.readouterr().out
+    assert "Estimated seconds per step" in capsys.readouterr().out
     main(["plan", "--model", big, "--strategy", "deepspeed_zero3"])
     out = capsys.readouterr().out
     assert "Use zero3" in out and "ddp" not in out
     main(["plan", "--model", big, "--gpu_memory", "8", "--strategy", "fsdp2", "--algorithm", "grpo"])
     out = capsys.readouterr().out
-    assert "Nothing fits. Try" in out and "--lora 32" in out and "zero3" not in out
+    assert "No strategy fits. Try" in out and "--lora 32" in out and "zero3" not in out
 
 
 @pytest.mark.parametrize(
@@ -400,9 +400,9 @@ def test_a_configuration_that_makes_no_policy_is_rejected(config: Any, tmp_path:
 
 def test_a_plan_that_nothing_makes_fit_says_so(big: str, capsys: pytest.CaptureFixture[str]) -> None:
     plan(big, gpu_memory=1, lora=32, engine="elsewhere", length=16384)
-    assert "Nothing fits. Try more memory, a smaller model, shorter rows" in capsys.readouterr().out
+    assert "No strategy fits. Try more memory, a smaller model, shorter sequences" in capsys.readouterr().out
     plan(big, gpu_memory=1, lora=32, engine="elsewhere", length=16384, gradient_checkpointing=False)
-    assert "Nothing fits. Try --gradient_checkpointing true." in capsys.readouterr().out
+    assert "No strategy fits. Try --gradient_checkpointing true." in capsys.readouterr().out
 
 
 SMOLLM2 = {

@@ -88,7 +88,7 @@ def test_the_program_project_is_checked_and_runs_as_written(
     for name in (name for name in tests if name.startswith("test_")):
         tests[name]()
     said = capsys.readouterr().out
-    assert "calls calculate(" in said and "tool: 2" in said and "No problem found." in said
+    assert "calls calculate(" in said and "tool: 2" in said and "No problems found." in said
     random_init = "--model.init_args.actor.random_init=true"
     sizes = ["--data.init_args.group_size=2", "--data.init_args.prompts_per_rollout=2"]
     length = "--data.init_args.episode.init_args.max_tokens=400"

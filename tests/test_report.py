@@ -88,8 +88,8 @@ def test_prompts_whose_completion_changed_come_first(tmp_path: Path) -> None:
     asked = [{**each, "question": "1+1=?", "prompt": f"<|user|>{each['prompt']}"} for each in moved]
     samples = sorted([*same, *asked], key=lambda record: record["step"])
     page = report(write_run(tmp_path, training(0, 10), samples)).read_text()
-    assert "1 of 21 completions changed; the reward rose on 1 and fell on 0" in page
-    assert "<pre>1+1=?</pre>" in page and "<summary>as the model saw it</summary><pre>&lt;|user|&gt;better" in page
+    assert "1 of 21 completions changed: 1 have a higher reward, 0 a lower reward" in page
+    assert "<pre>1+1=?</pre>" in page and "<summary>full prompt</summary><pre>&lt;|user|&gt;better" in page
     assert "same 1" not in page
 
 
@@ -184,7 +184,7 @@ def test_lines_that_are_not_samples_are_skipped_and_named(tmp_path: Path, capsys
         file.write('[1]\nx\n{"step": "x", "phase": 1}\n{"cut": ')
     assert "a good prompt" in report(run).read_text()
     said = capsys.readouterr().err
-    assert "Left out: 2 lines of" in said and "the first is line 2" in said and "line 4 is not a record" in said
+    assert "Skipped: 2 invalid lines in" in said and "first: line 2" in said and "line 4 is not a record" in said
 
 
 def test_samples_of_what_a_resumed_run_repeats_are_those_of_its_last_pass(tmp_path: Path) -> None:
@@ -249,8 +249,8 @@ def test_a_folder_of_runs_becomes_an_index_of_them(tmp_path: Path, capsys: pytes
     assert re.findall(r"<tr><td>(?:<a [^>]*>)?a b/run(\d)", text) == list("76543210")
     (link,) = re.findall(r'<a href="([^"]*)">a b/run6</a>', text)
     assert (page.parent / unquote(link)).resolve() == folders[6] / "report" / "report.html"
-    assert len(re.findall(r"Left out: .*begun", text)) == 1
-    assert "newest 6" in text and "a b/run1" not in text[text.index("Over the runs") :]
+    assert len(re.findall(r"Skipped: .*begun", text)) == 1
+    assert "6 newest" in text and "a b/run1" not in text[text.index("<h2>Metrics") :]
 
 
 def test_several_runs_are_compared_in_one_page(
@@ -284,7 +284,7 @@ def test_labels_do_not_end_the_script(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rewards", "peak"),
     [
-        ((0.1, 0.9, 0.5), "was 0.9 after 11 rollouts and ended at 0.5"),
+        ((0.1, 0.9, 0.5), "peaked at 0.9 after 11 rollouts and ended at 0.5"),
         ((0.1, 0.9, 0.85), None),
         ((0.5, 0.4, 0.3), None),
     ],
@@ -297,9 +297,9 @@ def test_a_run_that_peaked_and_fell_says_so_and_names_the_checkpoint(
     for rollout in (3, 9, 21):
         (run / "checkpoints" / f"rollout={rollout:06d}.ckpt").touch()
     text = report(run).read_text()
-    assert ("peaked and fell" in text) == (peak is not None)
+    assert ("declined after its peak" in text) == (peak is not None)
     if peak is not None:
-        assert peak in text and "the nearest checkpoint is checkpoints/rollout=000009.ckpt" in text
+        assert peak in text and "The nearest checkpoint is checkpoints/rollout=000009.ckpt" in text
 
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))

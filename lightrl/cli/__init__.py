@@ -1,4 +1,4 @@
-"""The `lightrl` command: a file per command; `lightning_cli.py` builds runs."""
+"""The `lightrl` command. Each command has its own file; `lightning_cli.py` builds runs."""
 
 from __future__ import annotations
 
@@ -28,24 +28,25 @@ USAGE = """LightRL: reinforcement learning for LLMs and VLMs, built on PyTorch L
   lightrl validate --config x.yaml   evaluate on the evaluation prompts
   lightrl test --config x.yaml       evaluate on test prompts
   lightrl predict --config x.yaml    write completions with their rewards
-  lightrl report RUN_DIR             draw plots and samples of a run as an HTML page; compare several runs
-  lightrl view RUN_DIR               show saved trajectories, token by token, as an HTML page
+  lightrl report RUN_DIR ...         plot one or several runs, with sample completions, as an HTML page
+  lightrl view RUN_DIR               show saved trajectories token by token as an HTML page
   lightrl serve-reward ...           serve a reward function over HTTP
-  lightrl check-env --config x.yaml  play a config's environment or program without training
+  lightrl check-env --config x.yaml  test an environment or agent program without training
   lightrl plan --model MODEL         estimate the memory per GPU under each strategy
-  lightrl quickstart                 run a first training on a CPU, from nothing to a report
-  lightrl init DIR                   create a small project: configuration, rewards, rows
-  lightrl recipes                    list the configurations that come with LightRL
-  lightrl from-trl SCRIPT.yaml       convert the arguments of a TRL script to a configuration
-  lightrl export --checkpoint C --output D   export a checkpoint to a Hugging Face folder, or to a plain checkpoint
+  lightrl quickstart                 train a small model on a CPU and write a report
+  lightrl init DIR                   create a project: configuration, reward function, training examples
+  lightrl recipes                    list the configurations that ship with LightRL
+  lightrl from-trl SCRIPT.yaml       convert a TRL configuration to a LightRL configuration
+  lightrl export --checkpoint C --output D   export a checkpoint as a Hugging Face model or a plain checkpoint
   lightrl doctor [--config x.yaml]   check the installation, or validate a config before training
 
-`lightrl COMMAND --help` explains every argument; `lightrl fit --model.help PPOLightningModule` those of a class.
-Several --config are merged, later ones win. LIGHTRL_DEBUG=1 shows the traceback of every error. -v (--verbose) also
-shows tips, progress bars, and deprecation notes of the packages below.
-Strings of a config may name environment variables as ${env:NAME}, which keeps secrets out of what a run writes.
-Exit codes: 0 success, 1 failure or Ctrl-C, 2 invalid arguments or configuration, 75 SIGTERM or SIGUSR1 (saved; run it
-again).
+Run `lightrl COMMAND --help` for a command's arguments, `lightrl fit --model.help PPOLightningModule` for a class's.
+You can pass --config several times; later files override earlier ones.
+Set LIGHTRL_DEBUG=1 to show the traceback of every error. Pass -v (--verbose) to also show the tips, progress bars, and
+deprecation warnings of dependencies.
+Write ${env:NAME} in a config to read an environment variable. Its value is never written to the run directory.
+Exit codes: 0 success; 1 failure; 2 invalid arguments or configuration; 75 stopped by SIGTERM or SIGUSR1 after saving
+(rerun to resume); 130 Ctrl-C.
 """
 
 RUNS = ("fit", "validate", "test", "predict")
@@ -62,22 +63,22 @@ COMMANDS = {
     "recipes": "lightrl.cli.config_files:recipes",
     "doctor": "lightrl.cli.doctor:doctor",
 }
-"""Command -> module and function, imported when asked for."""
+"""Command -> module and function, imported on demand."""
 QUIETED = (*RUNS, "check-env", "doctor", "export", "serve-reward")
 """Commands that load models or build runs."""
 STEP_OF = "LIGHTRL_QUICKSTART_PID"
-"""Environment variable with the process that a step of the quickstart ends with."""
+"""Environment variable with the ID of the quickstart process; its steps exit when it does."""
 INTERRUPTED = 130
 UNREAD = 141  # as after SIGPIPE
 PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: a scheduler requeues the job
 
 
 def run(args: Sequence[str] | None = None, **kwargs: Any) -> Any:
-    """Runs fit, validate, test, or predict.
+    """Run fit, validate, test, or predict.
 
     Args:
         args: Command line without the program's name. Defaults to `sys.argv`.
-        kwargs: Further arguments of `LightningCLI`, such as `run=False` to build without running.
+        kwargs: Additional arguments of `LightningCLI`, such as `run=False` to build without running.
 
     Returns:
         The CLI object with `trainer`, `model`, and `datamodule`.
@@ -93,8 +94,8 @@ def run(args: Sequence[str] | None = None, **kwargs: Any) -> Any:
             LightningDataModule,
             subclass_mode_model=True,
             subclass_mode_data=True,
-            parser_kwargs={"exit_on_error": False},  # `main` shows errors, without a page of usage before them
-            auto_configure_optimizers=False,  # modules take the optimizer; `--optimizer` would have no effect
+            parser_kwargs={"exit_on_error": False},  # `main` shows errors without a page of usage
+            auto_configure_optimizers=False,  # modules have their own; `--optimizer` would have no effect
             seed_everything_default=0,
             save_config_kwargs={"overwrite": True},
             args=expand_configs(sys.argv[1:] if args is None else args),
@@ -107,7 +108,7 @@ def run(args: Sequence[str] | None = None, **kwargs: Any) -> Any:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """The `lightrl` command. Shows an invalid input as one message and exits with code 2.
+    """Run the `lightrl` command. Prints one message and exits with code 2 if the input is invalid.
 
     Args:
         args: Command line without the program's name. Defaults to `sys.argv`.
@@ -118,7 +119,7 @@ def main(args: Sequence[str] | None = None) -> None:
         arguments = [argument for argument in args if argument not in ("-v", "--verbose")]
         _main(arguments, verbose=len(arguments) < len(args))
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader of a listing is gone, as `head` when it has enough
+    except BrokenPipeError:  # the reader, such as `head`, has exited
         if args and args[0] in QUIETED:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -127,7 +128,7 @@ def main(args: Sequence[str] | None = None) -> None:
         if debug:
             raise
         fit = "fit" in args[:2]  # `-v` may come before it
-        print(f"Interrupted{' before training began; nothing was saved' if fit else ''}.", file=sys.stderr)
+        print(f"Interrupted{' before training started; nothing was saved' if fit else ''}.", file=sys.stderr)
         sys.exit(PREEMPTED if type(interrupt).__name__ == "Preempted" else INTERRUPTED)
     except SystemExit as stop:
         if type(stop.__context__).__name__ == "Preempted":  # Lightning exits with 1 after any interrupt
@@ -142,9 +143,9 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _main(arguments: list[str], verbose: bool) -> None:
-    # Threads that spin while they wait make two busy processes on shared cores ten times slower than sleeping ones.
+    # Spinning threads slow down two busy processes on shared cores tenfold compared with sleeping ones.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    sys.path.insert(0, os.getcwd())  # YAML may name classes and functions of the working folder
+    sys.path.insert(0, os.getcwd())  # YAML may name classes and functions in the working directory
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE, end="")
         return
@@ -155,12 +156,12 @@ def _main(arguments: list[str], verbose: bool) -> None:
     if not command.startswith("-") and command not in (*COMMANDS, *RUNS):
         close = difflib.get_close_matches(command, (*COMMANDS, *RUNS), 1)
         hint = f" Did you mean `lightrl {close[0]}`?" if close else ""
-        raise ValueError(f"lightrl has no command {command!r}. `lightrl --help` lists them.{hint}")
+        raise ValueError(f"Unknown command {command!r}. Run `lightrl --help` to list the commands.{hint}")
     if command in RUNS:  # before anything heavy loads
         if not options:
             raise ValueError(
-                f"lightrl {command} needs --config FILE.yaml: `lightrl init DIR` writes one, `lightrl recipes` lists "
-                "those that come with LightRL (--config lightrl:NAME)."
+                f"lightrl {command} requires --config FILE.yaml. Create one with `lightrl init DIR`, or pick one from "
+                "`lightrl recipes` (--config lightrl:NAME)."
             )
         expand_configs(arguments)
     if command in QUIETED and not verbose:
@@ -177,7 +178,7 @@ def _main(arguments: list[str], verbose: bool) -> None:
 
 
 def _call(function: Callable[..., Any], command: str, options: list[str]) -> None:
-    """Calls a command's function with its options, in jsonargparse's grammar plus a few conveniences."""
+    """Calls a command's function with its options: jsonargparse's syntax plus a few conveniences."""
     from jsonargparse import ArgumentError, auto_parser
 
     if command == "init" and (not options or options[0].startswith("--")) and "--help" not in options:
@@ -187,7 +188,7 @@ def _call(function: Callable[..., Any], command: str, options: list[str]) -> Non
     runs = next((i for i, option in enumerate(options) if option.startswith("-")), len(options))
     if command == "report" and runs > 1:
         options[1:runs] = [f"--others={json.dumps(options[1:runs])}"]
-    # Options may be written with dashes; a flag needs no value.
+    # Options may contain dashes; a flag needs no value.
     options = [re.sub(r"^--[\w-]+", lambda name: "--" + name[0][2:].replace("-", "_"), o) for o in options]
     parameters = inspect.signature(function).parameters
     flags = {f"--{name}" for name, parameter in parameters.items() if parameter.default is False}
@@ -198,5 +199,5 @@ def _call(function: Callable[..., Any], command: str, options: list[str]) -> Non
         given = parser.instantiate(parser.parse_args(options))
     except ArgumentError as error:
         message = parser_message(str(error), parameters)
-        raise ValueError(f"{message} `lightrl {command} --help` explains the arguments.") from error
+        raise ValueError(f"{message} Run `lightrl {command} --help` for help.") from error
     function(**{name: given[name] for name in parameters})

@@ -1,4 +1,4 @@
-"""`lightrl check-env`: plays the environment or program of a configuration without training."""
+"""`lightrl check-env`: tests the environment or agent program of a configuration without training."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from lightrl.cli.config_files import expand_configs
 def check_env(
     config: str, rows: int = 2, replies: list[str] | None = None, seed: int = 0, model: str | None = None
 ) -> None:
-    """Play the environment or program of a configuration with scripted replies. Exit code 1 if it has a fault.
+    """Test the environment or agent program of a configuration with scripted replies.
 
-    Prints what each script said at the first row, its calls of tools, and the tokens that would be trained. Then for
-    each script: why it ended, its reward, trained tokens, seconds per step; whether the chat template extends what was
-    sampled, and whether one seed gives one outcome of an environment.
+    Prints the transcript of each script on the first example: replies, tool calls, and trained tokens. Then prints for
+    each script the stop reason, the reward, the number of trained tokens, and the seconds per step. Also checks that
+    the chat template only appends to earlier tokens and that an environment is deterministic given a seed. Exits with
+    code 1 if it finds a problem.
 
-    No model is loaded, no engine started, no reward function called. The environment or program itself acts as in a
-    run, which is served an endpoint: each script plays it twice per row, at the same time.
+    Loads no model, starts no engine, and calls no reward function. The environment or program itself runs as in
+    training; programs get an endpoint. Each script plays each example twice, concurrently.
 
     Args:
         config: Configuration file, as for `lightrl fit`.
-        rows: Number of rows to play.
-        replies: Texts of your own script, one per turn, such as a correct answer.
-        seed: Of the environment's `reset`.
-        model: Model directory or model ID that replies instead of scripts, such as the one to train.
+        rows: Number of examples to play.
+        replies: Replies of an additional script, one per turn, such as a correct answer.
+        seed: Seed for the environment's `reset`.
+        model: Model directory or model ID that generates the replies instead of scripts, such as the model to train.
 
     Raises:
         ValueError: The configuration has neither `EnvironmentEpisode` nor `AgentProgram`.
@@ -42,8 +43,8 @@ def check_env(
     episode = getattr(data, "episode", None)
     if not isinstance(episode, MultiTurn):
         raise ValueError(
-            f"data.episode={type(episode).__name__}: is neither an EnvironmentEpisode nor an AgentProgram. Check a "
-            "config with one."
+            f"data.episode={type(episode).__name__}: is neither an EnvironmentEpisode nor an AgentProgram. Pass a "
+            "configuration with one of them."
         )
     path = module.actor_spec.path
     tokenizer = load_tokenizer(data.tokenizer_path or path, chat_template=module.actor_spec.chat_template)
@@ -75,4 +76,4 @@ def check_env(
     print("\n".join(lines))
     if problems:
         sys.exit(1)
-    print("No problem found.")
+    print("No problems found.")

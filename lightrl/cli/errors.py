@@ -1,4 +1,4 @@
-"""Which errors are one line for the user; all others keep their traceback."""
+"""Decides which errors are shown as one line; all others keep their traceback."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightrl.checkpoints.redaction import redact_text
 
 OUT_OF_RESOURCES = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EMFILE, errno.ENFILE}
 NO_THREAD = "can't start new thread"
-"""Python's message if the system has no more of them."""
+"""Python's message when the system has no threads left."""
 LOST_RANK = re.compile(r"gloo/|Gloo|NCCL|ProcessGroup")
 PARSER_NOISE = re.compile(
     r"\s*(- )*(Does not validate against any|Subtypes: |Errors:|Given value type|Given value: .{80}"
@@ -22,16 +22,16 @@ PARSER_NOISE = re.compile(
 
 
 def one_line(error: BaseException) -> tuple[str, int] | None:
-    """(message, exit code) of an error that the input, the system, or another process caused.
+    """(message, exit code) of an error caused by the input, the system, or another process.
 
-    Exit code 2 is for what the parser, LightRL, or Lightning reject; 1 for an engine or a rank that is gone. None for
-    everything else, which includes a `ValueError` that another library or the user's own code raises.
+    The code is 2 if the parser, LightRL, or Lightning rejects the input and 1 if an engine or a rank died. Returns None
+    for all other errors, including a `ValueError` from another library or the user's own code.
     """
     if isinstance(error, ValueError) and _packages(error)[-1:] == ["lightrl"]:
-        return str(error), 2  # without loading what the rest asks about
+        return str(error), 2  # avoids the imports of `_rejected`
     if str(error) == NO_THREAD or (isinstance(error, OSError) and error.errno in OUT_OF_RESOURCES):
-        again = "run the command again (a fit with --ckpt_path last resumes from its last save)"
-        return f"{error}. Free what ran out (disk, quota, open files, threads, memory: ulimit -a), then {again}.", 2
+        again = "rerun the command (fit resumes with --ckpt_path last)"
+        return f"{error}. Free the exhausted resource (disk, quota, open files, threads; see ulimit -a) and {again}.", 2
     if (message := _rejected(error)) is not None:
         return message, 2
     if (message := _lost(error)) is not None:
@@ -48,13 +48,13 @@ def _rejected(error: BaseException) -> str | None:
     from lightrl.rewards.base import RewardError
 
     if isinstance(error, ArgumentError):
-        return f"{parser_message(str(error), _known_names())} `lightrl COMMAND --help` explains the arguments."
+        return f"{parser_message(str(error), _known_names())} Run `lightrl COMMAND --help` for help."
     outer = error
     while _packages(error)[-1:] == ["jsonargparse"] and error.__cause__ is not None:
-        error = error.__cause__  # the parser wraps what a constructor raises
+        error = error.__cause__  # the parser wraps errors of constructors
     packages = _packages(error)
     if packages[-1:] == ["jsonargparse"]:
-        # The outer message: the cause is that of one alternative of a union only.
+        # Show the outer message: the cause concerns only one member of a union.
         wrong = isinstance(error, ValueError) or (error is not outer and isinstance(error, TypeError))
         return parser_message(str(outer), _known_names()) if wrong else None
     if packages[-1:] == ["lightning"] and isinstance(
@@ -77,14 +77,14 @@ def _lost(error: BaseException) -> str | None:
         return str(error)
     if isinstance(error, DistError) or (isinstance(error, RuntimeError) and LOST_RANK.search(str(error))):
         return (
-            f"A rank stopped responding: it ended (its message is above), or hangs for longer than the strategy's "
-            f"timeout. Resume from the last checkpoint. {str(error).splitlines()[0]}"
+            f"A rank stopped responding. It either exited (see its message above) or hung for longer than the "
+            f"strategy's timeout. Resume from the last checkpoint. {str(error).splitlines()[0]}"
         )
     return None
 
 
 def parser_message(text: str, known: Iterable[str] = ()) -> str:
-    """jsonargparse's message in one line: without the types of unions, with the closest name to a misspelled one."""
+    """jsonargparse's message in one line, without the types of unions, and with a suggestion for a misspelled name."""
     lines = [line.strip().removeprefix("- ") for line in text.splitlines() if not PARSER_NOISE.match(line)]
     misspelled = re.findall(r"(?:[Oo]ption '|arguments: --|import path string: )(?:\w+\.)*(\w+)", text)
     close = [difflib.get_close_matches(name, known, 1) for name in misspelled]

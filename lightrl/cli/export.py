@@ -1,4 +1,4 @@
-"""`lightrl export`: any checkpoint as a Hugging Face folder, an adapter, or a plain checkpoint; one CPU process."""
+"""`lightrl export`: converts a checkpoint to a Hugging Face model, an adapter, or a plain checkpoint on one CPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal
 from lightrl.checkpoints.redaction import REDACTED
 from lightrl.compat.arguments import require_model_folder
 
-# No types of torch here: the parser would import them for `lightrl export --help`.
+# No torch types here: the parser would import torch for `lightrl export --help`.
 State = Mapping[str, Any]
 
 
@@ -20,32 +20,32 @@ def export(
     what: Literal["model", "adapter", "critic", "checkpoint"] = "model",
     model: str | None = None,
 ) -> None:
-    """Export a checkpoint of any strategy, on any number of ranks, to a Hugging Face folder or a plain checkpoint.
+    """Export a checkpoint as a Hugging Face model, a LoRA adapter, or a plain checkpoint.
 
-    Reads plain checkpoints and folders of FSDP2 and DeepSpeed ZeRO (these hold pickled objects: only read what you
-    trust). The models are built in the host's memory.
+    Supports checkpoints of every strategy and number of ranks: plain files, and directories of FSDP2 and DeepSpeed
+    ZeRO. The latter contain pickled objects, so only export checkpoints you trust. Models are built in host memory.
 
     Args:
-        checkpoint: File or folder that a run saved.
-        output: Folder to write; with `what: checkpoint` a file.
-        what: `model` is the policy (or the reward model of a reward run) as transformers and vLLM load it, LoRA merged;
-            `adapter` the LoRA adapter alone, as peft and vLLM load it; `critic` the value model as a token
-            classification model with one label, whose output at token t is the value of the state after it;
-            `checkpoint` a plain checkpoint that resumes under any strategy, on any number of ranks.
-        model: Folder or hub name of the model that training began with. Defaults to the run's own.
+        checkpoint: Checkpoint file or directory.
+        output: Directory to write, or a file with `what: checkpoint`.
+        what: What to export. `model`: the policy, or the reward model of a reward run, with LoRA merged, for
+            transformers and vLLM. `adapter`: the LoRA adapter, for peft and vLLM. `critic`: the value model as a token
+            classification model with one label; its output at token t is the value of the state after t. `checkpoint`:
+            a plain checkpoint that resumes under any strategy and number of ranks.
+        model: Model directory or model ID that training started from. Defaults to the one in the checkpoint.
 
     Raises:
-        ValueError: There is no complete checkpoint, it lacks what is asked for, or its weights are not finite.
+        ValueError: The checkpoint is incomplete, lacks the requested part, or has non-finite weights.
     """
     if not checkpoint or not output:
-        raise ValueError("lightrl export needs --checkpoint (what a run saved) and --output (where to write).")
+        raise ValueError("lightrl export requires --checkpoint (to read) and --output (to write). Pass both.")
     target = Path(output)
     if not Path(checkpoint).exists():
-        raise ValueError(f"checkpoint={checkpoint!r}: does not exist. Pass what a run wrote.")
+        raise ValueError(f"checkpoint={checkpoint!r}: does not exist. Pass a checkpoint that a run saved.")
     if target.is_dir() if what == "checkpoint" else target.is_file():
-        raise ValueError(f"output={output!r}: what={what} cannot replace it. Name another path.")
+        raise ValueError(f"output={output!r}: exists and can't be replaced with what={what}. Use another path.")
     if target.resolve() == Path(checkpoint).resolve():
-        raise ValueError(f"output={output!r}: is the checkpoint. Name another path.")
+        raise ValueError(f"output={output!r}: is the checkpoint itself. Use another path.")
     if model is not None:
         require_model_folder(model)
     import torch
@@ -58,7 +58,7 @@ def export(
     require_finite(first_nonfinite(loaded["state_dict"]), target)
     if what == "checkpoint":
         with atomic_write(target, checksum=True) as file:
-            torch.save(without_secrets(loaded), file)  # an earlier version's may hold some
+            torch.save(without_secrets(loaded), file)  # checkpoints of earlier versions may contain some
     else:
         with atomic_folder(target) as folder:
             _export_model(loaded, folder, what, model)
@@ -73,7 +73,7 @@ def _export_model(checkpoint: Mapping[str, Any], folder: Path, what: str, path: 
     stored = checkpoint.get("lightrl", {}).get("models", {})
     state = checkpoint["state_dict"]
     if "reward_model" in stored and what == "critic":
-        raise ValueError("what=critic: this is a checkpoint of a reward model; it has no critic. Export the model.")
+        raise ValueError("what=critic: the checkpoint of a reward model has no critic. Use what=model.")
     role = "reward_model" if "reward_model" in stored else "critic" if what == "critic" else "actor"
     shared = "actor.value_head.weight" in state
     spec = _spec(stored, "actor" if role == "critic" and shared else role, path)
@@ -100,22 +100,24 @@ def _export_model(checkpoint: Mapping[str, Any], folder: Path, what: str, path: 
 
 
 def _spec(stored: Mapping[str, Any], role: str, path: str | None) -> Any:
-    """What the model is built from: what the checkpoint records, with another path if one is given."""
+    """The model's specification from the checkpoint, with `path` overridden if given."""
     from dataclasses import replace
 
     from lightrl.models.spec import LoraSpec, ModelSpec
 
     values = stored.get(role)
     if values is None and (path is None or (role == "critic" and stored)):
-        why = "has none" if stored else "does not record how it is built. Pass --model"
+        why = f"has no {role}. Export another part" if stored else "doesn't record its model. Pass --model"
         raise ValueError(f"what={role}: the checkpoint {why}.")
     values = dict(values or {})
-    # Secrets are not in a checkpoint; the hub's tools find theirs in the environment.
+    # Checkpoints contain no secrets; huggingface_hub reads its token from the environment.
     values["kwargs"] = {name: value for name, value in values.get("kwargs", {}).items() if value != REDACTED}
     lora = values.pop("lora", None)
     spec = ModelSpec(**{**values, "path": path or values["path"], "gradient_checkpointing": False})
     if path is None and spec.path.startswith("live "):
-        raise ValueError(f"model=None: the run was given a {spec.path} from Python. Pass the folder it was saved to.")
+        raise ValueError(
+            f"model=None: the run trained a {spec.path} built in Python. Pass the directory of its weights."
+        )
     require_model_folder(spec.path)
     return replace(spec, lora=None if lora is None else LoraSpec(**{**lora, "quantize_4bit": False, "adapter": None}))
 
@@ -128,7 +130,7 @@ def _policy(spec: Any, state: State, shared: bool) -> Any:
 
 
 def _filled(model: Any, state: State, prefix: str, spec: Any) -> Any:
-    """The model with the checkpoint's tensors of that prefix; a ValueError if they are not those that it trains."""
+    """Loads the checkpoint's tensors with that prefix. Raises a ValueError if they don't match the trained ones."""
     own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
     needed = {name for name, p in model.named_parameters() if p.requires_grad or spec.random_init}
     known = model.state_dict()
@@ -136,8 +138,8 @@ def _filled(model: Any, state: State, prefix: str, spec: Any) -> Any:
     wrong += [name for name, value in own.items() if name in known and known[name].shape != value.shape]
     if wrong:
         raise ValueError(
-            f"model={spec.path!r}: does not fit the checkpoint's {prefix[:-1]}; {len(wrong)} tensors differ, such as "
-            f"{wrong[0]}. Pass the model that training began with (--model)."
+            f"model={spec.path!r}: doesn't match the checkpoint's {prefix[:-1]}; {len(wrong)} tensors differ, such as "
+            f"{wrong[0]}. Pass the model that training started from (--model)."
         )
     model.load_state_dict(own, strict=False)
     return model
@@ -155,7 +157,7 @@ def _export_adapter(spec: Any, state: State, shared: bool, folder: Path) -> None
     from lightrl.models.lora import adapter_config, named_adapter_weights
 
     if spec.lora is None:
-        raise ValueError("what=adapter: the policy was trained without LoRA. Export what=model.")
+        raise ValueError("what=adapter: the policy was trained without LoRA. Use what=model.")
     policy = _policy(spec, state, shared)
     config = {**adapter_config(policy, spec.lora), "base_model_name_or_path": spec.path}
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -171,7 +173,7 @@ def _export_critic(spec: Any, state: State, folder: Path, tokenizer_path: str, s
     from lightrl.models.policy import ValueModel
 
     if not shared and not any(name.startswith("critic.") for name in state):
-        raise ValueError("what=critic: the checkpoint has no critic. Export the model.")
+        raise ValueError("what=critic: the checkpoint has no critic. Use what=model.")
     critic: Any = _policy(spec, state, True) if shared else _filled(ValueModel.from_spec(spec), state, "critic.", spec)
     body = critic.lm if shared else critic.backbone
     config = body.config.get_text_config()
@@ -183,7 +185,9 @@ def _export_critic(spec: Any, state: State, folder: Path, tokenizer_path: str, s
     head = critic.value_head
     weights |= {"score.weight": head.weight.detach(), "score.bias": head.bias.detach()}
     if weights.keys() != dict(new.named_parameters()).keys():
-        raise ValueError(f"what=critic: token classification of {config.model_type} has no linear `score` with a bias.")
+        raise ValueError(
+            f"what=critic: {config.model_type}'s token classifier has no linear `score` with a bias. Use what=model."
+        )
     new.load_state_dict(weights, strict=False)
     new.save_pretrained(folder)
     AutoTokenizer.from_pretrained(tokenizer_path).save_pretrained(folder)

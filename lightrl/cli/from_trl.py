@@ -1,4 +1,4 @@
-"""`lightrl from-trl`: converts the configuration of TRL's GRPO and RLOO scripts."""
+"""`lightrl from-trl`: converts configurations of TRL's GRPO and RLOO scripts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightrl.checkpoints.redaction import plain_secrets, redact
 from lightrl.cli.config_files import read_yaml
 
 Options = dict[str, Any]
-"""Options of a script that are not converted yet; each step removes its own."""
+"""Options that are not converted yet; each conversion step removes its own."""
 
 DIRECT = {
     "seed": ("seed_everything", 42),
@@ -38,7 +38,7 @@ DIRECT = {
     "max_completion_length": ("data.sampling.max_new_tokens", 512),
     "temperature": ("data.sampling.temperature", 1.0),
 }
-"""Option -> (place in ours without `init_args`, TRL's default, which is written out)."""
+"""Option -> (our key without `init_args`, TRL's default, which is written explicitly)."""
 IF_GIVEN = {
     "dataset_config": "data.prompts.name",
     "chat_template_kwargs": "data.prompts.template_kwargs",
@@ -76,32 +76,32 @@ SCHEDULES = {
 def from_trl(
     script: str, output: str = "config.yaml", algorithm: Literal["grpo", "rloo"] = "grpo", devices: int = 1
 ) -> None:
-    """Convert the YAML of a TRL script (`trl grpo --config ...`) to a configuration for `lightrl fit`.
+    """Convert a TRL configuration (`trl grpo --config ...`) to a configuration for `lightrl fit`.
 
-    Options without a counterpart are listed in the file and in the terminal. TRL's defaults are written out where they
-    differ from LightRL's.
+    Options without a counterpart are listed in the output file and in the terminal. TRL's defaults are written
+    explicitly if they differ from LightRL's.
 
     Args:
-        script: YAML with arguments of GRPOConfig or RLOOConfig, ModelConfig, and ScriptArguments of TRL 1.16.
-        output: File to write. An existing one is not overwritten.
-        algorithm: The script that it is for.
-        devices: Number of processes that the script runs on, by which batch sizes per device are multiplied.
+        script: YAML file with arguments of TRL 1.16: GRPOConfig or RLOOConfig, ModelConfig, and ScriptArguments.
+        output: File to write. Must not exist.
+        algorithm: TRL script that the configuration is for.
+        devices: Number of processes that the script runs on. Multiplies the batch sizes per device.
 
     Raises:
-        ValueError: The file is not a mapping, sizes do not fit one another, or `output` exists.
+        ValueError: The file is not a mapping, its batch sizes are inconsistent, or `output` exists.
     """
     options = read_yaml(Path(script), "script")
     if not isinstance(options, dict):
-        raise ValueError(f"script={script}: expected names and values, found {type(options).__name__}.")
+        raise ValueError(f"script={script}: must be a mapping, got {type(options).__name__}. Pass a TRL configuration.")
     if os.path.lexists(output):
-        raise ValueError(f"output={output}: exists. Name another file.")
+        raise ValueError(f"output={output}: exists. Use another path.")
     try:
         converted, notes = convert_trl(options, algorithm, devices)
     except (TypeError, AttributeError) as error:  # text instead of a number, a list instead of a name
-        raise ValueError(f"script={script}: a value has another type than in TRL ({error}). Fix it.") from error
+        raise ValueError(f"script={script}: a value has a different type than in TRL ({error}). Fix it.") from error
     secrets = dict.fromkeys(path for path, _ in plain_secrets(converted))
-    notes += [f"{path}: a secret, which is not copied: replace *** by ${{env:NAME}}." for path in secrets]
-    header = [f"# From {Path(script).name} of TRL's {algorithm}.", *(f"#   {note}" for note in notes)]
+    notes += [f"{path}: contains a secret, which was not copied. Replace *** with ${{env:NAME}}." for path in secrets]
+    header = [f"# Converted from {Path(script).name} (TRL, {algorithm}).", *(f"#   {note}" for note in notes)]
     with atomic_write(Path(output), "w") as file:
         file.write("\n".join(header) + "\n" + yaml.safe_dump(redact(converted), sort_keys=False))
     print(f"Wrote {output}." + "".join(f"\n  {note}" for note in notes))
@@ -111,16 +111,16 @@ def from_trl(
 def convert_trl(
     options: Options, algorithm: Literal["grpo", "rloo"] = "grpo", devices: int = 1
 ) -> tuple[Options, list[str]]:
-    """What `from_trl` writes: the configuration as plain data, and a note on each thing to check.
+    """Converts options to a configuration as plain data, and a note on each setting to check.
 
     Raises:
-        ValueError: Sizes do not fit one another, or there is no model or dataset.
+        ValueError: The batch sizes are inconsistent, or the model or the dataset is missing.
     """
-    texts = ("model_revision", "model_name_or_path", "dataset_name", "dataset_config")  # may look like numbers
+    texts = ("model_revision", "model_name_or_path", "dataset_name", "dataset_config")  # may look numeric
     left = {name: value if name in texts else _number(value) for name, value in options.items()}
     for name in ("model_name_or_path", "dataset_name"):
         if left.get(name) is None:
-            raise ValueError(f"{name}=None: is missing. Add it to the script.")
+            raise ValueError(f"{name}=None: is required. Add it to the script's configuration.")
     notes: list[str] = []
     found: Options = {}
     sizes = _sizes(left, devices)
@@ -154,7 +154,7 @@ def convert_trl(
 
 
 def _number(value: Any) -> Any:
-    """YAML reads 1e-5 as text, and TRL's parser as a number."""
+    """Converts numbers that YAML reads as text, such as 1e-5, as TRL's parser does."""
     number = r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?"
     return float(value) if isinstance(value, str) and re.fullmatch(number, value) else value
 
@@ -175,7 +175,7 @@ def _several(value: Any) -> list[Any]:
 
 
 def _sizes(left: Options, devices: int) -> dict[str, int]:
-    """Sequences of a rollout and of an update."""
+    """Number of sequences per rollout and per update."""
     group = left.get("num_generations", 8)
     device_batch = left.pop("per_device_train_batch_size", 8)
     accumulation = left.pop("gradient_accumulation_steps", 1)
@@ -183,20 +183,20 @@ def _sizes(left: Options, devices: int) -> dict[str, int]:
     given = {"num_generations": group, "per_device_train_batch_size": device_batch}
     for name, value in {**given, "gradient_accumulation_steps": accumulation}.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or value < 1:
-            raise ValueError(f"{name}={value!r}: must be at least 1.")
+            raise ValueError(f"{name}={value!r}: must be a number of at least 1. Fix it.")
     if batch is None:
         batch = device_batch * devices * (accumulation if steps is None else steps)
     minibatch = device_batch * devices * accumulation
     if batch % group or batch % minibatch:
         raise ValueError(
             f"generation_batch_size={batch} (per_device_train_batch_size x devices x steps_per_generation): must be a "
-            f"multiple of num_generations={group} and of the optimizer's batch of {minibatch}."
+            f"multiple of num_generations={group} and of the optimizer's batch of {minibatch}. Change one of them."
         )
     return {"batch": batch, "minibatch": minibatch}
 
 
 def _model(left: Options, model: Options, notes: list[str]) -> None:
-    """Adds the actor's further arguments, the optimizer, and its schedule."""
+    """Adds the actor's other arguments, the optimizer, and its schedule."""
     actor, kwargs = model["actor"], dict(left.pop("model_init_kwargs", None) or {})
     attention = kwargs.pop("attn_implementation", None)
     if attention is not None:
@@ -220,10 +220,10 @@ def _model(left: Options, model: Options, notes: list[str]) -> None:
     if left.pop("use_peft", False):
         actor["lora"] = lora
         if dropout:
-            notes.append("lora_dropout: became 0; with dropout log-probs are noisy, and with them the ratio.")
+            notes.append("lora_dropout: set to 0, because dropout adds noise to log-probs and to the ratio.")
     model["updates"]["max_grad_norm"] = model["updates"]["max_grad_norm"] or None
     if left.pop("optim", "adamw_torch_fused") not in ("adamw_torch", "adamw_torch_fused"):
-        notes.append("optim: became torch.optim.AdamW; any torch optimizer goes under `optimizer`.")
+        notes.append("optim: set to torch.optim.AdamW; `optimizer` accepts any torch optimizer.")
     arguments = model["optimizer"]["init_args"]
     for name in ("lr", "eps"):
         arguments[name] = float(arguments[name])
@@ -231,7 +231,7 @@ def _model(left: Options, model: Options, notes: list[str]) -> None:
     model["optimizer"]["class_path"] = "torch.optim.AdamW"
     kind = str(left.pop("lr_scheduler_type", "linear"))
     if kind not in SCHEDULES:
-        notes.append(f"lr_scheduler_type: {kind} became linear; any torch scheduler goes under `lr_scheduler`.")
+        notes.append(f"lr_scheduler_type: {kind} set to linear; `lr_scheduler` accepts any torch scheduler.")
     ratio = left.pop("warmup_ratio", 0.0)
     model["lr_scheduler"] = {
         "name": SCHEDULES.get(kind, "linear"),
@@ -267,7 +267,7 @@ def _objective(left: Options, model: Options, algorithm: str, length: int, notes
     model["advantage"] = _part("GroupRelative", scale={"True": "group", "False": "none"}.get(str(scale), scale))
     kind, level = left.pop("loss_type", "dapo"), left.pop("importance_sampling_level", "token")
     if kind not in AGGREGATIONS:
-        raise ValueError(f"loss_type={kind!r}: must be one of {', '.join(AGGREGATIONS)}.")
+        raise ValueError(f"loss_type={kind!r}: is not supported. Use one of {', '.join(AGGREGATIONS)}.")
     losses = {
         "cispo": _part("CISPO", ratio_max=max(high, 1.0)),
         "sapo": _part(
@@ -287,7 +287,7 @@ def _objective(left: Options, model: Options, algorithm: str, length: int, notes
     if level == "sequence" or kind == "luspo":
         loss = _part("GSPO", eps_low=low, eps_high=high)
     elif kind == "cispo" and high < 1:
-        notes.append(f"epsilon_high: TRL's cispo bounds the weight itself, at {high}; ratio_max is at least 1.")
+        notes.append(f"epsilon_high: set to 1, because ratio_max must be at least 1; TRL clips the ratio at {high}.")
     threshold = left.pop("off_policy_mask_threshold", None)
     if threshold is not None:
         loss = _part("OffPolicySequenceMask", loss=loss, threshold=threshold)
@@ -296,7 +296,7 @@ def _objective(left: Options, model: Options, algorithm: str, length: int, notes
 
 
 def _trainer(left: Options, model: Options, updates: int, devices: int, notes: list[str]) -> Options:
-    """The trainer with its callbacks; `updates` are those on a rollout."""
+    """The trainer with its callbacks. `updates` is the number of updates per rollout."""
     logged = left.pop("logging_steps", 10)
     callbacks = [_part("WeightSync"), _part("ThroughputMonitor")]
     if left.pop("log_completions", False):
@@ -315,7 +315,7 @@ def _trainer(left: Options, model: Options, updates: int, devices: int, notes: l
     half, bf16 = left.pop("fp16", False), left.pop("bf16", True)
     steps, epochs = left.pop("max_steps", -1), left.pop("num_train_epochs", 3)
     if steps < 0 and epochs != int(epochs):
-        notes.append(f"num_train_epochs: {epochs} is rounded up; trainer.max_steps counts updates.")
+        notes.append(f"num_train_epochs: {epochs} was rounded up; for less, set trainer.max_steps (in updates).")
     trainer: Options = {
         "accelerator": "auto",
         "devices": devices,
@@ -326,16 +326,16 @@ def _trainer(left: Options, model: Options, updates: int, devices: int, notes: l
     evaluated = left.pop("eval_steps", None) or logged
     if left.get("eval_strategy") == "steps" and evaluated >= 1:
         trainer |= {"val_check_interval": max(int(evaluated) // updates, 1), "check_val_every_n_epoch": None}
-        notes.append(f"eval_steps: {evaluated} updates are {trainer['val_check_interval']} rollouts.")
+        notes.append(f"eval_steps: {evaluated} updates converted to {trainer['val_check_interval']} rollouts.")
     elif left.get("eval_strategy") == "steps":
-        notes.append(f"eval_steps: {evaluated} of the run became once per epoch; set trainer.val_check_interval.")
+        notes.append(f"eval_steps: {evaluated} of the run converted to every epoch; set trainer.val_check_interval.")
     if devices > 1:
         trainer["strategy"] = "ddp"
     return trainer | ({"max_steps": steps} if steps > 0 else {})
 
 
 def _saving(left: Options, updates: int, notes: list[str]) -> list[Options]:
-    """Checkpoints and the export, of the best if the script asks for it."""
+    """Checkpoints and the export, of the best model if the script requests it."""
     strategy, saved = left.pop("save_strategy", "steps"), left.pop("save_steps", 500)
     keep, best = int(left.pop("save_total_limit", None) or 1), left.pop("load_best_model_at_end", False)
     metric, greater = left.pop("metric_for_best_model", None), left.pop("greater_is_better", None)
@@ -348,22 +348,24 @@ def _saving(left: Options, updates: int, notes: list[str]) -> list[Options]:
         if name.startswith("rewards/") and evaluated:
             monitor += f"/{name.removeprefix('rewards/').removesuffix('/mean')}"
         elif name != "reward" or not evaluated:
-            notes.append(f"metric_for_best_model: {metric or 'loss'} became {monitor}; set RolloutCheckpoint.monitor.")
+            notes.append(
+                f"metric_for_best_model: {metric or 'loss'} converted to {monitor}; check RolloutCheckpoint.monitor."
+            )
         ranking = {"monitor": monitor, "mode": "min" if greater is False else "max"}
         keep = 1
     elif strategy == "no":
         return [export]
     counted = strategy == "steps" and saved >= 1
     every = max(int(saved) // updates, 1) if counted else 500
-    notes.append(f"save_steps: {saved} (save_strategy: {strategy}) became every {every} rollouts.")
+    notes.append(f"save_steps: {saved} (save_strategy: {strategy}) converted to every {every} rollouts.")
     return [_part("RolloutCheckpoint", every_n_rollouts=every, save_top_k=keep, **ranking), export]
 
 
 def _evaluation(left: Options, data: Options, notes: list[str]) -> None:
     data["prompts"]["chat_template"] = False
     notes.append(
-        "prompts.chat_template: false, because TRL leaves prompts that are strings as they are and renders only "
-        "conversations. Remove it to make a string the user's turn."
+        "prompts.chat_template: set to false, because TRL applies the chat template only to conversations, not to "
+        "strings. Remove it to render a string as a user message."
     )
     strategy, asked = left.pop("eval_strategy", "no"), left.pop("do_eval", False)
     split = left.pop("dataset_test_split", "test")
@@ -377,21 +379,21 @@ def _evaluation(left: Options, data: Options, notes: list[str]) -> None:
 def _rewards(left: Options, notes: list[str]) -> list[Any] | Options:
     names = _several(left.pop("reward_funcs", None))
     if left.pop("reward_model_name_or_path", None):
-        notes.append("reward_model_name_or_path: goes under model.init_args.reward_models: [{name: ..., path: ...}].")
+        notes.append("reward_model_name_or_path: add it to model.init_args.reward_models: [{name: ..., path: ...}].")
     if not names:
-        notes.append("reward_funcs: none are given; name yours under data.init_args.rewards.")
+        notes.append("reward_funcs: missing; add your reward functions to data.init_args.rewards.")
     own = [name for name in names if name not in REWARDS]
     if own:
         notes.append(
-            f"reward_funcs: {', '.join(own)}: completions are strings here, where TRL passes lists of messages for "
-            "conversations; `log_extra`, `log_metric`, and the dataset's columns have the same names."
+            f"reward_funcs: {', '.join(own)}: LightRL passes completions as strings; TRL passes lists of messages for "
+            "conversations. `log_extra`, `log_metric`, and the dataset's columns have the same names."
         )
     functions, weights = [REWARDS.get(name, name) for name in names], left.pop("reward_weights", None)
     return functions if weights is None else {"functions": functions, "weights": weights}
 
 
 def _engine(left: Options, model: Options, notes: list[str]) -> Options:
-    """The engine. Wraps the loss as TRL corrects vLLM's log-probs."""
+    """The engine. Wraps the loss in TRL's correction of vLLM's log-probs."""
     used, mode = left.pop("use_vllm", False), left.pop("vllm_mode", "colocate")
     url = left.pop("vllm_server_base_url", None)
     host, port = left.pop("vllm_server_host", "0.0.0.0"), left.pop("vllm_server_port", 8000)
@@ -412,7 +414,7 @@ def _engine(left: Options, model: Options, notes: list[str]) -> Options:
         bounds = {"high": 1e9 if high is None else max(high, 1.0), "low": low or 0.0}
         model["loss"] = _part("OffPolicyCorrection", loss=model["loss"], level=level, mode=kind, **bounds)
     if mode == "server":
-        notes.append("vllm_mode: server: start the servers and share a folder as in docs/scaling.md.")
+        notes.append("vllm_mode: server: start the servers with a shared directory; see docs/scaling.md.")
         return _part("ServerEngine", urls=[url or f"http://{host}:{port}"], shared_folder="outputs/weights")
     if arguments["tensor_parallel_size"] > 1:
         arguments["in_process"] = False

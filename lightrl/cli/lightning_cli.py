@@ -1,4 +1,4 @@
-"""What LightRL adds to `LightningCLI`, and which classes YAML may name."""
+"""LightRL's additions to `LightningCLI`, and the classes that YAML may name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-# All rooms whose classes YAML may name without a path.
+# All packages whose classes YAML may name without a path.
 import lightrl.algorithms
 import lightrl.callbacks
 import lightrl.data
@@ -54,26 +54,26 @@ for package in ROOMS:  # some load their modules lazily
         getattr(package, name)
 EVALUATIONS = ("validate", "test", "predict")
 DESCRIPTIONS = {
-    "fit": "Train.",
+    "fit": "Train a model.",
     "validate": "Evaluate on the evaluation prompts.",
-    "test": "Evaluate on test prompts.",
+    "test": "Evaluate on the test prompts.",
     "predict": "Write completions with their rewards.",
 }
 USAGE = """lightrl {command} --config FILE.yaml [--OPTION VALUE ...]
 
-What people set most, in the file or on the command line:
-  --config FILE.yaml                   configuration (several are merged); `lightrl recipes` lists those of LightRL
-  --run_dir DIR                        folder for checkpoints, metrics, and samples
-  --model.actor.path MODEL             model: a directory or a hub ID
-  --model.optimizer.lr RATE            learning rate of the optimizer that the file names
-  --data.prompts ROWS                  training prompts: a file, a hub dataset, or a source
+Common options, in the file or on the command line:
+  --config FILE.yaml                   configuration file, can be repeated; `lightrl recipes` lists built-in ones
+  --run_dir DIR                        directory for checkpoints, metrics, and samples
+  --model.actor.path MODEL             model directory or model ID
+  --model.optimizer.lr RATE            learning rate
+  --data.prompts SOURCE                training prompts: a file, a Hugging Face dataset ID, or a prompt source
   --data.rewards [FUNCTION]            reward functions: package.module:function or file.py:function
   --data.group_size N                  completions per prompt
-  --data.sampling.max_new_tokens N     maximum length of a completion
-  --trainer.max_epochs N               length of the run, data.rollouts_per_epoch rollouts each
+  --data.sampling.max_new_tokens N     maximum length of a completion in tokens
+  --trainer.max_epochs N               number of epochs; each has data.rollouts_per_epoch rollouts
   --ckpt_path last                     resume from the last checkpoint
 
-`lightrl {command} --model.help PPOLightningModule` explains the arguments of a class. All options:"""
+Run `lightrl {command} --model.help PPOLightningModule` for the arguments of a class. All options:"""
 set_parsing_settings(subclasses_enabled=[PromptSource, LRSchedule])  # dataclasses whose class YAML may name, and keeps
 keep_lists()
 prefer_own_names()
@@ -81,10 +81,10 @@ start_from_own_defaults(Engine, AdvantageEstimator, Aggregation, KLPenalty, Poli
 
 
 class LightRLCLI(YamlCLI):
-    """`LightningCLI` in subclass mode, without a checkpoint's hyperparameters overriding YAML on resume.
+    """`LightningCLI` in subclass mode. On resume, YAML takes precedence over a checkpoint's hyperparameters.
 
-    `${env:NAME}` in the configuration is replaced by the environment variable when classes are built, and written to
-    the run's folder as it is. Other secrets are written as `***`.
+    `${env:NAME}` in a configuration is replaced by the environment variable when classes are built and saved to the run
+    directory unchanged. Other secrets are saved as `***`.
     """
 
     config: Any
@@ -106,25 +106,26 @@ class LightRLCLI(YamlCLI):
             "--run_dir",
             type=str | None,
             default=None,
-            help="Folder for all that the run writes: trainer.default_root_dir, and logs for `lightrl report` in "
-            "addition to any loggers given (for TensorBoard if none is). validate, test, and predict write to folders "
-            "of these names in it.",
+            help="Directory for everything the run writes. Sets trainer.default_root_dir and adds a CSV log for "
+            "`lightrl report` (and a TensorBoard log if no logger is given). validate, test, and predict write to "
+            "subdirectories of the same name.",
         )
         parser.add_argument(
             "--without",
             type=list[Literal["ThroughputMonitor"]],
             default=[],
-            help="Callbacks to leave out of those that every run gets.",
+            help="Default callbacks to disable.",
         )
         parser.add_argument(
             "--base",
             type=str | list[str] | None,
             default=None,
-            help="In a configuration file: files that it builds on, relative to itself. They are read before it.",
+            help="Base configuration files, with paths relative to this file. They are read first, so this file "
+            "overrides them. Only valid in a configuration file.",
         )
 
     def before_instantiate_classes(self) -> None:
-        """Rejects a folder that can't be made; the saved configuration is whole and builds on no other."""
+        """Rejects a directory that can't be created, and drops `base`: the saved configuration is complete."""
         config = self._of_command(self.config)
         config.base = None
         name = "trainer.default_root_dir" if config.run_dir is None else "run_dir"
@@ -133,7 +134,7 @@ class LightRLCLI(YamlCLI):
         _require_folder(config.trainer.default_root_dir, name)
 
     def instantiate_classes(self) -> None:
-        """Builds everything with secrets, and keeps them out of what is written."""
+        """Builds all classes with secrets, and keeps secrets out of the saved configuration."""
         given = self.config
         self.config = self._written = redacted(given)
         self.record_hyperparameters()
@@ -142,7 +143,7 @@ class LightRLCLI(YamlCLI):
         super().instantiate_classes()
 
     def _put_into_run_dir(self) -> None:
-        """Has loggers write to `run_dir`; they are not in `config.yaml`, which may be used for another folder."""
+        """Points loggers to `run_dir`. They are not saved in `config.yaml`, so it can be reused for another run."""
         config = self._of_command(self.config)
         folder = config.run_dir
         if folder is None:
@@ -169,8 +170,8 @@ class LightRLCLI(YamlCLI):
             config.trainer.logger = several if has_csv else [table, *several]
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Builds the trainer, with the callbacks that every run gets."""
-        self.config = self._written  # which the trainer's callback writes to the run's folder
+        """Builds the trainer with the default callbacks."""
+        self.config = self._written  # Lightning saves it to the run directory
         trainer = super().instantiate_trainer(**kwargs)
         refuse_crowd(trainer.strategy)  # before ranks are started
         self.guard = RunGuard()
@@ -186,7 +187,7 @@ class LightRLCLI(YamlCLI):
         return trainer
 
     def before_fit(self) -> None:
-        """Locks the run's folder before a logger opens a file in it; tells the loggers what the run is."""
+        """Locks the run directory before a logger opens a file in it, and logs the hyperparameters."""
         self.before_validate()
         if not self.trainer.is_global_zero or getattr(self.trainer, "fast_dev_run", False):
             return
@@ -196,13 +197,13 @@ class LightRLCLI(YamlCLI):
         if isinstance(self.model, SavesPretrained):
             self.model.leave_hyperparameters()
         given = plain(self._of_command(self._written))
-        del given["config"]  # files, merged by now
+        del given["config"]  # already merged
         command = shlex.join(["lightrl", *redact_arguments(sys.argv[1:])])
         for logger in self.trainer.loggers:
             logger.log_hyperparams({**given, "versions": versions(), "hardware": hardware(), "command": command})
 
     def before_validate(self) -> None:
-        """Has SIGTERM and the like end the command; locks the loggers' folders."""
+        """Installs handlers for SIGTERM and other preemption signals, and locks the loggers' directories."""
         if threading.current_thread() is threading.main_thread():
             for signum in preemptions(self.trainer):
                 signal.signal(signum, preempt)  # until `RolloutCheckpoint` handles them in training
@@ -214,7 +215,7 @@ class LightRLCLI(YamlCLI):
             if isinstance(folder, str) and "://" not in folder:
                 used = os.path.isdir(folder) and any(name != LOCK for name in os.listdir(folder))
                 self.guard.hold(folder)
-                if not used:  # Lightning would warn of the lock
+                if not used:  # Lightning would warn about the lock file
                     warnings.filterwarnings("ignore", message=f"Experiment logs directory {re.escape(folder)} exists")
 
     before_test = before_predict = before_validate
@@ -228,7 +229,7 @@ class LightRLCLI(YamlCLI):
                 if not isinstance(logger, CSVLogger | TensorBoardLogger):
                     _ = logger.experiment  # type: ignore[attr-defined]
         finally:
-            sys.argv = given  # with which Lightning starts further ranks
+            sys.argv = given  # Lightning starts other ranks with it
 
     def _of_command(self, config: Any) -> Any:
         """The part of a configuration that the command reads; all of it with `run=False`."""
@@ -236,16 +237,16 @@ class LightRLCLI(YamlCLI):
 
 
 def _require_folder(path: str | os.PathLike[str] | None, name: str) -> None:
-    """Raises a ValueError if a run could not make its folder; scheme://... is left to its service."""
+    """Raises a ValueError if the run directory can't be created. Doesn't check scheme://... URLs."""
     if path is None or "://" in str(path):
         return
     place = os.path.abspath(path)
     while not os.path.exists(place):
         place = os.path.dirname(place)
     try:
-        os.rmdir(mkdtemp(prefix=".lightrl-", dir=place))  # permissions do not tell for /proc and the like
+        os.rmdir(mkdtemp(prefix=".lightrl-", dir=place))  # permissions are not conclusive for /proc and the like
     except OSError as error:
-        raise ValueError(f"{name}={str(path)!r}: cannot be made ({error.strerror}). Name another folder.") from error
+        raise ValueError(f"{name}={str(path)!r}: cannot be created ({error.strerror}). Use another path.") from error
 
 
 def redacted(config: Any) -> Any:
@@ -256,7 +257,7 @@ def redacted(config: Any) -> Any:
         places.append(place)
     if places:
         print(
-            f"warning: {', '.join(places)}: a secret in the configuration, saved as ***. Use ${{env:NAME}} instead.",
+            f"warning: {', '.join(places)}: contains a secret; saved as ***. Use ${{env:NAME}} instead.",
             file=sys.stderr,
         )
     return _mapped(config, lambda value, name, path: redact(value, name))

@@ -1,4 +1,4 @@
-"""`lightrl init`: a small project to change and run."""
+"""`lightrl init`: creates a project."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ def init(
     task: Literal["agent", "grpo", "program", "rlhf", "sft", "vlm"] = "grpo",
     model: str | None = None,
 ) -> None:
-    """Write a small project to change and run: configuration, reward function or tools, some rows, a README.
+    """Create a project to edit and run: a configuration, a reward function or tools, training examples, and a README.
 
     Args:
-        dir: Folder to write. Existing files are never overwritten.
-        task: `grpo` (prompts and a reward function), `agent` (tools that the policy calls over several turns),
-            `program` (an agent that talks to a model server, with any SDK), `sft` (prompts and completions), `rlhf`
-            (SFT, a reward model from preference pairs, PPO against it) or `vlm` (questions about pictures).
-        model: Folder or hub name of the model to train. Defaults to a Qwen 2.5 of 0.5 B parameters, for `vlm` of 3 B.
+        dir: Directory to write to. Existing files are never overwritten. Defaults to the current directory.
+        task: Template: `grpo` (prompts and a reward function), `agent` (tools that the policy calls over several
+            turns), `program` (an agent written with any client SDK), `sft` (prompts and completions), `rlhf` (SFT, a
+            reward model trained on preference pairs, then PPO), or `vlm` (questions about images).
+        model: Model directory or model ID. Defaults to Qwen2.5-0.5B-Instruct, or Qwen2.5-VL-3B-Instruct for `vlm`.
 
     Raises:
-        ValueError: A file that would be written exists, or the folder can't be written to.
+        ValueError: A file already exists, or the directory can't be written to.
     """
     folder = Path(os.path.expanduser(dir))
     model = model or ("Qwen/Qwen2.5-VL-3B-Instruct" if task == "vlm" else "Qwen/Qwen2.5-0.5B-Instruct")
@@ -38,7 +38,7 @@ def init(
     try:
         there = [str(target) for target in targets.values() if os.path.lexists(target)]
         if there:
-            raise ValueError(f"dir={dir}: would overwrite {', '.join(there)}. Name another folder.")
+            raise ValueError(f"dir={dir}: would overwrite {', '.join(there)}. Use another directory.")
         for file, target in targets.items():
             text = file.read_text()
             for name, value in values.items():
@@ -46,8 +46,8 @@ def init(
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(text)
     except OSError as error:
-        raise ValueError(f"dir={dir[:80]!r}: cannot be written to ({error.strerror}). Name another folder.") from error
-    print(f"Wrote {', '.join(sorted(target.name for target in targets.values()))} to {folder}. Next:\n")
+        raise ValueError(f"dir={dir[:80]!r}: is not writable ({error.strerror}). Use another directory.") from error
+    print(f"Wrote {', '.join(sorted(target.name for target in targets.values()))} to {folder}. Next steps:\n")
     if folder.resolve() != Path.cwd():
         print(f"  cd {shlex.quote(str(folder))}")
     for line in (folder / "README.md").read_text().splitlines():
@@ -56,5 +56,5 @@ def init(
 
 
 def default_engine() -> str:
-    """The engine of new projects: vLLM if it is installed."""
+    """Engine of new projects: vLLM if installed."""
     return "VLLMEngine" if importlib.util.find_spec("vllm") is not None else "TransformersEngine"

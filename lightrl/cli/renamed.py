@@ -1,4 +1,4 @@
-"""Renamed YAML keys and classes, so that an old configuration is told its new names."""
+"""Renamed YAML keys and classes; errors for old configurations list the new names."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ CLASSES = {
     "SaveRollouts": "RolloutWriter",
     "Throughput": "ThroughputMonitor",
 }
-"""Old name of a class of LightRL -> new name."""
+"""Old class name -> new name."""
 
 VALUES = {
     ("on_reward_error", "none"): "skip",
@@ -61,7 +61,7 @@ VALUES = {
 
 
 def require_new_names(config: Any) -> None:
-    """Rejects old names in the content of configuration files, or in `{dotted key: value}` of the command line.
+    """Rejects old names in configuration files, or in `{dotted key: value}` from the command line.
 
     Raises:
         ValueError: Lists every renamed key, class, and value with its new name.

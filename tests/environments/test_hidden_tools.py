@@ -150,4 +150,4 @@ def test_check_env_and_doctor_report_a_template_that_hides_tools(
         main([command, "--config", str(path)])
     said = capsys.readouterr()
     assert stop.value.code != 0 and "actor.chat_template" in said.out + said.err
-    assert "No problem found" not in said.out
+    assert "No problems found" not in said.out

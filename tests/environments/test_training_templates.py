@@ -171,7 +171,7 @@ def test_doctor_shows_the_parser_and_the_template(capsys: pytest.CaptureFixture[
         episode.setup(own := tokenizer(name, training))
         return [f"{kind} {text}" for kind, text in _tools(episode, own)]
 
-    assert found("smollm2") == ["ok tools: tool_parser 'smollm2' reads calls (chosen by the chat template's content)"]
+    assert found("smollm2") == ["ok tools: tool_parser 'smollm2' (detected from the chat template)"]
     assert "actor.chat_template: training" in found("smollm2", training=False)[0]
     assert "'hermes'" in found("qwen3")[0] and len(found("qwen3")) == 1
     assert "actor.chat_template: training" in found("qwen3", training=False)[1]

@@ -222,7 +222,7 @@ def written(tmp_path: Path, environment: str, **arguments: Any) -> str:
 def test_the_command_reads_the_class_from_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["check-env", "--config", written(tmp_path, "Says"), "--rows", "1"])
     out = capsys.readouterr().out
-    assert "plain reply" in out and "No problem found." in out
+    assert "plain reply" in out and "No problems found." in out
     with pytest.raises(SystemExit) as stop:
         main(["check-env", written(tmp_path, "Broken")])
     assert stop.value.code == 1 and "problem: failed: KeyError: 'weather'" in capsys.readouterr().out

@@ -100,7 +100,7 @@ def test_search_filters_and_order_choose_trajectories(browser: Browser, tmp_path
     assert shown(browser) == [5]
     assert browser.run("return document.getElementById('count').textContent") == "1 of 24 trajectories"
     pick(browser, "search", "nowhere to be found")
-    assert shown(browser) == [] and "No trajectory" in browser.run("return document.querySelector('main').textContent")
+    assert shown(browser) == [] and "No matching" in browser.run("return document.querySelector('main').textContent")
     pick(browser, "search", "")
     pick(browser, "stop", "failure")
     assert shown(browser) == [7, 15, 23]
@@ -236,7 +236,7 @@ def test_a_broken_record_costs_that_record(
     head = head_of(view(run))
     assert [t["trajectory"] for t in head["list"]] == [0]
     told = capsys.readouterr().err
-    assert "Left out: 1 lines of" in told and "line 2 is not a trajectory of RolloutWriter" in told
+    assert "Skipped: 1 invalid line in" in told and "line 2 is not a trajectory of RolloutWriter" in told
 
 
 def test_a_picture_that_is_a_program_is_not_run(
@@ -249,7 +249,7 @@ def test_a_picture_that_is_a_program_is_not_run(
     start = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n(a) print\n%%EOF\n"
     (run / "rollouts" / "rollout=000010" / "a.png").write_bytes(start)
     head = head_of(view(run))
-    assert head["pictures"] == [""] and "a.png cannot be read as a picture" in capsys.readouterr().err
+    assert head["pictures"] == [""] and "a.png is not a readable image" in capsys.readouterr().err
     assert ran == []
 
 

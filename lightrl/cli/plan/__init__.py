@@ -1,4 +1,4 @@
-"""`lightrl plan`: what fits on which GPUs. `memory` adds up the parts under each strategy, `time` estimates seconds."""
+"""`lightrl plan`: estimates memory per GPU under each strategy (`memory`) and seconds per step (`time`)."""
 
 from __future__ import annotations
 
@@ -38,47 +38,49 @@ def plan(
     tflops: float = 989.0,
     bandwidth: float = 3.35,
 ) -> None:
-    """Print the memory per GPU of a run, part by part, under each strategy, and which strategy to use.
+    """Estimate the memory per GPU of a run under each strategy and recommend a strategy.
 
-    With `--trajectories` it also estimates the seconds per step on one node whose GPUs generate and train in turn.
+    Also estimates the seconds per step with `--trajectories`, on one node whose GPUs alternate between generation and
+    training.
 
-    Everything follows from the model's config.json; no weights are read and no GPU is needed. Weights, gradients, and
-    optimizer are exact to rounding, activations are those of one forward pass of a block on fake tensors. The peak is
-    that of a backward pass or of an optimizer step, whichever is higher.
+    Reads only the model's config.json and needs no GPU. Weights, gradients, and optimizer states are exact up to
+    rounding. Activations are measured in a forward pass of one block on fake tensors. The peak is the larger of a
+    backward pass and an optimizer step.
 
     Args:
-        model: Folder with a config.json, that file, or a hub name.
-        gpus: Number of GPUs, over all nodes.
+        model: Model directory, its config.json, or a model ID.
+        gpus: Number of GPUs on all nodes.
         gpu_memory: Memory per GPU in GiB.
         device: Device of the trainer. With cpu, `gpus` is the number of processes and `gpu_memory` the memory of each.
-        algorithm: ppo trains a critic of the actor's size; grpo and its siblings have none.
-        strategy: One of ddp, fsdp2, zero1, zero2, zero3, zero2_offload, zero3_offload (or with deepspeed_ before it),
-            or all.
+        algorithm: Algorithm. ppo trains a critic of the actor's size; grpo has none.
+        strategy: One of ddp, fsdp2, zero1, zero2, zero3, zero2_offload, and zero3_offload (optionally prefixed with
+            deepspeed_), or all.
         precision: `trainer.precision`: bf16-mixed (float32 weights), bf16-true, or 32-true.
-        lora: Rank of an adapter on all linear layers of actor and critic; 0 trains the weights.
-        reward_model: Folder or hub name of a reward model inside the run. None for reward functions.
-        reference: Whether the run has a KL term, and with it a reference model. With LoRA it costs nothing.
-        frozen_dtype: Dtype of reference and reward model (`model.reference.dtype`).
+        lora: LoRA rank on all linear layers of actor and critic. 0 trains all weights.
+        reward_model: Model directory or model ID of a reward model. Defaults to none (reward functions).
+        reference: Whether the run has a KL term and thus a reference model. With LoRA it needs no memory.
+        frozen_dtype: Dtype of the reference and reward models (`model.reference.dtype`).
         gradient_checkpointing: `model.actor.gradient_checkpointing`.
         micro_batch_tokens: `model.updates.micro_batch_tokens`.
-        engine: colocated: each GPU also holds an engine that stays awake; asleep: it frees its memory while the trainer
-            works (`VLLMEngine.sleep_level`); elsewhere: on other GPUs or servers.
-        engine_share: Fraction of a GPU's memory for a colocated engine (`VLLMEngine.gpu_memory_utilization`). 0 counts
-            its weights and the cache of its sequences.
-        fused: AdamW is fused (`optimizer.init_args.fused`), so that a step makes no temporaries.
-        freeze_vision: The vision tower is frozen (`model.actor.freeze`).
-        sequences: Maximum number of completions that an engine generates at a time.
-        length: Tokens of a prompt with its completion.
-        trajectories: Completions per rollout, all GPUs together. 0 estimates no times.
-        response: Mean tokens of a completion.
-        tflops: A GPU's dense bfloat16 peak in 10^12 operations per second (H100: 989, A100: 312, H20: 148).
-        bandwidth: A GPU's memory bandwidth in 10^12 bytes per second (H100: 3.35, A100: 2.0, H20: 4.0).
+        engine: Placement of the inference engine. colocated: on the training GPUs, always loaded. asleep: on the
+            training GPUs, but it frees its memory during training (`VLLMEngine.sleep_level`). elsewhere: on other GPUs
+            or servers.
+        engine_share: Fraction of GPU memory for a colocated engine (`VLLMEngine.gpu_memory_utilization`). 0 counts only
+            its weights and the KV cache of its sequences.
+        fused: Whether AdamW is fused (`optimizer.init_args.fused`) and needs no temporary tensors.
+        freeze_vision: Whether the vision tower is frozen (`model.actor.freeze`).
+        sequences: Maximum number of completions that an engine generates concurrently.
+        length: Maximum number of tokens in a prompt plus its completion.
+        trajectories: Completions per rollout on all GPUs. 0 skips the time estimate.
+        response: Mean number of tokens per completion.
+        tflops: Peak dense bfloat16 TFLOPS per GPU (H100: 989, A100: 312, H20: 148).
+        bandwidth: Memory bandwidth per GPU in TB/s (H100: 3.35, A100: 2.0, H20: 4.0).
 
     Raises:
-        ValueError: There is no such model or strategy.
+        ValueError: The model does not exist, or the strategy is unknown.
     """
     if not model:
-        raise ValueError("plan: give --model, a folder with a config.json or a hub name.")
+        raise ValueError("lightrl plan requires --model. Pass a model directory or a model ID.")
     for path in filter(None, (model, reward_model)):
         require_model_folder(path.removesuffix("config.json") or ".")
     import torch
@@ -88,7 +90,7 @@ def plan(
 
     strategy = strategy.removeprefix("deepspeed_")
     if strategy not in ("all", *STRATEGIES):
-        raise ValueError(f"strategy={strategy!r}: must be all or one of {', '.join(STRATEGIES)}.")
+        raise ValueError(f"strategy={strategy!r}: is unknown. Use all or one of {', '.join(STRATEGIES)}.")
     compute = torch.float32 if precision == "32-true" else torch.bfloat16
     case = Plan(
         actor=measure_model(model, compute=compute),
@@ -129,21 +131,21 @@ def plan(
         rates = Rates.of(tflops, bandwidth)
         sample, learn = generation(job, rates, gpus), training(job, rates, gpus)
         print(
-            f"Seconds per step of {trajectories} trajectories on {gpus} GPUs (estimate): generation {sample:.1f}, "
+            f"Estimated seconds per step with {trajectories} trajectories on {gpus} GPUs: generation {sample:.1f}, "
             f"training {learn:.1f}, total {sample + learn:.1f}."
         )
 
 
 def _print_memory(case: Any, chosen: tuple[str, ...], gpu_memory: float) -> None:
-    """Prints the parts under the chosen strategies, on GPUs of so many GiB, and which to use."""
+    """Prints the parts under the chosen strategies and a recommendation. `gpu_memory` is in GiB."""
     from rich.console import Console
     from rich.table import Table
 
     from lightrl.cli.plan.memory import PARTS, USABLE, advice, host_memory, memory, total
 
     limit = USABLE * gpu_memory * GIB
-    size = f"{case.actor.parameters / 1e9:.2f} B parameters"
-    table = Table(title=f"GiB per GPU, {case.gpus} x {gpu_memory:g} GiB, {size}")
+    size = f"{case.actor.parameters / 1e9:.2f}B parameters"
+    table = Table(title=f"Memory per GPU in GiB ({size}, {case.gpus} x {gpu_memory:g} GiB)")
     table.add_column("")
     columns = {name: memory(case, name) for name in chosen}
     totals = {name: total(parts) for name, parts in columns.items()}
@@ -153,7 +155,7 @@ def _print_memory(case: Any, chosen: tuple[str, ...], gpu_memory: float) -> None
         if any(columns[name][part] for name in chosen):
             table.add_row(part, *(f"{columns[name][part] / GIB:.1f}" for name in chosen))
     table.add_section()
-    table.add_row("at the peak", *(f"{totals[name] / GIB:.1f}" for name in chosen))
+    table.add_row("peak", *(f"{totals[name] / GIB:.1f}" for name in chosen))
     table.add_row(f"fits in {USABLE:.0%}", *("yes" if totals[name] <= limit else "no" for name in chosen))
     if any(host_memory(case, name) for name in chosen):
         table.add_row("host, all ranks", *(f"{host_memory(case, name) / GIB:.0f}" for name in chosen))

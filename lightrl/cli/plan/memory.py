@@ -1,9 +1,9 @@
-"""Memory per GPU, part by part, under each strategy. Bytes; N GPUs.
+"""Memory per GPU of each part of a run under each strategy, in bytes.
 
-Parameters are counted on the meta device, activations on fake tensors. What is sharded follows from how LightRL runs an
-update: gradients of all its micro-batches add up on each GPU and are reduced once at its end, so they are whole there.
-Models of more than 3 billion parameters are reduced after every micro-batch under FSDP2 and ZeRO-2 and 3, whose ranks
-then hold shards, and the whole gradients of what is in reduction.
+Parameters are counted on the meta device, activations on fake tensors. Gradients of all micro-batches of an update add
+up on each GPU and are reduced once at its end, so each GPU holds them unsharded. For models with more than 3 billion
+parameters, FSDP2, ZeRO-2, and ZeRO-3 reduce gradients after every micro-batch. Their ranks then hold shards, plus the
+unsharded gradients that are being reduced.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PARTS = (
     "optimizer step", "engine", "KV cache", "process",
 )  # fmt: skip
 USABLE = 0.9
-"""Fraction of a GPU's memory that a plan may fill; CUDA's context, NCCL's buffers, and fragmentation take the rest."""
+"""Usable fraction of GPU memory; the CUDA context, NCCL buffers, and fragmentation take the rest."""
 
 _PROCESS = 0.6e9  # Python, torch, transformers, and an engine's libraries, on a CPU
 _TOWERS = ("visual", "vision_tower", "vision_model", "multi_modal_projector", "connector")
@@ -39,23 +39,23 @@ _ZERO_BUCKET = 200_000_000  # gradients that DeepSpeed reduces at once (`reduce_
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Numbers of a model.
+    """Size of a model.
 
     Attributes:
-        parameters: All of them, tied ones once.
+        parameters: Number of parameters. Tied ones count once.
         head: Parameters of an untied output head, which a critic lacks.
-        outside: Parameters outside the transformer blocks, which are gathered together when a model is sharded.
+        outside: Parameters outside the transformer blocks, which are gathered together if the model is sharded.
         block: Parameters of the largest block.
         vision: Parameters of the vision tower and its projector.
         linear: (rows, columns) of each linear layer in the blocks.
-        layers: Number of blocks, without a vision tower's.
+        layers: Number of blocks, excluding a vision tower's.
         hidden: Width of the residual stream.
         vocabulary: Rows of the output head.
-        kv_width: Numbers that a token leaves in the KV cache, all layers together.
-        saved_per_token: Bytes that a token keeps for the backward pass in one block, without checkpointing.
-        saved_weights: Bytes of weights in the compute dtype that one block keeps for the backward pass.
-        saved_outside: Bytes that a token keeps outside the blocks (embedding, last norm, positions).
-        packs: Whether the model runs in the packed and shared-prefix layouts; else rows are padded.
+        kv_width: KV cache entries per token in all layers.
+        saved_per_token: Bytes saved for the backward pass per token in one block, without checkpointing.
+        saved_weights: Bytes of weights in the compute dtype that one block saves for the backward pass.
+        saved_outside: Bytes saved per token outside the blocks (embedding, last norm, positions).
+        packs: Whether the model supports the packed and shared-prefix layouts. Otherwise sequences are padded.
     """
 
     parameters: int
@@ -79,14 +79,14 @@ class ModelSize:
 
 
 def measure_model(path: str, *, compute: torch.dtype) -> ModelSize:
-    """Measures the model that a configuration describes, without memory for its weights.
+    """Measures a model from its configuration, without allocating its weights.
 
     Args:
-        path: Folder with a config.json, that file, or a hub name.
+        path: Model directory, its config.json, or a model ID.
         compute: Dtype of matrix products: float32, or bfloat16 under autocast or with bfloat16 weights.
 
     Raises:
-        ValueError: There is no such folder or hub name, or its configuration is not that of a policy.
+        ValueError: The model does not exist, or is not a causal language model or VLM.
     """
     path = path.removesuffix("config.json") or "."
     require_model_folder(path)
@@ -94,10 +94,10 @@ def measure_model(path: str, *, compute: torch.dtype) -> ModelSize:
         return _measure(path, compute)
     except OSError as error:
         raise ValueError(f"model={path!r}: {why_not_there(error)}") from error
-    except Exception as error:  # whatever transformers and torch raise for numbers that make no model
+    except Exception as error:  # transformers and torch raise many types for invalid sizes
         why = next(iter(str(error).strip().splitlines()), "")
         raise ValueError(
-            f"model={path!r}: its config.json cannot be planned ({type(error).__name__}: {why})."
+            f"model={path!r}: can't build a model from its config.json ({type(error).__name__}: {why}). Fix the file."
         ) from error
 
 
@@ -137,9 +137,9 @@ def _measure(path: str, compute: torch.dtype) -> ModelSize:
 
 
 def _saved(config: Any, compute: torch.dtype) -> tuple[float, float, float]:
-    """Bytes saved by a block per token, by a block in any case, and outside of blocks per token.
+    """Bytes saved (per token by a block, per block independent of tokens, per token outside the blocks).
 
-    From forward passes of 16 and 32 fake tokens through one and two blocks.
+    Measured in forward passes of 16 and 32 fake tokens through one and two blocks.
     """
     one, two = ({n: _saved_bytes(config, blocks, compute, n) for n in (16, 32)} for blocks in (1, 2))
     block = {n: two[n] - one[n] for n in one}
@@ -154,7 +154,7 @@ def _saved_bytes(config: Any, layers: int, compute: torch.dtype, tokens: int) ->
     text = small.get_text_config()
     text.num_hidden_layers = layers
     if getattr(text, "layer_types", None):
-        text.layer_types = (list(text.layer_types) * layers)[:layers]  # a model may have one block
+        text.layer_types = (list(text.layer_types) * layers)[:layers]  # the model may have a single block
     saved: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -177,25 +177,25 @@ class Plan:
     """A run to plan.
 
     Attributes:
-        actor: The policy.
-        critic: Whether a critic of its size is trained.
+        actor: Policy.
+        critic: Whether a critic of the actor's size is trained.
         reference: Whether there is a frozen reference model.
-        reward: The reward model in the run's processes, or None.
-        gpus: N.
-        precision: The Trainer's.
-        lora: Rank of the adapter; 0 trains the weights.
+        reward: Reward model in the run's processes, or None.
+        gpus: Number of GPUs.
+        precision: Precision of the Trainer.
+        lora: LoRA rank. 0 trains all weights.
         frozen_bytes: Bytes per parameter of frozen models.
         micro_batch_tokens: Maximum number of tokens per forward/backward pass.
         checkpointing: Whether blocks recompute their activations.
-        engine: Whether each GPU also has an engine.
-        engine_bytes: Total memory of that engine. None counts its weights and the cache of its sequences.
-        fused: Whether AdamW is fused; otherwise it makes temporaries of the size of its parameters.
-        frozen_vision: Whether the vision tower is frozen: no gradients, no optimizer state.
-        sequences: Maximum number of completions that one engine generates at a time.
-        length: Tokens of a prompt with its completion.
+        engine: Whether each GPU also runs an engine.
+        engine_bytes: Total memory of that engine. None counts only its weights and the KV cache of its sequences.
+        fused: Whether AdamW is fused. Otherwise it needs temporary tensors of the size of its parameters.
+        frozen_vision: Whether the vision tower is frozen and has no gradients and optimizer states.
+        sequences: Maximum number of completions that one engine generates concurrently.
+        length: Maximum number of tokens in a prompt plus its completion.
         cpu: Whether the run trains on a CPU.
-        engine_width: Bytes per number of an engine's weights and KV cache.
-        caches: Whether the engine keeps its KV cache while the trainer works, as vLLM does.
+        engine_width: Bytes per element of an engine's weights and KV cache.
+        caches: Whether the engine keeps its KV cache during training, as vLLM does.
     """
 
     actor: ModelSize
@@ -220,21 +220,21 @@ class Plan:
 
 
 def _bytes(plan: Plan, strategy: str) -> tuple[int, int, int]:
-    """(weight, gradient, AdamW state) per trained parameter; in DeepSpeed's state are float32 weights too."""
+    """(weight, gradient, AdamW state) per trained parameter. DeepSpeed's state includes float32 weights."""
     if strategy.startswith("zero"):
         return (4, 4, 12) if plan.precision == "32-true" else (2, 2, 12)
     return (2, 2, 4) if plan.precision == "bf16-true" else (4, 4, 8)
 
 
 def _shards(plan: Plan, strategy: str) -> tuple[int, int]:
-    """Number of pieces that (weights, optimizer state) are cut into."""
+    """Number of shards of (weights, optimizer state)."""
     if strategy in ("fsdp2", "zero3", "zero3_offload"):
         return plan.gpus, plan.gpus
     return 1, 1 if strategy == "ddp" else plan.gpus
 
 
 def _gradients(plan: Plan, strategy: str) -> tuple[int, float]:
-    """Number of pieces that gradients are cut into, and how many are whole while they are reduced."""
+    """Number of shards of the gradients, and the number of unsharded gradients during reduction."""
     if plan.actor.parameters <= LARGE_MODEL or strategy in ("ddp", "zero1"):
         return 1, 0.0
     if plan.lora:
@@ -244,7 +244,7 @@ def _gradients(plan: Plan, strategy: str) -> tuple[int, float]:
 
 
 def held_parameters(plan: Plan) -> int:
-    """Parameters of actor and critic, adapters included. A critic has one output in place of the language head."""
+    """Parameters of actor and critic, including adapters. A critic's head has a single output."""
     critic = plan.actor.parameters - plan.actor.head + plan.actor.hidden + 1
     adapters = plan.actor.lora(plan.lora) * (1 + plan.critic)
     return plan.actor.parameters + plan.critic * critic + adapters
@@ -272,7 +272,7 @@ def memory(plan: Plan, strategy: str) -> dict[str, float]:
     if plan.reward is not None:
         parts["reward model"] = plan.frozen_bytes * plan.reward.parameters / weight_shards
     if weight_shards > 1:
-        # The unit in use, the prefetched one, and what is outside the blocks.
+        # The current block, the prefetched block, and the parameters outside the blocks.
         parts["gathered"] = weight * (2 * plan.actor.block + plan.actor.outside)
     parts["gathered"] += gradient * whole
     parts["activations"] = activations(plan)
@@ -292,12 +292,12 @@ def memory(plan: Plan, strategy: str) -> dict[str, float]:
 
 
 def activations(plan: Plan) -> float:
-    """Bytes that a micro-batch keeps for its backward: of actor and critic, which share one loss."""
+    """Bytes that a micro-batch saves for its backward pass, for actor and critic, which share one loss."""
     size, tokens = plan.actor, plan.micro_batch_tokens
     stream = 2 if plan.precision == "bf16-true" else 4  # under autocast the residual stream stays in float32
     block = size.saved_per_token * tokens + size.saved_weights
     models = 1 + plan.critic
-    if plan.checkpointing:  # each block's input, and one block that is recomputed
+    if plan.checkpointing:  # each block's input, and one recomputed block
         blocks = models * stream * size.hidden * size.layers * tokens + block
     else:
         blocks = models * size.layers * block
@@ -305,14 +305,14 @@ def activations(plan: Plan) -> float:
 
 
 def head(plan: Plan) -> float:
-    """Maximum number of bytes for log-probs and entropies, without their gradient (`lightrl.models.logprobs`).
+    """Maximum number of bytes for log-probs and entropies, excluding their gradients (`lightrl.models.logprobs`).
 
-    A tile of logits, twice in float32, and its gradient in the dtype of the products; of the weight (V, D) a copy in
-    that dtype under autocast, its gradient in that dtype, and the float32 sum of it, to which products are added.
+    Counts two float32 copies of a tile of logits and its gradient in the compute dtype. For the weight (V, D), counts a
+    copy in the compute dtype under autocast, its gradient in that dtype, and the float32 accumulator of the gradient.
     """
     size = plan.actor
     weight = size.vocabulary * size.hidden
-    if plan.cpu:  # some logits are kept for the backward pass; the head's and the embedding's gradients of tied weights
+    if plan.cpu:  # some logits are saved for the backward pass; tied weights have two gradients
         logits = plan.micro_batch_tokens * size.vocabulary
         return 4 * (min(KEPT_ELEMENTS, logits) + 2.0 * min(CHUNK_ELEMENTS // 2, logits) + weight)
     tile = min(CUDA_CHUNK_ELEMENTS // 2, plan.micro_batch_tokens * size.vocabulary)
@@ -322,13 +322,15 @@ def head(plan: Plan) -> float:
 
 
 def micro_batch(layout: str, budget: int, prompts: int, group: int, prompt: int, response: int) -> int:
-    """Tokens of the largest micro-batch of an update.
+    """Number of tokens in the largest micro-batch of an update.
 
     Args:
-        layout: "padded", "packed", or the layout that computes a group's prompt once.
+        layout: "padded", "packed", or "shared_prefix", which computes the prompt once per group.
         budget: `micro_batch_tokens`.
-        prompts, group: Prompts in the update and completions of each.
-        prompt, response: Tokens of a prompt and of a completion.
+        prompts: Number of prompts in the update.
+        group: Completions per prompt.
+        prompt: Tokens per prompt.
+        response: Tokens per completion.
     """
     row = prompt + response
     tokens = prompts * (group * row if layout in ("padded", "packed") else prompt + group * response)
@@ -336,13 +338,13 @@ def micro_batch(layout: str, budget: int, prompts: int, group: int, prompt: int,
 
 
 def total(parts: dict[str, float]) -> float:
-    """Bytes at the peak of what `memory` returns: in a backward pass or an optimizer step."""
+    """Peak bytes, given the parts from `memory`: the larger of a backward pass and an optimizer step."""
     backward = parts["activations"] + parts["head"] + parts["gathered"]
     return sum(parts.values()) - min(backward, parts["optimizer step"])
 
 
 def host_memory(plan: Plan, strategy: str) -> float:
-    """Bytes of the hosts' memory that offloading takes, all ranks together."""
+    """Bytes of host memory that offloading needs on all ranks together."""
     if not strategy.endswith("offload"):
         return 0.0
     weight, gradient, state = _bytes(plan, strategy)
@@ -351,7 +353,7 @@ def host_memory(plan: Plan, strategy: str) -> float:
 
 
 def largest_micro_batch(plan: Plan, strategy: str, limit: float) -> int | None:
-    """The largest power of two of tokens, up to 131,072, that fits in `limit`; None if one sequence does not fit."""
+    """Largest micro-batch in tokens (a power of two up to 131,072) that fits in `limit`; None if none fits."""
     tokens, largest = 1 << max(plan.length - 1, 1).bit_length(), None
     while tokens <= 1 << 17 and total(memory(replace(plan, micro_batch_tokens=tokens), strategy)) <= limit:
         largest, tokens = tokens, 2 * tokens
@@ -359,13 +361,13 @@ def largest_micro_batch(plan: Plan, strategy: str, limit: float) -> int | None:
 
 
 def smallest_fit(plan: Plan, strategy: str, limit: float) -> int | None:
-    """The smallest power of two of GPUs on which the plan fits in `limit` bytes each; None above 1024."""
+    """Smallest number of GPUs (a power of two) on which the plan fits in `limit` bytes each; None above 1024."""
     sizes = (2**i for i in range(11))
     return next((n for n in sizes if total(memory(replace(plan, gpus=n), strategy)) <= limit), None)
 
 
 def candidates(case: Plan) -> tuple[str, ...]:
-    """Strategies that may help: sharding needs several processes, and a CPU's memory is the host's."""
+    """Applicable strategies: sharding needs several processes, and offloading needs a GPU."""
     if case.gpus > 1:
         return STRATEGIES
     return ("ddp",) if case.cpu else ("ddp", "zero2_offload", "zero3_offload")
@@ -377,22 +379,22 @@ def fitting(case: Plan, limit: float) -> list[str]:
 
 
 _WHY = {  # by preference
-    "ddp": "every GPU holds everything, which is the fastest (configs/strategies/ddp.yaml).",
-    "fsdp2": "weights and optimizer are sharded, with PyTorch alone (configs/strategies/fsdp2.yaml).",
-    "zero2": "the optimizer is sharded, weights are whole (configs/strategies/deepspeed_zero2.yaml).",
-    "zero1": "the optimizer is sharded, weights are whole (configs/strategies/deepspeed_zero1.yaml).",
-    "zero3": "weights and optimizer are sharded (configs/strategies/deepspeed_zero3.yaml).",
-    "zero2_offload": "the optimizer works in host memory (configs/strategies/deepspeed_zero2_offload.yaml).",
-    "zero3_offload": "idle weights are in host memory too (configs/strategies/deepspeed_zero3_offload.yaml).",
+    "ddp": "every GPU holds a full replica, which is fastest (configs/strategies/ddp.yaml).",
+    "fsdp2": "shards weights and optimizer states with PyTorch only (configs/strategies/fsdp2.yaml).",
+    "zero2": "shards the optimizer states, not the weights (configs/strategies/deepspeed_zero2.yaml).",
+    "zero1": "shards the optimizer states, not the weights (configs/strategies/deepspeed_zero1.yaml).",
+    "zero3": "shards weights and optimizer states (configs/strategies/deepspeed_zero3.yaml).",
+    "zero2_offload": "offloads the optimizer to host memory (configs/strategies/deepspeed_zero2_offload.yaml).",
+    "zero3_offload": "offloads optimizer and weights to host memory (configs/strategies/deepspeed_zero3_offload.yaml).",
 }
 
 
 def advice(case: Plan, fits: list[str], limit: float) -> str:
-    """Which of the strategies that fit in `limit` bytes per GPU to use; what to change if there is none."""
+    """Recommends one of the strategies that fit in `limit` bytes per GPU, or changes if none fits."""
     for name, why in _WHY.items():
         if name in fits:
             tokens = largest_micro_batch(case, name, limit)
-            room = "" if tokens is None else f" Micro-batches may have {tokens} tokens (updates.micro_batch_tokens)."
+            room = "" if tokens is None else f" Micro-batches can have up to {tokens} tokens (micro_batch_tokens)."
             return f"Use {name}: {why}{room}"
     tokens = largest_micro_batch(case, "ddp" if case.cpu else "fsdp2", limit)
     needed = None if case.cpu else smallest_fit(case, "fsdp2", limit)
@@ -403,5 +405,5 @@ def advice(case: Plan, fits: list[str], limit: float) -> str:
         "--gradient_checkpointing true" if not case.checkpointing else "",
         f"--micro_batch_tokens {tokens}{'' if case.cpu else ' with fsdp2'}" if tokens is not None else "",
     ]
-    ways = [way for way in ways if way] or ["more memory", "a smaller model", "shorter rows (--length)"]
-    return f"Nothing fits. Try {', '.join(ways)}."
+    ways = [way for way in ways if way] or ["more memory", "a smaller model", "shorter sequences (--length)"]
+    return f"No strategy fits. Try {', '.join(ways)}."

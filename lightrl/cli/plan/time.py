@@ -1,7 +1,7 @@
-"""Seconds of a rollout and its update on one node: rooflines of generation and training.
+"""Estimates the seconds of a rollout and its update on one node with roofline models of generation and training.
 
-A decoding step reads the weights once and every live sequence's keys and values. A training step does 6 operations per
-parameter and token, and 12 per layer, width, and visible pair.
+A decoding step reads the weights once and the KV cache of every active sequence. A training step does 6 operations per
+parameter and token, and 12 per layer, hidden dimension, and attended pair.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ class Rates:
     """Throughput of one GPU.
 
     Attributes:
-        flops: Matrix products in training, in operations per second.
-        decode_flops: The same while decoding.
-        bandwidth: Memory bandwidth while decoding, in bytes per second.
-        overhead: Seconds per decoding step that depend on nothing.
+        flops: Matrix multiplication throughput in training, in operations per second.
+        decode_flops: Matrix multiplication throughput in decoding, in operations per second.
+        bandwidth: Memory bandwidth in decoding, in bytes per second.
+        overhead: Constant overhead per decoding step, in seconds.
     """
 
     flops: float
@@ -28,19 +28,19 @@ class Rates:
 
     @staticmethod
     def of(tflops: float, terabytes: float) -> Rates:
-        """From a data sheet's dense bfloat16 peak and bandwidth: 40% in training, 50% and 70% in decoding."""
+        """Rates from peak dense bfloat16 TFLOPS (40% in training, 50% in decoding) and TB/s (70% in decoding)."""
         return Rates(0.4e12 * tflops, 0.5e12 * tflops, 0.7e12 * terabytes)
 
 
 @dataclass(frozen=True)
 class Job:
-    """One rollout of `trajectories` and the update on it; `prompt` and `response` are mean numbers of tokens.
+    """A rollout of `trajectories` and its update. `prompt` and `response` are mean numbers of tokens.
 
     Attributes:
         kv_bytes: Bytes per token in the KV cache.
-        forwards: Passes without gradient over each trajectory (old log-probs, reference).
+        forwards: Number of forward passes without gradient over each trajectory (old log-probs, reference).
         recompute: Whether activations are recomputed.
-        slots: Maximum number of sequences that an engine generates at a time.
+        slots: Maximum number of sequences that an engine generates concurrently.
     """
 
     parameters: float
@@ -56,13 +56,13 @@ class Job:
 
 
 def decode_seconds(job: Job, rates: Rates, live: int, context: float) -> float:
-    """One decoding step of `live` sequences of `context` tokens on one GPU."""
+    """Seconds of a decoding step of `live` sequences of `context` tokens on one GPU."""
     read = (2 * job.parameters + live * context * job.kv_bytes) / rates.bandwidth
     return max(read, 2 * job.parameters * live / rates.decode_flops) + rates.overhead
 
 
 def generation(job: Job, rates: Rates, gpus: int) -> float:
-    """Seconds until all completions, taken as equally long, are sampled by one engine per GPU."""
+    """Seconds to generate all completions with one engine per GPU, assuming equal lengths."""
     own = ceil(job.trajectories / gpus)
     live = min(own, job.slots)
     prefill = own * 2 * job.parameters * job.prompt / rates.decode_flops
@@ -71,7 +71,7 @@ def generation(job: Job, rates: Rates, gpus: int) -> float:
 
 
 def training(job: Job, rates: Rates, gpus: int) -> float:
-    """Seconds of the forward passes and the update on a rollout."""
+    """Seconds of the forward passes and the update of a rollout."""
     tokens = job.trajectories * (job.prompt + job.response)
     pairs = job.trajectories * (job.prompt + job.response) ** 2 / 2
     forward = 2 * job.parameters * tokens + 4 * job.layers * job.hidden * pairs

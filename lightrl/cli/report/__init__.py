@@ -1,6 +1,6 @@
-"""`lightrl report RUN_DIR ...`: plots and samples of a run, or of several runs, as one HTML page.
+"""`lightrl report RUN_DIR ...`: plots and sample completions of one or several runs as an HTML page.
 
-`read` gets the numbers from disk, `plots` draws them, `page` writes the HTML.
+`read` loads the metrics, `plots` draws them, and `page` writes the HTML.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lightrl.cli.report.read import Run, read_run, runs_below
 __all__ = ["report"]
 
 DRAWN = 6
-"""Maximum number of runs that an index draws: the number of colors."""
+"""Maximum number of runs in the plots of an index page: the number of colors."""
 
 
 def report(
@@ -26,23 +26,25 @@ def report(
     out: Path | str | None = None,
     others: Sequence[Path | str] = (),
 ) -> Path:
-    """Draw a run, or several on one page, and print its result, and the page's path as the last line.
+    """Plot one or several runs on an HTML page. Prints the run's result, and the path of the page as the last line.
 
     Args:
-        run_dir: Folder of a run logged by Lightning's `CSVLogger`: it holds `metrics.csv`, or `version_*` folders that
-            do, which are joined by step. `samples.jsonl` of `CompletionLogger` and `config.yaml` are used if present.
-            Or a folder with several runs below it: the page is an index of them, the newest first, with links to their
-            pages, and draws the six newest.
-        baseline: Run folder of an evaluation before training (`lightrl validate` on the start model); its numbers are
-            drawn at 0 rollouts and its samples are the "before" ones. Defaults to the run's first evaluation.
-        out: Folder for `report.html` and the PNG files. Defaults to `run_dir/report`, or `comparison` for several runs.
-        others: Further runs to draw with the first one; `lightrl report RUN RUN ...` is the same.
+        run_dir: Run directory with a `metrics.csv` of Lightning's `CSVLogger`, or with `version_*` directories, which
+            are merged by step. `samples.jsonl` of `CompletionLogger` and `config.yaml` are used if present. Pass a
+            directory that contains several runs to write an index of them. It links to their pages and plots the six
+            newest runs.
+        baseline: Run directory of an evaluation before training (`lightrl validate` with the initial model). Its
+            metrics are plotted at 0 rollouts and its completions are shown as "before". Defaults to the run's first
+            evaluation.
+        out: Directory for `report.html` and the PNG files. Defaults to `run_dir/report`, or `comparison` for several
+            runs.
+        others: Additional runs to compare with the first, as in `lightrl report RUN RUN ...`.
 
     Returns:
         Path of the page, a self-contained file. Hover over a plot to see values; drag to zoom, double-click to reset.
 
     Raises:
-        ValueError: A run's folder has no `metrics.csv`, or nothing was logged to it.
+        ValueError: A run directory has no `metrics.csv`, or the file has no metrics yet.
     """
     root = Path(run_dir)
     below = runs_below(root) if baseline is None and not others else []
@@ -55,7 +57,7 @@ def report(
         run = read_run(root, "run_dir")
         before = None if baseline is None else read_run(Path(baseline), "baseline")
         from lightrl.cli.report.header import result
-        from lightrl.cli.report.page import render_page  # matplotlib, after the folders were checked
+        from lightrl.cli.report.page import render_page  # imports matplotlib, so after the checks
         from lightrl.cli.report.plots import draw_panels
 
         images = draw_panels(run, before)
@@ -71,7 +73,7 @@ def report(
 
 
 def _several(folders: Sequence[Path], root: list[Path], out: Path) -> str:
-    """A page of the runs; those below a `root` may be broken, and are linked to their pages."""
+    """Renders a page of several runs. Runs below a `root` link to their pages and are skipped if unreadable."""
     above = root[0].resolve() if root else Path(os.path.commonpath([folder.resolve().parent for folder in folders]))
     runs: list[Run] = []
     pages, notes = {}, []
@@ -82,14 +84,14 @@ def _several(folders: Sequence[Path], root: list[Path], out: Path) -> str:
         except ValueError as error:
             if not root:
                 raise
-            notes.append(f"Left out: {error}")
+            notes.append(f"Skipped: {error}")
             print(notes[-1], file=sys.stderr)
         if root and (folder / "report" / "report.html").is_file():
             pages[name] = quote(Path(os.path.relpath(folder / "report" / "report.html", out)).as_posix())
     if not runs:
-        raise ValueError(f"run_dir={str(root[0])!r}: none of {len(folders)} runs can be shown. {notes[0]}")
+        raise ValueError(f"run_dir={str(root[0])!r}: none of its {len(folders)} runs can be read. {notes[0]}")
     if root and len(runs) > DRAWN:
-        notes.append(f"Drawn are the newest {DRAWN}; `lightrl report RUN RUN ...` draws others.")
+        notes.append(f"The plots show the {DRAWN} newest runs. To plot others, run `lightrl report RUN RUN ...`.")
     from lightrl.cli.report.page import render_comparison
     from lightrl.cli.report.plots import draw_comparison
 

@@ -1,4 +1,4 @@
-"""The first lines of a report: model, data, settings, hardware, command, and result of a run."""
+"""Header of a report: model, data, settings, hardware, command, and result of a run."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from lightrl.cli.report.read import Run
 from lightrl.ops.progress import count, headline, result_line
 
 LONGEST = 160
-"""Maximum number of characters of a source of data."""
+"""Maximum length of a data source in characters."""
 SETTINGS = (
     ("optimizer.lr", "learning rate {}"),
     ("group_size", "{} completions per prompt"),
     ("prompts_per_rollout", "{} prompts per rollout"),
-    ("batch_size", "batches of {}"),
+    ("batch_size", "batch size {}"),
     ("sampling.max_new_tokens", "at most {} new tokens"),
     ("sampling.temperature", "temperature {}"),
     ("kl.coef", "KL coefficient {}"),
 )
-"""Arguments of the module or the data module, and how the report names them."""
+"""Arguments of the module or the data module, and their labels in the report."""
 
 
 def header(run: Run, before: Run | None) -> str:
-    """The table of facts and the result line, as far as the run has left them."""
+    """The result line and the table of facts, if the run recorded them."""
     facts = "".join(f"<tr><th>{name}</th><td>{escape(text)}</td></tr>" for name, text in _facts(run.settings) if text)
     line = result(run, before)
     return (f"<p class=result>{escape(line)}</p>" if line else "") + (
@@ -33,7 +33,7 @@ def header(run: Run, before: Run | None) -> str:
 
 
 def result(run: Run, before: Run | None) -> str:
-    """The line that the run ended with, or that of what it has logged so far; `before` as in `lightrl report`."""
+    """The run's final result line, or one computed from the metrics so far. `before` is the baseline."""
     if before is None and "result" in run.settings:
         return str(run.settings["result"])
     rewards = [record.get("reward") for record in run.samples if record["phase"] == "eval"]
@@ -69,7 +69,7 @@ def _facts(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _at(value: Any, place: str) -> Any:
-    """An entry by its dotted name, with or without `init_args` on the way; None if there is none."""
+    """An entry by its dotted name, with or without `init_args` in between; None if missing."""
     for name in place.split("."):
         inner = value.get("init_args") or value if isinstance(value, Mapping) else {}
         value = inner.get(name) if isinstance(inner, Mapping) else None
@@ -81,7 +81,7 @@ def _class(value: Any) -> str:
 
 
 def _source(value: Any) -> str:
-    """Where rows come from, in a few words."""
+    """A short description of a data source."""
     found = next((each for name in ("path", "name", "rows") if (each := _at(value, name))), None)
     if isinstance(found, Mapping):
         arguments = ", ".join(f"{k}={v}" for k, v in (found.get("init_args") or {}).items() if v is not None)

@@ -1,4 +1,4 @@
-"""Writes the report's page: one self-contained HTML file, for wide screens and phones, light and dark."""
+"""Writes the report as a self-contained HTML page, for desktop and mobile, in light and dark mode."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ SUMMARY = (
     ("loss/sft", "Supervised loss", "nats/token", min),
     ("kl/ref", "KL to the reference", "nats/token", None),
     ("policy/entropy", "Entropy", "nats/token", None),
-    ("completions/length", "Response length", "tokens", None),
+    ("completions/length", "Completion length", "tokens", None),
     ("rollout/truncated_fraction", "Truncated fraction", "", min),
     ("throughput/tokens_per_second", "Throughput", "tokens/s", max),
     ("time/step", "Time per rollout", "s", min),
 )
 TILES = 4
 CHANGED = 12
-"""Maximum number of evaluation prompts that are shown before and after training."""
+"""Maximum number of evaluation prompts shown before and after training."""
 
 
 class Row(NamedTuple):
-    """A metric's first, last, and best point: (rollouts done, value)."""
+    """A metric's first, last, and best point as (completed rollouts, value)."""
 
     label: str
     unit: str
@@ -45,7 +45,7 @@ class Row(NamedTuple):
 
 
 def summary(run: Run, before: Run | None = None) -> list[Row]:
-    """A row for each metric of `SUMMARY` that is logged."""
+    """A row for each logged metric of `SUMMARY`."""
     rows: list[Row] = []
     for name, label, unit, best in SUMMARY:
         series = {x: y for x, y in after_rollouts(run, name, before).items() if not math.isnan(y)}
@@ -58,7 +58,7 @@ def summary(run: Run, before: Run | None = None) -> list[Row]:
 
 
 def render_page(run: Run, before: Run | None, images: Sequence[Image]) -> str:
-    """The page of a run; `before` is an evaluation before training."""
+    """Renders the page of a run. `before` is an evaluation before training."""
     rows = summary(run, before)
     seconds = sum(value for value in run.metrics.get("time/step", {}).values() if not math.isnan(value))
     facts = [f"{run.num_rollouts:,} {'rollouts' if 'reward/mean' in run.metrics else 'batches'}"]
@@ -68,8 +68,8 @@ def render_page(run: Run, before: Run | None, images: Sequence[Image]) -> str:
         header(run, before),
         _fallen(run),
         f"<div class=tiles>{''.join(_tile(row) for row in rows[:TILES])}</div>",
-        f"<h2>First, last and best</h2>{_summary_table(rows)}" if rows else "",
-        f"<h2>Over the run</h2><div class=grid>{''.join(_plot(image) for image in images)}</div>" if images else "",
+        f"<h2>Summary</h2>{_summary_table(rows)}" if rows else "",
+        f"<h2>Metrics</h2><div class=grid>{''.join(_plot(image) for image in images)}</div>" if images else "",
         _samples(run, before),
     ]
     return _document(f"{run.name} - LightRL report", body)
@@ -78,13 +78,13 @@ def render_page(run: Run, before: Run | None, images: Sequence[Image]) -> str:
 def render_comparison(
     runs: Sequence[Run], images: Sequence[Image], pages: Mapping[str, str], notes: Sequence[str]
 ) -> str:
-    """The page of several runs: a table of them, and plots with a line for each.
+    """Renders the page of several runs: a table, and plots with one line per run.
 
     Args:
-        runs: With different names.
-        images: Drawn panels.
-        pages: Name -> URL of the run's own page, for those that have one.
-        notes: Lines above the table.
+        runs: Runs with unique names.
+        images: Plots.
+        pages: Name -> URL of the run's own page, if it has one.
+        notes: Notes above the table.
     """
     summaries = [{row.label: row for row in summary(run)} for run in runs]
     labels = [label for _, label, _, _ in SUMMARY if any(label in rows for rows in summaries)]
@@ -105,13 +105,13 @@ def render_comparison(
         *(f"<p class=soft>{escape(note)}</p>" for note in notes),
         *(_fallen(run) for run in runs),
         f"<div class='card wide'><table><tr><th>Run</th><th>Rollouts</th>{head}</tr>{''.join(lines)}</table></div>",
-        f"<h2>Over the runs</h2><div class=grid>{''.join(_plot(image) for image in images)}</div>",
+        f"<h2>Metrics</h2><div class=grid>{''.join(_plot(image) for image in images)}</div>",
     ]
     return _document("LightRL run comparison", body)
 
 
 def _document(title: str, body: Sequence[str]) -> str:
-    """The whole file, with "?" for unpaired surrogates."""
+    """The HTML file. Replaces unpaired surrogates with "?"."""
     text = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -122,7 +122,7 @@ def _document(title: str, body: Sequence[str]) -> str:
 
 
 def _fallen(run: Run) -> str:
-    """A note on a run that ended below its best by more than a tenth of what it had gained, with the checkpoint."""
+    """A warning if a run lost more than a tenth of its gain after its peak, with the checkpoint nearest to the peak."""
     rows = {row.label: row for row in summary(run)}
     row = next((rows[label] for _, label, _, _ in SUMMARY[:3] if label in rows), None)  # evaluation or reward
     if row is None or len(row.series) < 3:
@@ -134,17 +134,17 @@ def _fallen(run: Run) -> str:
         return ""
     at = list(row.series)[top]
     nearest = min(run.checkpoints, key=lambda c: (abs(c[0] - at), c), default=None)
-    way = "no checkpoint of it was kept (RolloutCheckpoint.monitor keeps the best)"
+    way = "No checkpoint near the peak was kept. Set RolloutCheckpoint.monitor to keep the best."
     if nearest is not None:
-        way = f"the nearest checkpoint is {nearest[1]}"
+        way = f"The nearest checkpoint is {nearest[1]}."
     return (
-        f"<p class='card warn'><b>{escape(run.name)} peaked and fell.</b> {escape(row.label)} was "
-        f"{number(values[top])} after {at:,} rollouts and ended at {number(values[-1])}: {escape(way)}.</p>"
+        f"<p class='card warn'><b>{escape(run.name)} declined after its peak.</b> {escape(row.label)} peaked at "
+        f"{number(values[top])} after {at:,} rollouts and ended at {number(values[-1])}. {escape(way)}</p>"
     )
 
 
 def duration(seconds: float) -> str:
-    """As `45 s`, `3 min 20 s`, or `2 h 05 min`."""
+    """Formats seconds as `45 s`, `3 min 20 s`, or `2 h 05 min`."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -152,7 +152,7 @@ def duration(seconds: float) -> str:
 
 
 def number(value: float) -> str:
-    """Four significant digits, thousands separated."""
+    """Formats a number with four significant digits and thousands separators."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
@@ -176,7 +176,7 @@ def _summary_table(rows: list[Row]) -> str:
 
 
 def _plot(image: Image) -> str:
-    """A panel in both color schemes; the browser shows the one of the page."""
+    """A panel in both color schemes; the browser picks one."""
     light, dark = (f"data:image/png;base64,{b64encode(data).decode()}" for data in (image.light, image.dark))
     lines = {
         label: [[x, float(f"{y:.4g}")] for x, y in s.items() if not math.isnan(y)] for label, s in image.lines.items()
@@ -191,7 +191,7 @@ def _plot(image: Image) -> str:
 
 
 def _samples(run: Run, before: Run | None) -> str:
-    """Completions of the same prompts before and after, or the first and last logged ones if prompts differ."""
+    """Completions of the same prompts before and after training, or the first and last logged ones."""
     samples = [r for r in run.samples if r["phase"] == "eval"]
     earlier = [r for r in before.samples if r["phase"] == "eval"] if before is not None else []
     pairs = _pairs(_at_step(earlier, -1) if earlier else _at_step(samples, 0), _at_step(samples, -1))
@@ -206,13 +206,15 @@ def _samples(run: Run, before: Run | None) -> str:
             for old, new in (changed or pairs)[:CHANGED]
         ]
         rose, fell = sum(gain > 0 for gain in gains), sum(gain < 0 for gain in gains)
-        told = f"{len(changed)} of {len(pairs)} completions changed; the reward rose on {rose} and fell on {fell}."
-        return f"<h2>Evaluation prompts, before and after</h2><p class=soft>{told}</p>{''.join(cards)}"
+        told = (
+            f"{len(changed)} of {len(pairs)} completions changed: {rose} have a higher reward, {fell} a lower reward."
+        )
+        return f"<h2>Evaluation completions before and after training</h2><p class=soft>{told}</p>{''.join(cards)}"
     logged = [r for r in run.samples if r["phase"] == "train"] or samples
     first, last = _at_step(logged, 0), _at_step(logged, -1)
     shown = [*first, *last] if first != last else first
     cards = [f"<div class='card sample'>{_question(r)}{_completion(r, _when(r))}</div>" for r in shown]
-    return f"<h2>Sampled completions, first and last logged</h2>{''.join(cards)}" if cards else ""
+    return f"<h2>First and last logged completions</h2>{''.join(cards)}" if cards else ""
 
 
 def _gain(pair: tuple[dict[str, Any], dict[str, Any]]) -> float:
@@ -221,7 +223,7 @@ def _gain(pair: tuple[dict[str, Any], dict[str, Any]]) -> float:
 
 
 def _question(record: dict[str, Any]) -> str:
-    """The last user message, under a picture of what it shows; the whole prompt as the model saw it folds out."""
+    """The last user message below its image, and the full prompt in a collapsible element."""
     media, picture = record.get("media", ""), record.get("thumbnail")
     image = ""
     if picture is not None:
@@ -229,11 +231,7 @@ def _question(record: dict[str, Any]) -> str:
         image = f'<img class=thumbnail src="data:image/png;base64,{data}" alt="{escape(media)}">'
     label = f"<div class=label><span>prompt</span><span>{escape(media)}</span></div>"
     asked, prompt = str(record.get("question") or record["prompt"]), record["prompt"]
-    more = (
-        ""
-        if asked == prompt
-        else f"<details><summary>as the model saw it</summary><pre>{escape(prompt)}</pre></details>"
-    )
+    more = "" if asked == prompt else f"<details><summary>full prompt</summary><pre>{escape(prompt)}</pre></details>"
     return f"{label}{image}<pre>{escape(asked)}</pre>{more}"
 
 
@@ -243,7 +241,7 @@ def _at_step(records: list[dict[str, Any]], index: int) -> list[dict[str, Any]]:
 
 
 def _pairs(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Records of equal prompts and pictures, in the order of `new`; completions of a prompt pair up in order."""
+    """Pairs of records with equal prompts and images, in the order of `new`."""
 
     def key(record: dict[str, Any]) -> tuple[str, str]:
         return record["prompt"], record["thumbnail"].name if "thumbnail" in record else ""
@@ -258,7 +256,7 @@ def _pairs(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[tuple[d
 
 
 def _when(record: dict[str, Any]) -> str:
-    """When a record was sampled."""
+    """Describes when a record was sampled."""
     count = record["step"] + 1
     if count == 0:
         return "before training"
@@ -266,11 +264,11 @@ def _when(record: dict[str, Any]) -> str:
 
 
 def _completion(record: dict[str, Any], when: str, before: dict[str, Any] | None = None) -> str:
-    """A completion with its reward and length, marked if the reward is above that of the one `before`."""
+    """A completion with its reward and length, highlighted if its reward is higher than in `before`."""
     reward, old = record.get("reward"), None if before is None else before.get("reward")
     text = "no reward" if reward is None else f"reward {number(reward)}"
     rose = reward is not None and old is not None and reward > old
-    cut = ", cut" if record.get("truncated") else ""
+    cut = ", truncated" if record.get("truncated") else ""
     parts = record.get("reward_parts") or {}
     given = {name: number(value) for name, value in parts.items() if value is not None} if len(parts) > 1 else {}
     given |= {name: str(value) for name, value in (record.get("extra") or {}).items() if value is not None}

@@ -1,4 +1,4 @@
-"""Draws the panels of the report: small figures of one size, each for light and for dark pages."""
+"""Draws the plots of the report in light and dark mode."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from lightrl.cli.report.read import Run, Series
 
 SIZE, DPI = (6.0, 3.4), 130
 SMOOTH_FROM, SMOOTH_PARTS = 60, 30
-"""Number of points from which a running mean is drawn over the raw line, and of its windows."""
+"""Minimum number of points for drawing a running mean over the raw line, and number of windows per line."""
 LONGEST = 60
-"""Maximum number of characters of a label."""
+"""Maximum length of a label in characters."""
 
 
 class Theme(NamedTuple):
-    """Colors of a page: its background, text, grid, and lines."""
+    """Colors of a page."""
 
     background: str
     text: str
@@ -36,7 +36,7 @@ DARK = Theme("#161b22", "#d1d5db", "#30363d", ("#60a5fa", "#fb923c", "#34d399", 
 
 
 class Line(NamedTuple):
-    """A metric, its label, and its value by number of rollouts."""
+    """A metric, its label, and its values by number of rollouts."""
 
     metric: str
     label: str
@@ -45,16 +45,16 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Panel:
-    """A figure and the metrics in it.
+    """A plot and its metrics.
 
     Attributes:
-        name: Of the PNG file.
-        title: Above the axes.
+        name: Name of the PNG file.
+        title: Title above the axes.
         unit: Label of the y axis.
-        lines: (metric, label); a metric ending in `*` is a prefix. Those not logged are left out.
-        kind: `line`, `percent` (of fractions), or `area` (stacked lines).
-        band: Metric that is drawn as a band of +- its value around the first line.
-        low: Lower end of the y axis. Defaults to the data's.
+        lines: (metric, label) pairs. A metric ending in `*` is a prefix. Metrics that were not logged are skipped.
+        kind: `line`, `percent` (fractions shown in percent), or `area` (stacked lines).
+        band: Metric drawn as a band of +- its value around the first line.
+        low: Lower limit of the y axis. Defaults to the data's minimum.
     """
 
     name: str
@@ -67,17 +67,17 @@ class Panel:
 
     @property
     def scale(self) -> float:
-        """Factor of the drawn values."""
+        """Factor for the plotted values."""
         return 100.0 if self.kind == "percent" else 1.0
 
 
 @dataclass(frozen=True)
 class Image:
-    """A drawn panel: PNG bytes for a light and a dark page, and the values that the page shows.
+    """A drawn panel: PNG bytes in light and dark mode, and the values shown on hover.
 
     Attributes:
-        lines: Label -> rollouts done -> value, as drawn.
-        frame: Of the axes in the picture: left, right, top, bottom (fractions of it), lowest and highest x.
+        lines: Label -> completed rollouts -> value, as plotted.
+        frame: Position of the axes in the image (left, right, top, bottom, as fractions), then minimum and maximum x.
     """
 
     name: str
@@ -96,7 +96,7 @@ PANELS = (
     Panel("kl_reference", "KL to the reference", "nats per token", (("kl/ref", "KL to reference"),)),
     Panel("kl_coefficient", "KL coefficient", "coefficient", (("kl/coef", "coefficient"),), low=0.0),
     Panel("entropy", "Policy entropy", "nats per token", (("policy/entropy", "entropy"),), low=0.0),
-    Panel("response_length", "Response length", "tokens", (
+    Panel("response_length", "Completion length", "tokens", (
         ("completions/length", "mean"), ("completions/length_max", "longest"),
     ), low=0.0),
     Panel("truncated", "Truncated completions", "% of completions", (
@@ -110,20 +110,20 @@ PANELS = (
         ("time/update", "update"), ("time/sync", "weight sync"), ("time/other", "other"),
     ), kind="area", low=0.0),
     Panel("throughput", "Throughput", "tokens / s", (("throughput/tokens_per_second", "tokens / s"),), low=0.0),
-    Panel("explained_variance", "Critic: explained variance", "fraction of the variance", (
+    Panel("explained_variance", "Critic: explained variance", "fraction of variance", (
         ("value/explained_variance", "explained variance"),
     )),
     Panel("gradient_norm", "Gradient norm", "L2 norm before clipping", (("optim/grad_norm", "norm"),), low=0.0),
     Panel("clip_fractions", "Clipped tokens", "% of tokens", (
-        ("policy/clip_fraction_low", "ratio too low"), ("policy/clip_fraction_high", "ratio too high"),
+        ("policy/clip_fraction_low", "ratio (lower bound)"), ("policy/clip_fraction_high", "ratio (upper bound)"),
         ("value/clip_fraction", "value"),
     ), kind="percent"),
-    Panel("engine_gap", "Engine against trainer", "nats per token", (("kl/engine", "mean log-prob gap"),)),
+    Panel("engine_gap", "Engine vs. trainer log-probs", "nats per token", (("kl/engine", "mean log-prob gap"),)),
 )  # fmt: skip
 
 
 def draw_panels(run: Run, before: Run | None) -> list[Image]:
-    """Draws the panels that the run has numbers for; `before` is an evaluation before training, at 0 rollouts."""
+    """Draws the panels that the run has metrics for. `before` is an evaluation before training, at 0 rollouts."""
     metrics = dict(run.metrics)
     if "time/step" in metrics:
         metrics["time/other"] = other_time(metrics)
@@ -136,7 +136,7 @@ def draw_panels(run: Run, before: Run | None) -> list[Image]:
 
 
 def draw_comparison(runs: Sequence[Run]) -> list[Image]:
-    """Draws each panel's first metric that any of several runs has, a line for each run by name."""
+    """Draws each panel's first metric that any of the runs has, with one line per run."""
     images = []
     for panel in PANELS:
         metric = next((name for name, _ in panel.lines if any(name in run.metrics for run in runs)), None)
@@ -148,7 +148,7 @@ def draw_comparison(runs: Sequence[Run]) -> list[Image]:
 
 
 def after_rollouts(run: Run, metric: str, before: Run | None = None) -> Series:
-    """A metric by number of rollouts done, with an evaluation of the run `before` at 0."""
+    """A metric by number of completed rollouts, with an evaluation of the run `before` at 0."""
     series = {step + 1: value for step, value in run.metrics.get(metric, {}).items()}
     if before is not None and metric.startswith("eval/") and metric in before.metrics:
         series = {0: list(before.metrics[metric].values())[-1], **series}
@@ -156,14 +156,14 @@ def after_rollouts(run: Run, metric: str, before: Run | None = None) -> Series:
 
 
 def other_time(metrics: dict[str, Series]) -> Series:
-    """Seconds of a rollout that are in no other `time/*` metric."""
+    """Seconds of a rollout that no other `time/*` metric includes."""
     named = [series for name, series in metrics.items() if name.startswith("time/") and name != "time/step"]
     whole = metrics["time/step"]
     return {step: max(total - sum(series.get(step, 0.0) for series in named), 0.0) for step, total in whole.items()}
 
 
 def running_mean(values: list[float], width: int) -> list[float]:
-    """Mean of each value and the `width - 1` before it, without NaN."""
+    """Mean of each value and the `width - 1` values before it, ignoring NaN."""
     windows = ([v for v in values[max(i - width + 1, 0) : i + 1] if not math.isnan(v)] for i in range(len(values)))
     return [sum(window) / len(window) if window else math.nan for window in windows]
 
@@ -178,7 +178,7 @@ def _drawable(series: Series) -> bool:
 
 
 def _lines(panel: Panel, metrics: dict[str, Series], before: Run | None) -> list[Line]:
-    """The panel's lines that are logged, without those that equal an earlier one."""
+    """The panel's logged lines, without duplicates of earlier ones."""
     found: list[Line] = []
     run = Run("", metrics)
     for wanted, label in panel.lines:
@@ -200,7 +200,7 @@ def _image(panel: Panel, lines: list[Line], band: Series, target: float | None) 
 def _draw(
     panel: Panel, lines: list[Line], band: Series, target: float | None, theme: Theme
 ) -> tuple[bytes, tuple[float, ...]]:
-    """One panel as PNG, and where its axes are (`Image.frame`)."""
+    """Draws a panel as PNG. Also returns the position of its axes (`Image.frame`)."""
     figure = Figure(figsize=SIZE, dpi=DPI, facecolor=theme.background, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(facecolor=theme.background)
@@ -229,7 +229,7 @@ def _draw(
 
 
 def plain(label: str) -> str:
-    """A label that matplotlib draws as it is: neither a formula, nor control characters, nor hidden by a "_"."""
+    """Escapes a label so that matplotlib draws it literally: no formula, control character, or leading "_"."""
     text = "".join(x if x.isprintable() else "?" for x in label[:LONGEST]).replace("$", r"\$")
     return f" {text}" if text.startswith("_") else text
 
@@ -241,13 +241,13 @@ def _draw_area(axes: Any, lines: list[Line], theme: Theme) -> None:
     totals = sorted(sum(column) for column in zip(*rows, strict=True))
     typical = totals[len(totals) * 9 // 10]
     axes.set_ylim(0, 1.35 * totals[-1] or 1.0)  # room for the legend
-    if totals[-1] > 3 * typical > 0:  # the first rollout starts the engine, and would flatten the others
+    if totals[-1] > 3 * typical > 0:  # the first rollout includes engine startup and would flatten the others
         axes.set_ylim(0, 1.8 * typical)
-        axes.set_title(f"highest: {totals[-1]:.3g} s", loc="right", fontsize=8, color=theme.text)
+        axes.set_title(f"maximum: {totals[-1]:.3g} s", loc="right", fontsize=8, color=theme.text)
 
 
 def _finish(axes: Any, panel: Panel, theme: Theme, width: int) -> None:
-    """Title, labels, limits, grid, and legend."""
+    """Sets title, labels, limits, grid, and legend."""
     axes.set_title(panel.title, loc="left", fontsize=11, fontweight="bold", color=theme.text)
     unit = "batches" if panel.name == "supervised_loss" else "rollouts"
     note = f" (bold: mean of {width})" if width > 1 and panel.kind != "area" else ""

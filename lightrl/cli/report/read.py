@@ -1,4 +1,4 @@
-"""Reads a run's numbers, samples, and trajectories from disk, whole or cut short."""
+"""Reads a run's metrics, samples, and trajectories from disk, complete or truncated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 from lightrl.cli.config_files import read_yaml
 
 Series = dict[int, float]
-"""Step, as in the loggers (0 is the first rollout, -1 before it), -> value. Sorted by step."""
+"""Logged step (0 is the first rollout, -1 is before it) -> value, sorted by step."""
 
 SAMPLE = {"step": int, "phase": str, "prompt": str, "completion": str, "num_tokens": int}
 """Fields of every record of `CompletionLogger`."""
@@ -27,12 +27,12 @@ class Run:
     """A run.
 
     Attributes:
-        name: For the title.
-        metrics: Name -> series, without names that have no number.
-        samples: Records of `CompletionLogger`, by step.
-        kl_target: Target of the `AdaptiveKL` callback, if `config.yaml` names one.
-        checkpoints: (rollouts done, path in the run's folder) of those whose name has that number.
-        settings: What the run passed to its loggers: model, data, command, and so on; empty if nothing.
+        name: Name in the title.
+        metrics: Name -> series. Excludes metrics without values.
+        samples: Records of `CompletionLogger`, sorted by step.
+        kl_target: Target of the `AdaptiveKL` callback, if `config.yaml` has one.
+        checkpoints: (completed rollouts, path relative to the run directory) of checkpoints named by rollout.
+        settings: Hyperparameters that the run logged: model, data, command, and so on. Empty if none.
     """
 
     name: str
@@ -44,28 +44,28 @@ class Run:
 
     @property
     def num_rollouts(self) -> int:
-        """Number of the last rollout that something was logged for."""
+        """Number of the last logged rollout."""
         return 1 + max((max(series) for series in self.metrics.values()), default=-1)
 
 
 def read_run(folder: Path, argument: str) -> Run:
-    """Reads `metrics.csv`, `samples.jsonl`, and `config.yaml` of a run, joined over its `version_*` folders.
+    """Reads `metrics.csv`, `samples.jsonl`, and `config.yaml` of a run, merged over its `version_*` directories.
 
-    Where a later folder starts again from an earlier step, it replaces what came after that step.
+    If a later directory starts at an earlier step, it replaces everything after that step.
 
     Args:
-        folder: The run.
-        argument: Its name in messages.
+        folder: Run directory.
+        argument: Its name in error messages.
 
     Raises:
-        ValueError: There is no `metrics.csv`, or no number in it.
+        ValueError: `metrics.csv` is missing or empty.
     """
     folders = metric_folders(folder)
     if not folders:
-        there = "no metrics.csv in it or in version_*" if folder.is_dir() else "there is no such folder"
+        there = "no metrics.csv in it or in version_*" if folder.is_dir() else "no such directory"
         below = [str(path) for path in runs_below(folder)]
         hint = f" Did you mean one of {', '.join(below)}?" if below else ""
-        raise ValueError(f"{argument}={str(folder)!r}: {there}. Name a run that Lightning's CSVLogger logged.{hint}")
+        raise ValueError(f"{argument}={str(folder)!r}: {there}. Pass a run logged by Lightning's CSVLogger.{hint}")
     tables = [_metrics(path / "metrics.csv") for path in folders]
     trained = [i for i, table in enumerate(tables) if any(name.startswith(TRAINING) for name in table)]
     metrics: dict[str, Series] = {}
@@ -81,7 +81,7 @@ def read_run(folder: Path, argument: str) -> Run:
             samples.append(record)
     metrics = {name: dict(sorted(series.items())) for name, series in sorted(metrics.items()) if series}
     if not metrics:
-        raise ValueError(f"{argument}={str(folder)!r}: no numbers in metrics.csv yet. Wait for the first rollout.")
+        raise ValueError(f"{argument}={str(folder)!r}: metrics.csv has no metrics yet. Wait for the first rollout.")
     found = [(re.search(r"rollout=(\d+)", path.name), path) for path in sorted(folder.glob("**/*.ckpt"))]
     checkpoints = [(int(match[1]), path.relative_to(folder).as_posix()) for match, path in found if match]
     kept = (_yaml(path / "hparams.yaml", folder) for path in reversed(folders))
@@ -90,7 +90,7 @@ def read_run(folder: Path, argument: str) -> Run:
 
 
 def metric_folders(folder: Path) -> list[Path]:
-    """The folder itself, or its `version_*` folders by number, if they have a `metrics.csv`."""
+    """The directory itself if it has a `metrics.csv`, otherwise its `version_*` directories that do, by number."""
     if is_file_inside(folder / "metrics.csv", folder):
         return [folder]
     versions = [path.parent for path in folder.glob("version_*/metrics.csv") if is_file_inside(path, folder)]
@@ -98,7 +98,7 @@ def metric_folders(folder: Path) -> list[Path]:
 
 
 def runs_below(folder: Path) -> list[Path]:
-    """Folders of runs below one that is not a run itself, the latest first."""
+    """Run directories below a directory that is not a run itself, newest first."""
     if metric_folders(folder):
         return []
     written: dict[Path, float] = {}
@@ -109,18 +109,18 @@ def runs_below(folder: Path) -> list[Path]:
 
 
 def is_file_inside(path: Path, folder: Path) -> bool:
-    """Whether a path is a file in a folder after following links: a run from elsewhere must not show other files."""
+    """Whether a path is a file in a directory after resolving links, so that a copied run can't expose other files."""
     try:
         return path.is_file() and path.resolve().is_relative_to(folder.resolve())
-    except (OSError, ValueError, RuntimeError):  # a name that is too long, or with a NUL
+    except (OSError, ValueError, RuntimeError):  # the name is too long or contains a NUL
         return False
 
 
 def read_records(path: Path, folder: Path) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a file in a folder. Skips other lines and prints how many; silent for a cut last line."""
+    """Yields the JSON objects of a file in a directory. Skips and counts other lines, except a truncated last one."""
     bad = []
     text = path.read_text(encoding="utf-8", errors="replace") if is_file_inside(path, folder) else ""
-    lines = text.split("\n")  # not `splitlines`: a text may contain other ends of lines
+    lines = text.split("\n")  # not `splitlines`: texts may contain other line separators
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line, parse_constant=lambda name: None) if line.strip() else None  # NaN, infinity
@@ -131,13 +131,14 @@ def read_records(path: Path, folder: Path) -> Iterator[dict[str, Any]]:
         elif record is not None:
             bad.append(number)
     if bad:
-        print(f"Left out: {len(bad)} lines of {path} that are not records, the first is line {bad[0]}", file=sys.stderr)
+        lines_of = f"{len(bad)} invalid line{'s' * (len(bad) > 1)}"
+        print(f"Skipped: {lines_of} in {path} (first: line {bad[0]})", file=sys.stderr)
 
 
 def _metrics(path: Path) -> dict[str, Series]:
-    """The table by name, without a line that a crash cut short; numbers that are not finite are NaN.
+    """Reads the table by name, without a truncated line. Non-finite values become NaN.
 
-    Where steps go back, a resumed run repeats what came after its checkpoint, and replaces it.
+    If the step decreases, a resumed run is repeating steps, which replace the earlier ones.
     """
     metrics: dict[str, Series] = {}
     latest = -1
@@ -158,13 +159,13 @@ def _metrics(path: Path) -> dict[str, Series]:
 
 
 def _samples(path: Path, folder: Path) -> Iterator[dict[str, Any]]:
-    """Records of `CompletionLogger`; `thumbnail` becomes a path, if that is a file in `folder`."""
+    """Yields records of `CompletionLogger`. `thumbnail` becomes a path if it is a file in `folder`."""
     for record in read_records(path, folder):
         if all(type(record.get(name)) is kind for name, kind in SAMPLE.items()):
             picture = path.parent / str(record.pop("thumbnail", ""))
             yield {**record, "thumbnail": picture} if is_file_inside(picture, folder) else record
         else:
-            print(f"Left out: {record['place']} is not a record of CompletionLogger", file=sys.stderr)
+            print(f"Skipped: {record['place']} is not a record of CompletionLogger", file=sys.stderr)
 
 
 def _kl_target(run: Path, folders: list[Path]) -> float | None:
@@ -178,7 +179,7 @@ def _kl_target(run: Path, folders: list[Path]) -> float | None:
 
 
 def _yaml(path: Path, run: Path) -> dict[str, Any]:
-    """The settings in a file of the run; empty if it is absent, or has other contents, such as Python objects."""
+    """Reads a YAML file of the run. Returns {} if it is missing or not a mapping of plain YAML."""
     try:
         found = read_yaml(path) if is_file_inside(path, run) else {}
     except ValueError:

@@ -1,4 +1,4 @@
-"""`lightrl view RUN`: the trajectories that `RolloutWriter` wrote, as one self-contained HTML page."""
+"""`lightrl view RUN_DIR`: trajectories saved by `RolloutWriter` as a self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ def view(
     out: Path | str | None = None,
     max_trajectories: int = 2000,
 ) -> Path:
-    """Write a run's trajectories as one HTML page and print its path as the last line.
+    """Write a run's trajectories to an HTML page. Prints the path of the page as the last line.
 
     Args:
-        run_dir: Folder of a run with the callback `RolloutWriter`, its `rollouts` folder, or one `rollout=...`.
+        run_dir: Directory of a run with the callback `RolloutWriter`, its `rollouts` directory, or one `rollout=...`.
         out: File to write. Defaults to `run_dir/trajectories.html`.
-        max_trajectories: Maximum number of trajectories: those of the newest rollouts, whole groups.
+        max_trajectories: Maximum number of trajectories. Keeps complete groups of the newest rollouts.
 
     Returns:
-        Path of the page. It opens without a server or a network, and runs nothing from a trajectory. Lines that are not
-        trajectories are skipped, and counted on stderr.
+        Path of the page. It needs no server or network and executes nothing from a trajectory. Invalid records are
+        skipped and reported on stderr.
 
     Raises:
-        ValueError: No trajectories were saved in `run_dir`, or none can be read.
+        ValueError: `run_dir` contains no readable trajectories.
     """
     folder = Path(run_dir)
     if not folder.is_dir():
-        raise ValueError(f"run_dir={str(folder)!r}: there is no such folder.")
+        raise ValueError(f"run_dir={str(folder)!r}: no such directory. Pass a run directory.")
     page = Path(out) if out is not None else folder / "trajectories.html"
     name = folder.resolve().name
     records, older = _newest(folder, max_trajectories)
     text = render(records, name, older)
     if text is None:
         raise ValueError(
-            f"run_dir={str(folder)!r}: no trajectories in rollouts/. Train with the callback RolloutWriter."
+            f"run_dir={str(folder)!r}: no trajectories in rollouts/. Add the RolloutWriter callback to the run."
         )
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(text, encoding="utf-8")
@@ -55,7 +55,7 @@ def view(
 
 
 def _newest(folder: Path, most: int) -> tuple[list[dict[str, Any]], int]:
-    """Records of the newest rollouts, the oldest of them first, and the number of older rollouts."""
+    """Records of the newest rollouts in chronological order, and the number of omitted rollouts."""
     found = sorted(folder.glob("**/rollout=*/rank*.jsonl")) or sorted(folder.glob("rank*.jsonl"))
     rollouts = [(place, list(files)) for place, files in groupby(found, key=lambda path: path.parent)]
     rollouts.sort(key=lambda pair: pair[0].name, reverse=True)
@@ -78,14 +78,14 @@ def _group(record: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def render(records: list[dict[str, Any]], name: str, older: int) -> str | None:
-    """The page of records of `RolloutWriter`, each with its `folder`; None if none can be shown.
+    """Renders records of `RolloutWriter`, each with its `folder`. Returns None if no record is valid.
 
-    Texts are in the page as JSON without a "<" and become text nodes, so that nothing in them is ever run.
+    The page contains texts as JSON without "<" and inserts them as text nodes, so they are never executed.
 
     Args:
-        records: Trajectories; a broken one is skipped.
-        name: Of the run.
-        older: Number of rollouts that are not on the page.
+        records: Trajectories. Invalid ones are skipped.
+        name: Name of the run.
+        older: Number of omitted rollouts.
     """
     pieces: dict[str, int] = {}
     pictures: dict[Path, int] = {}
@@ -93,10 +93,10 @@ def render(records: list[dict[str, Any]], name: str, older: int) -> str | None:
     for record in records:
         try:
             summary, detail = _shown(record, pieces, pictures)
-            _json(summary)  # infinity, which browsers do not read
+            _json(summary)  # raises for infinity
             shown.append((summary, _json(detail)))
-        except Exception as error:  # of any kind, for a record that somebody else, or half a disk, wrote
-            print(f"Left out: {record['place']} is not a trajectory of RolloutWriter: {error!r}", file=sys.stderr)
+        except Exception as error:  # a malformed record can raise anything
+            print(f"Skipped: {record['place']} is not a trajectory of RolloutWriter: {error!r}", file=sys.stderr)
             continue
         has |= {key for row in detail["rows"] for key in row["values"]}
     if not shown:
@@ -122,14 +122,14 @@ def render(records: list[dict[str, Any]], name: str, older: int) -> str | None:
 
 
 def _json(value: Any) -> str:
-    """ASCII JSON that cannot end the element around it; a ValueError for infinity, which browsers do not read."""
+    """ASCII JSON that can't close its HTML element. Raises a ValueError for infinity, which browsers can't parse."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def _shown(
     record: dict[str, Any], pieces: dict[str, int], pictures: dict[Path, int]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the list and the filters need of a record, and what only a selected trajectory needs."""
+    """(data for the list and the filters, data for a selected trajectory) of a record."""
     rows = []
     for row in record["rows"]:
         turns = row["turns"]
@@ -174,14 +174,14 @@ def _shown(
             pictures.setdefault(path, len(pictures)) for path in images if is_file_inside(path, record["folder"])
         ],
         "media": [name for kind, names in media.items() if kind != "images" for name in names],
-        # The conversation is shown with the ids if the tokens' texts are not known.
+        # Shown in addition to token IDs if the tokens' texts are unknown.
         "messages": [] if all("tokens" in row for row in record["rows"]) else record.get("messages") or [],
     }
     return summary, detail
 
 
 def _question(record: dict[str, Any]) -> str:
-    """The last user message before the first reply, or what the data has of the prompt, or all that the engine got."""
+    """The last user message before the first completion, else the longest column in the prompt, else the prompt."""
     from lightrl.rewards.chat import plain_text
 
     columns, prompt = record.get("columns") or {}, str(record.get("prompt", ""))
@@ -196,7 +196,7 @@ def _question(record: dict[str, Any]) -> str:
 
 
 def _titles(questions: list[str]) -> list[str]:
-    """The beginnings of questions, without the lines or the many words that all of them begin with."""
+    """Beginnings of the questions, without lines or long passages that all of them start with."""
     first, last = min(questions), max(questions)
     shared = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), 0)
     cut = first.rfind("\n", 0, shared) + 1
@@ -206,7 +206,7 @@ def _titles(questions: list[str]) -> list[str]:
 
 
 def _data_url(path: Path) -> str:
-    """A small copy of a picture; "" if it cannot be read."""
+    """A thumbnail of an image as a data URL; "" if the image can't be read."""
     from lightrl.rewards.encoding import open_image
 
     buffer = io.BytesIO()
@@ -215,6 +215,6 @@ def _data_url(path: Path) -> str:
             picture.thumbnail((THUMBNAIL, THUMBNAIL))
             picture.save(buffer, format="PNG")
     except Exception as error:  # PIL raises nearly anything for broken files
-        print(f"Left out: {path} cannot be read as a picture: {error}", file=sys.stderr)
+        print(f"Skipped: {path} is not a readable image: {error}", file=sys.stderr)
         return ""
     return f"data:image/png;base64,{b64encode(buffer.getvalue()).decode()}"

@@ -1,5 +1,4 @@
-// Shows, over each plot, the values at the rollout under the mouse; redraws the plot with the rollouts that the mouse
-// was dragged over, and with all of them after a double click.
+// Shows the values at the cursor over each plot. Dragging zooms; double-clicking resets.
 const COLORS = ["#2563eb", "#ea580c", "#059669", "#9333ea", "#ca8a04", "#64748b"];
 const element = (name, attributes, text) => {
   const made = document.createElementNS("http://www.w3.org/2000/svg", name);

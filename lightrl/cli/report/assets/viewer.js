@@ -16,18 +16,18 @@ const number = x => x === null || x === undefined ? "-" : String(Math.round(x * 
 const signed = x => x > 0 ? "+" + number(x) : number(x);
 const direction = x => x > 0 ? "up" : x < 0 ? "down" : "soft";
 
-// What a token can be coloured by: what it needs, its number, and whether numbers have two directions.
+// Token colorings: label, required values, number, and whether the number is signed.
 const OVERLAYS = {
   mask: ["Mask", [], () => null, false],
   advantage: ["Advantage", ["advantages"], v => v.advantages, true],
   ratio: ["Ratio after/before the update", ["new_logprobs", "old_logprobs"],
-    v => v.new_logprobs - v.old_logprobs, true],  // coloured by its logarithm
+    v => v.new_logprobs - v.old_logprobs, true],  // colored by its logarithm
   gap: ["Engine gap", ["old_logprobs", "engine_logprobs"], v => v.engine_logprobs - v.old_logprobs, true],
   entropy: ["Entropy", ["entropy"], v => v.entropy, false],
-  surprise: ["-log p of the engine", ["engine_logprobs"], v => -v.engine_logprobs, false],
+  surprise: ["Surprisal (engine)", ["engine_logprobs"], v => -v.engine_logprobs, false],
   kl: ["Log-ratio to the reference", ["old_logprobs", "ref_logprobs"], v => v.old_logprobs - v.ref_logprobs, true],
   value: ["Value", ["values"], v => v.values, true],
-  none: ["Nothing", [], () => null, false],
+  none: ["None", [], () => null, false],
 };
 
 // ---- the frame
@@ -45,12 +45,12 @@ const select = (options) => {
   return node;
 };
 const search = document.createElement("input");
-search.type = "search"; search.placeholder = "text of trajectories";
+search.type = "search"; search.placeholder = "text in trajectories";
 field("Search", search, "search");
 const distinct = f => [...new Set(all.map(f))].sort((a, b) => a > b ? 1 : a < b ? -1 : 0);
 const any = [["", "all"]];
 const rollout = field("Rollout", select(any.concat(distinct(t => t.rollout).map(x => [x, x]))), "rollout");
-const stop = field("Ended by", select(any.concat(distinct(t => t.stop).map(x => [x, x]))), "stop");
+const stop = field("Stop reason", select(any.concat(distinct(t => t.stop).map(x => [x, x]))), "stop");
 const bound = (label, id) => {
   const node = document.createElement("input");
   node.type = "number"; node.step = "any"; node.className = "bound";
@@ -59,10 +59,10 @@ const bound = (label, id) => {
 const from = bound("Reward from", "from"), to = bound("to", "to");
 const learnt = field("Show", select([["", "all"], ["up", "advantage above 0"], ["down", "advantage below 0"],
   ["zero", "advantage 0"], ["untrained", "not trained"], ["failed", "failed or not scored"],
-  ["mixed", "groups with different rewards"]]), "learnt");
-const order = field("Order", select([["", "as sampled"], ["high", "highest reward"], ["low", "lowest reward"],
+  ["mixed", "groups with mixed rewards"]]), "learnt");
+const order = field("Sort by", select([["", "sampling order"], ["high", "highest reward"], ["low", "lowest reward"],
   ["long", "most tokens"]]), "order");
-const overlay = field("Colour by", select(Object.entries(OVERLAYS).map(([key, [label, needs]]) => {
+const overlay = field("Color by", select(Object.entries(OVERLAYS).map(([key, [label, needs]]) => {
   const missing = needs.filter(name => !head.has.includes(name));
   return [key, missing.length ? label + " (not recorded)" : label, missing.length];
 })), "overlay");
@@ -131,7 +131,7 @@ const list = () => {
     visible.push(i);
   }
   nav.replaceChildren(frame);
-  const rest = head.leftOut ? `; ${head.leftOut} older rollouts are not on this page` : "";
+  const rest = head.leftOut ? `; ${head.leftOut} older rollouts not shown` : "";
   count.textContent = `${kept.length} of ${all.length} trajectories${rest}`;
   if (!kept.includes(chosen)) show(kept.length ? kept[0] : null); else mark();
 };
@@ -146,11 +146,11 @@ const show = i => {
   chosen = i;
   spans = [];
   main.replaceChildren();
-  if (i === null) { make("p", main, "No trajectory matches.", "soft"); mark(); return; }
+  if (i === null) { make("p", main, "No matching trajectories.", "soft"); mark(); return; }
   pieces = pieces || read("pieces");
   const question = make("div", main, all[i].question);
   question.id = "question";
-  question.title = "Click to see all of it";
+  question.title = "Click to expand";
   const group = make("div", main, null, "group");
   for (const member of groups.get(place(all[i]))) group.append(trajectory(member));
   main.style.setProperty("--question", question.offsetHeight + "px");
@@ -165,17 +165,17 @@ const trajectory = i => {
   make("span", title, "reward " + number(t.reward), t.trained ? direction(t.advantage) : "soft");
   const versions = [...new Set(d.rows.flatMap(row => row.versions))];
   const said = [t.stop, `${t.turns} turns`, `${t.tokens} sampled tokens`, `policy ${versions.join(", ")}`];
-  make("p", box, said.concat(t.trained ? [] : ["in no loss"]).join(" · "), "soft");
+  make("p", box, said.concat(t.trained ? [] : ["not trained"]).join(" · "), "soft");
   const facts = make("dl", box);
   for (const [name, value] of Object.entries(d.parts)) { make("dt", facts, name); make("dd", facts, number(value)); }
   for (const [name, value] of Object.entries(d.columns)) {
     make("dt", facts, name); make("dd", facts, typeof value === "string" ? value : JSON.stringify(value));
   }
-  for (const p of d.pictures.filter(p => head.pictures[p])) { const img = make("img", box); img.src = head.pictures[p]; img.alt = "picture " + p; }
+  for (const p of d.pictures.filter(p => head.pictures[p])) { const img = make("img", box); img.src = head.pictures[p]; img.alt = "image " + p; }
   if (d.media.length) make("p", box, d.media.join(", "), "soft");
   const of = new Map(d.turns.map(turn => [turn.turn, turn]));
   d.rows.forEach((row, r) => {
-    if (d.rows.length > 1) make("div", box, `row ${r + 1} of ${d.rows.length}`, "row");
+    if (d.rows.length > 1) make("div", box, `sequence ${r + 1} of ${d.rows.length}`, "row");
     let at = 0, sampled = 0;
     const special = new Set(row.special);
     for (const [turn, length] of row.turns) {
@@ -192,7 +192,7 @@ const trajectory = i => {
       }
       const block = make("pre", box, null, turn < 0 ? "context" : "sampled");
       if (turn < 0) {
-        let text = "";  // special tokens stand out, so that a text that imitates them does not
+        let text = "";  // highlight special tokens, so that text that imitates them is recognizable
         for (let k = at; k < at + length; k++) {
           if (!special.has(k)) { text += pieces[row.tokens[k]]; continue; }
           if (text) block.append(text);
@@ -240,7 +240,7 @@ const paint = () => {
     : "linear-gradient(90deg,transparent,rgba(var(--amount),.75))";
 };
 
-// ---- what people do
+// ---- events
 for (const node of [rollout, stop, learnt, order]) node.addEventListener("change", list);
 let soon = 0;
 for (const node of [search, from, to]) {

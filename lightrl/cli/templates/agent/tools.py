@@ -1,18 +1,20 @@
-"""The tools. Every public method but `reset`, `get_reward` and `close` is one: its schema is made of the type hints and
-the docstring. Each attempt has an object of its own, so tools may keep what they need in `self`."""
+"""The tools: all public methods except `reset`, `get_reward`, and `close`.
+
+Type hints and docstrings define the schemas. Each trajectory has its own instance, so tools can keep state in `self`.
+"""
 
 
 class Calculator:
     def reset(self, **row):
-        """Called with a row's columns before the first turn; a string that it returns is appended to the prompt."""
+        """Called with the example's columns before the first turn. A returned string is appended to the prompt."""
 
     def add(self, a: int, b: int) -> str:
         """
         Adds two numbers.
 
         Args:
-            a: one number
-            b: the other number
+            a: first number
+            b: second number
         """
         return str(a + b)
 
@@ -21,7 +23,7 @@ class Calculator:
         Multiplies two numbers.
 
         Args:
-            a: one number
-            b: the other number
+            a: first number
+            b: second number
         """
         return str(a * b)

@@ -1,17 +1,19 @@
-"""What is rewarded. `lightrl fit` calls the function with all completions of a prompt at once."""
+"""The reward function. `lightrl fit` calls it once per prompt, with all completions of that prompt."""
 
 import re
 
 
 def correct(prompts, completions, answer, **columns):
-    """1 where the last number of the completion is the row's answer, else 0. `answer` is a column of rows.jsonl.
+    """Returns 1 if the last number in the completion equals the answer, and 0 otherwise.
 
     Args:
-        prompts: n strings. completions: n strings.
-        answer: n values of that column. columns: the other columns.
+        prompts: List of n prompts.
+        completions: List of n completions.
+        answer: List of n values of the column `answer` in rows.jsonl.
+        columns: All other columns, also lists of n values.
 
     Returns:
-        n numbers; None for a completion that this function says nothing about.
+        List of n rewards. None leaves a completion unscored.
     """
     numbers = [re.findall(r"-?\d+", completion) for completion in completions]
     return [float(bool(found) and found[-1] == str(wanted)) for found, wanted in zip(numbers, answer, strict=True)]

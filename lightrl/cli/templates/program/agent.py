@@ -1,6 +1,6 @@
-"""The agent: any code that talks to a model server, here with OpenAI's client. `main` makes one attempt.
+"""The agent, written with the OpenAI client. `main` runs one trajectory.
 
-Without training, against any model server: OPENAI_API_KEY=... python agent.py "What is 61 * 65 + 141?"
+To run it against any model server: OPENAI_API_KEY=... python agent.py "What is 61 * 65 + 141?"
 """
 
 import asyncio
@@ -11,8 +11,8 @@ import sys
 
 import openai
 
-MODEL = os.environ.get("MODEL", "policy")  # a run ignores the name
-CLIENT = openai.AsyncOpenAI(api_key="given for each attempt")  # one for all attempts, which share its event loop
+MODEL = os.environ.get("MODEL", "policy")  # ignored in training
+CLIENT = openai.AsyncOpenAI(api_key="set for each trajectory")  # shared by all trajectories
 NUMBERS = {name: {"type": "integer", "description": f"the {name} number"} for name in ("first", "second")}
 CALCULATOR = {
     "name": "calculate",
@@ -26,7 +26,7 @@ CALCULATOR = {
 
 
 def calculate(arguments: str) -> str:
-    """The result of a call, or what is wrong with it: the model reads both."""
+    """The result of a tool call, or an error message for the model."""
     try:
         given = json.loads(arguments)
         first, second = int(given["first"]), int(given["second"])
@@ -36,7 +36,7 @@ def calculate(arguments: str) -> str:
 
 
 async def solve(client: openai.AsyncOpenAI, question: str) -> str:
-    """The model's answer, after at most three rounds with the calculator."""
+    """The model's answer after at most three rounds of tool calls."""
     messages = [{"role": "user", "content": question}]
     for _ in range(4):
         tools = [{"type": "function", "function": CALCULATOR}]
@@ -52,12 +52,12 @@ async def solve(client: openai.AsyncOpenAI, question: str) -> str:
 
 
 async def main(row: dict, base_url: str, api_key: str) -> float:
-    """One attempt, and its reward: 1 if the answer's last number is correct, and else 0.
+    """Runs one trajectory and returns its reward: 1 if the last number of the answer is correct, and 0 otherwise.
 
     Args:
-        row: The columns of a row of `rows.jsonl`.
-        base_url: Where the policy answers.
-        api_key: Key of this attempt.
+        row: Columns of an example in `rows.jsonl`.
+        base_url: URL of the policy's endpoint.
+        api_key: Key of this trajectory.
     """
     answer = await solve(CLIENT.with_options(base_url=base_url, api_key=api_key), row["prompt"])
     numbers = re.findall(r"-?\d+", answer.replace(",", ""))

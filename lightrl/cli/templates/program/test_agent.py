@@ -1,14 +1,14 @@
-"""Run with `pytest`: the agent's own code, and whole attempts with scripted replies, without a model."""
+"""Tests of the agent with scripted replies, without a model. Run them with `pytest`."""
 
 from agent import calculate
 
 from lightrl.cli import main
 
 
-def test_the_calculator_answers_calls_and_explains_mistakes():
+def test_calculate_returns_results_and_errors():
     assert calculate('{"operation": "multiply", "first": 6, "second": "7"}') == "42"
     assert calculate('{"operation": "divide"}').startswith("Error")
 
 
-def test_the_agent_plays_attempts():
-    main(["check-env", "config.yaml", "--rows", "1"])  # exits with 1 if something is wrong
+def test_agent_completes_trajectories():
+    main(["check-env", "config.yaml", "--rows", "1"])  # exits with code 1 if it finds a problem

@@ -1,15 +1,17 @@
-"""What is rewarded. `lightrl fit` calls the function with all completions of a prompt at once."""
+"""The reward function. `lightrl fit` calls it once per prompt, with all completions of that prompt."""
 
 
 def correct(prompts, completions, answer, **columns):
-    """1 where the completion is the row's answer, a tenth where it holds it. `answer` is a column of rows.jsonl.
+    """Returns 1 if the completion equals the answer, 0.1 if it contains the answer, and 0 otherwise.
 
     Args:
-        prompts: n strings. completions: n strings.
-        answer: n values of that column. columns: the other columns; name `images` to get the pictures, decoded.
+        prompts: List of n prompts.
+        completions: List of n completions.
+        answer: List of n values of the column `answer` in rows.jsonl.
+        columns: All other columns, also lists of n values. Add an argument `images` to get decoded images.
 
     Returns:
-        n numbers; None for a completion that this function says nothing about.
+        List of n rewards. None leaves a completion unscored.
     """
     values = []
     for text, wanted in zip(completions, answer, strict=True):
