@@ -65,7 +65,7 @@ def test_pad_rows_pads_on_the_right() -> None:
         ({"top_k": -1}, "top_k=-1"),
         ({"min_p": 1.0}, "min_p=1.0"),
         ({"repetition_penalty": 0.0}, "repetition_penalty=0.0"),
-        ({"regex": "a", "json_schema": {}}, "regex or json_schema, not both"),
+        ({"regex": "a", "json_schema": {}}, "SamplingParams.regex"),
     ],
 )
 def test_sampling_out_of_range_is_refused_by_name(arguments: dict[str, Any], message: str) -> None:

@@ -1,1 +1,1 @@
-"""The field's maths as pure functions of tensors. Imports torch and nothing else."""
+"""Pure functions of tensors. Depends only on torch."""

@@ -1,7 +1,7 @@
-"""Advantages: temporal differences over a response's tokens, and statistics over a prompt's group of responses.
+"""Advantage functions: temporal differences over tokens, and statistics over groups of responses.
 
-A *score* is one number per sequence, (B,); rows with `valid=False` have no score, take no part in any statistic and end
-with advantage 0.
+A *score* is one number per sequence, (B,). Rows with `valid=False` have no score, are excluded from all statistics, and
+get advantage 0.
 """
 
 from __future__ import annotations
@@ -12,32 +12,33 @@ import torch
 from torch import Tensor
 
 ROUNDING = 4 * torch.finfo(torch.float32).eps
-"""Differences between scores up to this fraction of the largest score of their group are rounding, not spread."""
+"""Score differences up to this fraction of the group's largest score count as rounding, not spread."""
 SMALLEST_SCALE = 1e-6
-"""The scale of a group whose scores are smaller: sums such as 0.1 + 0.2 - 0.3 leave 6e-17 instead of 0."""
+"""Minimum scale of a group's scores: sums such as 0.1 + 0.2 - 0.3 give 6e-17 instead of 0."""
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation over the masked tokens of each sequence, which need not be contiguous.
+    """Generalized advantage estimation over the masked tokens of each sequence, which need not be contiguous.
 
         delta_t = r_t + gamma * V_next(t) - V_t
         A_t     = delta_t + gamma * lam * A_next(t)
         R_t     = A_t + V_t
 
-    next(t) is the next token on the mask; V and A are 0 after the last one.
+    next(t) is the next masked token. V and A are 0 after the last one.
 
     Args:
-        rewards: (B, T) float; read on the mask only.
-        values: (B, T) float, V of the state before token t is sampled; read on the mask only.
-        mask: (B, T) bool, tokens the policy sampled. A token off the mask inside a response (a tool's answer) is
-            skipped: no discount, no bootstrap through its value.
-        gamma: discount per sampled token, in [0, 1]. lam: in [0, 1]; 1 is the Monte-Carlo return minus V.
+        rewards: (B, T) float, read only on the mask.
+        values: (B, T) float values of the state before token t is sampled, read only on the mask.
+        mask: (B, T) bool, True on tokens sampled by the policy. Other tokens inside a response, such as tool results,
+            are skipped: no discount, and no bootstrapping through their values.
+        gamma: Discount per sampled token, in [0, 1].
+        lam: Trade-off in [0, 1]. 1 is the Monte Carlo return minus V.
 
     Returns:
-        (B, T) advantages and (B, T) returns, both 0 off the mask, not normalised, without gradient.
+        (B, T) advantages and (B, T) returns, both 0 outside the mask, not normalized, without gradient.
 
-    Source: https://arxiv.org/abs/1506.02438, eq. 11-16. TRL and LightRFT zero the masked tokens instead of skipping
-        them, which discounts through them and bootstraps from values that were never trained.
+    Source: https://arxiv.org/abs/1506.02438, eq. 11-16. TRL and LightRFT set masked-out tokens to 0 instead of skipping
+        them, which discounts through them and bootstraps from untrained values.
     """
     advantages = torch.zeros_like(values)
     next_value = values.new_zeros(values.shape[0])
@@ -55,22 +56,23 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
 
 
 def returns_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """Discounted sum of the rewards from each token on, masked tokens skipped: `R_t = r_t + gamma * R_next(t)`.
+    """Discounted sum of rewards from each token, skipping other tokens: `R_t = r_t + gamma * R_next(t)`.
 
-    Args and result as in `gae`, whose special case V = 0, lam = 1 it is. (B, T), 0 off the mask.
+    Same arguments as `gae`, whose special case V = 0, lam = 1 it is. Returns (B, T), 0 outside the mask.
     Source: REINFORCE, https://doi.org/10.1007/BF00992696.
     """
     return gae(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)[0]
 
 
 class GroupStats(NamedTuple):
-    """Statistics of each row's group over its valid rows, every field (B,).
+    """Statistics of each row's group over its valid rows, all (B,).
 
     Attributes:
-        size: number of valid rows. mean: 0 in a group without one.
-        std: unbiased (`n - 1`), 0 in a group of fewer than two.
-        varied: bool, whether the scores of the group differ by more than rounding (`ROUNDING`). This is the one
-            definition of a group with spread, for estimators, metrics, and dynamic sampling.
+        size: Number of valid rows.
+        mean: Mean score, 0 in a group without valid rows.
+        std: Unbiased standard deviation, 0 in a group with fewer than two valid rows.
+        varied: Whether the group's scores differ by more than rounding (`ROUNDING`). Estimators, metrics, and dynamic
+            sampling all use this definition of spread.
     """
 
     size: Tensor
@@ -80,13 +82,14 @@ class GroupStats(NamedTuple):
 
 
 def group_stats(scores: Tensor, groups: Tensor, valid: Tensor, weights: Tensor | None = None) -> GroupStats:
-    """Count, mean and unbiased std of the scores of each group, given back per row.
+    """Computes the count, mean, and unbiased std of each group's scores, per row.
 
     Args:
-        scores: (B,) float; what invalid rows hold is not read.
-        groups: (B,) int64, any labels in any order; rows of a group need not be neighbours.
-        valid: (B,) bool.
-        weights: (B,) float, at least 0, for a weighted mean; the std stays unweighted around the plain mean.
+        scores: (B,) float, not read on invalid rows.
+        groups: (B,) int64 labels. Rows of a group need not be adjacent.
+        valid: (B,) bool, False on rows to exclude.
+        weights: (B,) float weights of the mean, at least 0. The std stays unweighted around the plain mean. Defaults to
+            equal weights.
 
     Returns:
         `GroupStats` on the device and in the dtype of `scores`.
@@ -117,10 +120,12 @@ def group_stats(scores: Tensor, groups: Tensor, valid: Tensor, weights: Tensor |
 
 
 def group_centered(scores: Tensor, stats: GroupStats, valid: Tensor) -> Tensor:
-    """`r - mean` of the row's group, exactly 0 (no rounding left over) where the group has no spread or one row.
+    """Score minus the group mean, exactly 0 if the group has no spread or one row.
 
     Args:
-        scores: (B,) float. stats: of the same rows. valid: (B,) bool.
+        scores: (B,) float scores.
+        stats: Statistics of the same rows.
+        valid: (B,) bool, False on rows to exclude.
 
     Returns:
         (B,), 0 on invalid rows.
@@ -131,10 +136,12 @@ def group_centered(scores: Tensor, stats: GroupStats, valid: Tensor) -> Tensor:
 def leave_one_out(scores: Tensor, groups: Tensor, valid: Tensor) -> Tensor:
     """Score minus the mean of the *other* scores of the group: `r_i - (sum_j r_j - r_i) / (n - 1)`.
 
-    Computed as the equal `n / (n - 1) * (r_i - mean)`.
+    Computed as the equivalent `n / (n - 1) * (r_i - mean)`.
 
     Args:
-        scores: (B,) float. groups: (B,) int64. valid: (B,) bool.
+        scores: (B,) float scores.
+        groups: (B,) int64 labels.
+        valid: (B,) bool, False on rows to exclude.
 
     Returns:
         (B,), 0 on invalid rows and in groups of one.
@@ -146,17 +153,20 @@ def leave_one_out(scores: Tensor, groups: Tensor, valid: Tensor) -> Tensor:
 
 
 def spread(scores: Tensor, mask: Tensor) -> Tensor:
-    """(B, T) tensor that holds each sequence's score, (B,), on its masked tokens and 0 elsewhere."""
+    """Expands (B,) scores to (B, T): each sequence's score on its masked tokens, 0 elsewhere."""
     return torch.where(mask, scores[:, None], torch.zeros((), dtype=scores.dtype, device=scores.device))
 
 
 def optimal_baseline(scores: Tensor, groups: Tensor, valid: Tensor, lengths: Tensor) -> Tensor:
     """Score minus the length-weighted mean of its group: `r_i - sum_j l_j r_j / sum_j l_j`.
 
-    Minimises the gradient's variance if the squared norm of a response's score function grows with its length.
+    Minimizes the gradient's variance if the squared norm of a response's score function grows with its length.
 
     Args:
-        scores: (B,) float. groups: (B,) int64. valid: (B,) bool. lengths: (B,) number of sampled tokens.
+        scores: (B,) float scores.
+        groups: (B,) int64 labels.
+        valid: (B,) bool, False on rows to exclude.
+        lengths: (B,) number of sampled tokens.
 
     Returns:
         (B,), 0 on invalid rows and in groups without spread.
@@ -167,16 +177,19 @@ def optimal_baseline(scores: Tensor, groups: Tensor, valid: Tensor, lengths: Ten
 
 
 def pass_at_k(successes: Tensor, groups: Tensor, valid: Tensor, k: int) -> Tensor:
-    """Mean normalised pass@k reward over all k-subsets of the group that contain the row.
+    """Mean normalized pass@k reward over all k-subsets of the group that contain the row.
 
-    With n rows, f failures, `q = C(f, k) / C(n, k)` and `std = sqrt(q * (1 - q))`: a success gets `q / std`, a failure
-    `(q - C(f - 1, k - 1) / C(n - 1, k - 1)) / std`.
+    With n rows, f failures, `q = C(f, k) / C(n, k)`, and `std = sqrt(q * (1 - q))`, a success gets `q / std`. A failure
+    gets `(q - C(f - 1, k - 1) / C(n - 1, k - 1)) / std`.
 
     Args:
-        successes: (B,) float, 1 or 0. groups: (B,) int64. valid: (B,) bool. k: at least 1.
+        successes: (B,) float, 1 or 0.
+        groups: (B,) int64 labels.
+        valid: (B,) bool, False on rows to exclude.
+        k: Subset size, at least 1.
 
     Returns:
-        (B,), 0 on invalid rows, where std is 0, and in groups of fewer than k rows. Sums to 0 over a group.
+        (B,), 0 on invalid rows, if std is 0, and in groups of fewer than k rows. Sums to 0 over a group.
 
     Source: https://arxiv.org/abs/2508.10751, eq. 9-15.
     """
@@ -184,7 +197,7 @@ def pass_at_k(successes: Tensor, groups: Tensor, valid: Tensor, k: int) -> Tenso
     n = stats.size.double()
     failures = (n * (1 - stats.mean.double())).round()
     steps = torch.arange(k, dtype=torch.float64, device=n.device)
-    # C(f, k) / C(n, k) = prod_j (f - j) / (n - j); one factor is 0 as soon as f < k, so later ones may be negative
+    # C(f, k) / C(n, k) = prod_j (f - j) / (n - j); if f < k, one factor is 0, so later ones may be negative
     factors = (failures[:, None] - steps).clamp(min=0) / (n[:, None] - steps).clamp(min=1)
     none_pass, others_fail = factors.prod(1), _others_fail(failures, n, steps)
     std = (none_pass * (1 - none_pass)).sqrt()
@@ -194,6 +207,6 @@ def pass_at_k(successes: Tensor, groups: Tensor, valid: Tensor, k: int) -> Tenso
 
 
 def _others_fail(failures: Tensor, n: Tensor, steps: Tensor) -> Tensor:
-    """`C(f - 1, k - 1) / C(n - 1, k - 1)` per row, for k = len(steps): the k - 1 others of a failure's subset fail."""
+    """Returns `C(f - 1, k - 1) / C(n - 1, k - 1)` per row for k = len(steps): the rest of a failure's subset fails."""
     tops = (failures[:, None] - 1 - steps[:-1]).clamp(min=0)
     return (tops / (n[:, None] - 1 - steps[:-1]).clamp(min=1)).prod(1)

@@ -1,23 +1,23 @@
-"""Losses per token or pair, not yet aggregated: KL estimates, clipped policy and value losses, preferences.
+"""Unaggregated losses per token or pair: KL estimates, clipped policy and value losses, and preferences.
 
-A loss is minimized; a term to maximize comes with a minus sign.
+All losses are minimized.
 
 KL estimators, with `d = log pi(a) - log pi_ref(a)` and `a ~ pi`:
 
     k1 = d                   unbiased, may be negative, high variance
-    k2 = d**2 / 2            biased, gradient right on-policy
+    k2 = d**2 / 2            biased, correct gradient on-policy
     k3 = exp(-d) - 1 + d     unbiased, never negative
 
-As a *number* all three estimate `KL(pi || pi_ref)`. As a *loss*, with the gradient taken through `log pi` alone, they
-differ (a ~ pi):
+As a *number*, all three estimate `KL(pi || pi_ref)`. As a *loss*, with the gradient only through `log pi`, they differ
+(a ~ pi):
 
-    grad k1:  E[grad log pi] = 0                      no gradient at all: only noise
+    grad k1:  E[grad log pi] = 0                      no gradient, only noise
     grad k2:  E[d * grad log pi]                      gradient of the reverse KL(pi || pi_ref)
     grad k3:  E[(1 - pi_ref / pi) * grad log pi]      gradient of the forward KL(pi_ref || pi)
 
 Source: http://joschu.net/blog/kl-approx.html for the estimators; https://arxiv.org/abs/2506.09477 and
     https://arxiv.org/abs/2510.01555 for the gradients; https://arxiv.org/abs/2512.02556 (DeepSeek-V3.2) for the ratio.
-How we differ: nothing is clamped (verl clamps d to +-20 and k3 to +-10, which also cuts the gradient).
+Nothing is clamped here. verl clamps d to +-20 and k3 to +-10, which also cuts the gradient.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from lightrl.ops.masking import AllSum, identity, masked_moments
 KLEstimator = Literal["k1", "k2", "k3"]
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to this before `exp`, since an infinite ratio turns a gradient of 0 into NaN."""
+"""Bound on log-ratios before `exp`, since an infinite ratio turns a gradient of 0 into NaN."""
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator = "k3") -> Tensor:
-    """One token's estimate of `KL(pi || pi_ref)`.
+    """Estimates `KL(pi || pi_ref)` per token.
 
     Args:
-        logprobs: (B, T) of the policy, in nats.
-        ref_logprobs: (B, T) of the reference.
-        estimator: "k1", "k2" or "k3".
+        logprobs: (B, T) log-probs of the policy, in nats.
+        ref_logprobs: (B, T) log-probs of the reference.
+        estimator: "k1", "k2", or "k3".
 
     Returns:
         (B, T), differentiable in `logprobs`.
 
     Raises:
-        ValueError: unknown estimator.
+        ValueError: `estimator` is unknown.
     """
     d = logprobs - ref_logprobs
     if estimator == "k1":
@@ -57,27 +57,27 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator =
         return 0.5 * d.square()
     if estimator == "k3":
         return torch.expm1(-d) + d
-    raise ValueError(f"estimator={estimator!r}: must be 'k1', 'k2' or 'k3'.")
+    raise ValueError(f"estimator={estimator!r}: must be 'k1', 'k2', or 'k3'.")
 
 
 def importance_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """`pi(a) / pi_old(a)` per token, log-ratio clamped to +-20. (B, T), differentiable in `logprobs`."""
+    """Computes `pi(a) / pi_old(a)` per token with log-ratios clamped to +-20. (B, T), differentiable in `logprobs`."""
     return (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def ratio_corrected_kl(
     logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator = "k3"
 ) -> Tensor:
-    """A loss per token whose gradient is that of the reverse KL, on-policy and off-policy, for a token's given prefix.
+    """Token loss with the gradient of the reverse KL given a token's prefix, both on-policy and off-policy.
 
-        k1, k3:  ratio * k          E_old[ratio * k] = E_pi[k] = KL(pi || ref), so the gradient is right as well
-        k2:      stop(ratio) * k2   E_old[ratio * d * grad log pi]; the ratio's own gradient would add a wrong term
+        k1, k3:  ratio * k          E_old[ratio * k] = E_pi[k] = KL(pi || ref), so the gradient is also correct
+        k2:      stop(ratio) * k2   E_old[ratio * d * grad log pi]; the ratio's gradient would add a wrong term
 
     Args:
-        logprobs: (B, T) of the policy.
-        old_logprobs: (B, T) of the policy that sampled the tokens.
-        ref_logprobs: (B, T) of the reference.
-        estimator: "k1", "k2" or "k3".
+        logprobs: (B, T) log-probs of the policy.
+        old_logprobs: (B, T) log-probs of the policy that sampled the tokens.
+        ref_logprobs: (B, T) log-probs of the reference.
+        estimator: "k1", "k2", or "k3".
 
     Returns:
         (B, T), differentiable in `logprobs`.
@@ -91,11 +91,13 @@ def ratio_corrected_kl(
 
 
 class ClippedLoss(NamedTuple):
-    """A clipped loss and where its clips are active, that is, where they take the gradient away. All (B, T).
+    """A clipped loss, and indicators of active clips, which remove the gradient. All (B, T).
 
     Attributes:
-        loss: float. low: bool, A < 0 and the ratio below `1 - eps_low`. high: bool, A > 0 and the ratio above
-            `1 + eps_high`. cap: bool, A < 0 and the ratio above the dual clip.
+        loss: float loss.
+        low: bool, A < 0 and the ratio below `1 - eps_low`.
+        high: bool, A > 0 and the ratio above `1 + eps_high`.
+        cap: bool, A < 0 and the ratio above the dual clip.
     """
 
     loss: Tensor
@@ -107,16 +109,17 @@ class ClippedLoss(NamedTuple):
 def clipped_policy_loss(
     ratio: Tensor, advantages: Tensor, eps_low: float, eps_high: float, dual_clip: float | None = None
 ) -> ClippedLoss:
-    """PPO's pessimistic surrogate, with bounds of its own on either side and an optional cap for A < 0.
+    """PPO's clipped surrogate with separate lower and upper bounds, and an optional cap for A < 0.
 
         L = max(-A * ratio, -A * clip(ratio, 1 - eps_low, 1 + eps_high))
-        L = min(L, -A * dual_clip)     where A < 0 and dual_clip is given
+        L = min(L, -A * dual_clip)     if A < 0 and dual_clip is set
 
     Args:
-        ratio: (B, T) or any shape, pi / pi_old, differentiable.
-        advantages: same shape, or one that broadcasts.
-        eps_low: in [0, 1]; 1 - eps_low is the lower bound. eps_high: at least 0; 1 + eps_high is the upper bound.
-        dual_clip: largest ratio that still counts for A < 0, above 1; None turns it off.
+        ratio: pi / pi_old, (B, T) or any shape, differentiable.
+        advantages: Advantages of the same shape, or one that broadcasts.
+        eps_low: Lower clip range, in [0, 1]. The lower bound is 1 - eps_low.
+        eps_high: Upper clip range, at least 0. The upper bound is 1 + eps_high.
+        dual_clip: Maximum ratio for A < 0, above 1. None disables it.
 
     Returns:
         `ClippedLoss`.
@@ -138,20 +141,22 @@ def clipped_policy_loss(
 def clipped_value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip_eps: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The critic's squared error, pessimistic over a trust region around the old values.
+    """The critic's squared error, clipped pessimistically around the old values.
 
         L = 0.5 * max((V - R)**2, (clip(V, V_old - eps, V_old + eps) - R)**2)
 
     Args:
-        values: (B, T), differentiable. old_values: (B, T), at the start of the update. returns: (B, T) targets.
+        values: (B, T) values, differentiable.
+        old_values: (B, T) values at the start of the update.
+        returns: (B, T) targets.
         mask: (B, T) bool.
-        clip_eps: eps, above 0, in units of the return; None leaves `0.5 * (V - R)**2`.
+        clip_eps: eps, above 0, in units of the return. None uses `0.5 * (V - R)**2`.
 
     Returns:
-        (B, T) loss, 0 off the mask, and (B, T) float without graph, 1 where the clip takes the gradient away: V has
-        left the region towards its target, so that the clipped error is the larger one.
+        (B, T) loss, 0 outside the mask, and (B, T) float without graph, 1 on tokens whose gradient the clip removes: V
+        has left the region toward its target, so the clipped error is larger.
 
-    Source: https://github.com/openai/baselines `ppo2/model.py`; https://arxiv.org/abs/2005.12729 on what it does.
+    Source: https://github.com/openai/baselines `ppo2/model.py`; analysis in https://arxiv.org/abs/2005.12729.
     """
     zero = torch.zeros_like(values)
     values, old_values, returns = (torch.where(mask, x, zero) for x in (values, old_values, returns))
@@ -163,14 +168,17 @@ def clipped_value_loss(
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, all_sum: AllSum = identity) -> Tensor:
-    """How much of the returns' variance the critic explains: `1 - Var[R - V] / Var[R]` over the mask.
+    """Fraction of the returns' variance explained by the critic: `1 - Var[R - V] / Var[R]` over the mask.
 
     Args:
-        values, returns: (B, T). mask: (B, T) bool. all_sum: sums over ranks.
+        values: (B, T) values of the critic.
+        returns: (B, T) returns.
+        mask: (B, T) bool.
+        all_sum: Sum over ranks.
 
     Returns:
-        scalar of the values' dtype; 1 is perfect, 0 no better than a constant, negative is worse than a constant.
-        0 where the returns do not vary.
+        Scalar of the values' dtype. 1 is perfect, 0 no better than a constant, and negative worse than a constant. 0 if
+        the returns don't vary.
     """
     residual = masked_moments(returns - values, mask, all_sum=all_sum)[2]
     total = masked_moments(returns, mask, all_sum=all_sum)[2]
@@ -181,22 +189,22 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, all_sum: A
 def bradley_terry_loss(
     chosen: Tensor, rejected: Tensor, margin: Tensor | None = None, *, centering_coef: float = 0.0
 ) -> Tensor:
-    """Negative log-likelihood of each preference, and a pull of the scores towards 0.
+    """Negative log-likelihood of each preference, with an optional centering term.
 
         loss = -log sigmoid(r_c - r_r - m) + c (r_c + r_r)^2
 
     Args:
         chosen: (P,) scores r_c of the preferred completions.
-        rejected: (P,) scores r_r of the others.
-        margin: (P,) m, how much better the preferred one is, in units of score; None is 0.
-        centering_coef: c, at least 0. The likelihood knows differences only; this term settles the sum.
+        rejected: (P,) scores r_r of the rejected completions.
+        margin: (P,) margin m by which the preferred completion is better, in units of score. Defaults to 0.
+        centering_coef: c, at least 0. The likelihood depends only on differences; this term determines the sum.
 
     Returns:
         (P,) losses, not averaged.
 
-    Source: the likelihood is that of Ouyang et al. 2022, https://arxiv.org/abs/2203.02155 (eq. 1), the margin that of
-    Llama 2, https://arxiv.org/abs/2307.09288 (eq. 2), the centering that of Eisenstein et al. 2023,
-    https://arxiv.org/abs/2312.09244. Pairs are not averaged per prompt: each counts once, wherever it comes from.
+    Source: likelihood: Ouyang et al. 2022, https://arxiv.org/abs/2203.02155 (eq. 1); margin: Llama 2,
+        https://arxiv.org/abs/2307.09288 (eq. 2); centering: Eisenstein et al. 2023, https://arxiv.org/abs/2312.09244.
+        Unlike in these papers, pairs are not averaged per prompt.
     """
     difference = chosen - rejected
     if margin is not None:

@@ -1,4 +1,4 @@
-"""How far a run is: the time left, and its result in one line."""
+"""Progress of a run: time left, and a one-line result."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from collections.abc import Mapping
 from typing import Any
 
 SCORES = ("pass@1", "accuracy", "reward", "loss")
-"""Evaluation metrics, the most telling first."""
+"""Evaluation metrics, most informative first."""
 
 
 def clock(seconds: float) -> str:
-    """As `0:42`, `7:12`, or `1:02:03`."""
+    """Formats seconds as `0:42`, `7:12`, or `1:02:03`."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes}:{rest:02d}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
 def brief(value: float) -> str:
-    """Three significant digits, without an exponent for large numbers."""
+    """Formats three significant digits, without an exponent for large numbers."""
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def rollouts_in_all(trainer: Any, done: int) -> int | None:
-    """Rollouts (or batches) of the whole run, from `max_epochs` and `max_steps`; None if that is unknown.
+    """Returns the number of rollouts (or batches) of the run, from `max_epochs` and `max_steps`; None if unknown.
 
     Args:
-        trainer: Lightning's.
-        done: Rollouts so far. They tell how many optimizer steps one takes.
+        trainer: Lightning Trainer.
+        done: Number of rollouts so far, used to estimate optimizer steps per rollout.
     """
     limits = []
     if isinstance(trainer.num_training_batches, int) and trainer.max_epochs not in (None, -1):
@@ -37,7 +37,7 @@ def rollouts_in_all(trainer: Any, done: int) -> int | None:
 
 
 def evaluations_left(trainer: Any, done: int, total: int) -> int:
-    """Evaluations that follow between `done` and `total` rollouts."""
+    """Returns the number of evaluations between `done` and `total` rollouts."""
     batch, epochs, per_epoch = trainer.val_check_batch, trainer.check_val_every_n_epoch, trainer.num_training_batches
     if not trainer.enable_validation or not batch or not math.isfinite(batch) or not math.isfinite(per_epoch):
         return 0
@@ -46,17 +46,17 @@ def evaluations_left(trainer: Any, done: int, total: int) -> int:
 
 
 def headline(metrics: Mapping[str, float], binary: bool) -> dict[str, float]:
-    """The numbers that sum up a run, by label: evaluations if there are any, else the training reward or loss.
+    """Returns a run's main metrics by label: evaluations if there are any, else the training reward or loss.
 
     Args:
-        metrics: Values by name, as logged.
-        binary: Whether each evaluation reward is 0 or 1, so that their mean is an accuracy.
+        metrics: Metrics by name, as logged.
+        binary: Whether each evaluation reward is 0 or 1, so that the mean is an accuracy.
     """
     for score in SCORES:
         label = "accuracy" if score == "pass@1" or (score == "reward" and binary) else score
         found: dict[str, float] = {}
         for name, value in metrics.items():
-            kind, *named, last = name.split("/")  # a set of prompts may have a name
+            kind, *named, last = name.split("/")  # the name of a set of prompts is optional
             if kind == "eval" and last == score and named != ["reward"] and not math.isnan(value):
                 found[" ".join(["eval", *named, label])] = value
         if found:
@@ -66,13 +66,13 @@ def headline(metrics: Mapping[str, float], binary: bool) -> dict[str, float]:
 
 
 def result_line(first: Mapping[str, float], last: Mapping[str, float], at: int, done: str, seconds: float) -> str:
-    """Such as `eval accuracy 0.12 -> 0.58 in 40 rollouts, 7:12`.
+    """Formats a result such as `eval accuracy 0.12 -> 0.58 in 40 rollouts, 7:12`.
 
     Args:
-        first: Numbers of `headline`.
-        last: The same, at the end.
-        at: Rollouts before the first evaluation. It is in the line unless it is 0.
-        done: Rollouts in all, in words.
+        first: Metrics of `headline` at the start.
+        last: Metrics of `headline` at the end.
+        at: Number of rollouts before the first evaluation. Included unless it is 0.
+        done: Total number of rollouts, as text.
         seconds: Duration of the run.
     """
     start = f" (after {at:,})" if at else ""
@@ -84,7 +84,7 @@ def result_line(first: Mapping[str, float], last: Mapping[str, float], at: int, 
 
 
 def count(number: int, unit: str) -> str:
-    """As `1 rollout` or `40 rollouts`."""
+    """Formats a count, such as `1 rollout` or `40 rollouts`."""
     return f"{number:,} {unit if number == 1 else unit + ('es' if unit.endswith('ch') else 's')}"
 
 

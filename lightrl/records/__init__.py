@@ -1,12 +1,11 @@
-"""The records that cross LightRL's rooms.
+"""Data records exchanged between LightRL's packages.
 
-P prompts have G attempts each (a *group*), laid out as B rows of at most T tokens. An attempt is a *trajectory*: the
-prompt, then by turns what the policy sampled and what the environment said. It is one row, unless history was rewritten
-on the way; then several, each sampled token trained in exactly one of them. With one turn per prompt B = P * G.
+P prompts have G completions each (a *group*), stored as B rows of at most T tokens. A *trajectory* is the prompt
+followed by alternating policy and environment tokens. It is one row, unless its history was rewritten. Then it has
+several rows, and each sampled token is trained in exactly one of them. With one turn per prompt, B = P * G.
 
-Everything a user sees is rectangular: `(B, T)` tensors, right-padded, aligned with `token_ids`. Entry `t` of a
-`(B, T)` tensor belongs to token `t`; where it means nothing (prompt, padding, log-prob of the first token) it is 0
-and the matching mask is False.
+Users see rectangular `(B, T)` tensors, right-padded and aligned with `token_ids`: entry `t` belongs to token `t`. Where
+it has no meaning (prompt, padding, log-prob of the first token), it is 0 and the mask is False.
 """
 
 from __future__ import annotations

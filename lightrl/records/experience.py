@@ -1,4 +1,4 @@
-"""Rollouts with log-probs, values, and advantages, and the micro-batches that losses are computed on."""
+"""Rollouts with log-probs, values, and advantages, and the micro-batches used for losses."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from lightrl.records.sampling import Routes, Support
 
 @dataclass
 class ModelOutputs:
-    """Forward passes of the module's models over a rollout, before its updates. All (B, T) float32, 0 off the mask.
+    """Outputs of the module's models on a rollout, before its updates. All (B, T) float32, 0 outside the mask.
 
     Attributes:
-        old_logprobs: Log-probs under the policy that starts the updates. None if the module knows that it makes
-            exactly one update of the rollout, where the update's own log-probs are the old ones.
-        ref_logprobs: Log-probs under the reference; None without one.
-        values: The critic's values; None without a critic.
-        entropy: Entropy of the policy that starts the updates; None if nothing uses it.
-        token_extras: Further tensors of a subclass, name -> (B, T, ...), copied into `Experience.token_extras`.
-        row_extras: The same per row: (B, ...) tensors or lists of B, copied into `Experience.row_extras`.
+        old_logprobs: Log-probs of the policy that starts the updates. None if exactly one update follows, whose own
+            log-probs are the old ones.
+        ref_logprobs: Log-probs of the reference. None without one.
+        values: Values of the critic. None without a critic.
+        entropy: Entropy of the policy that starts the updates. None if unused.
+        token_extras: Additional (B, T, ...) tensors by name, copied to `Experience.token_extras`.
+        row_extras: Additional (B, ...) tensors or lists of B by name, copied to `Experience.row_extras`.
     """
 
     old_logprobs: Tensor | None = None
@@ -37,13 +37,13 @@ class ModelOutputs:
 
 @dataclass
 class Advantages:
-    """What `compute_advantages` returns.
+    """Result of `compute_advantages`.
 
     Attributes:
-        advantages: (B, T) float32, 0 off the response mask, before whitening and clipping.
-        returns: (B, T) float32, targets for the critic; None without one.
-        rewards: (B,) float32, the sequence rewards behind them, finite.
-        valid: (B,) bool, False for rows without a reward, which are in no loss.
+        advantages: (B, T) float32, 0 outside the response mask, before whitening and clipping.
+        returns: (B, T) float32 targets for the critic. None without one.
+        rewards: (B,) float32 finite sequence rewards.
+        valid: (B,) bool, False on rows without a reward, which are excluded from all losses.
     """
 
     advantages: Tensor
@@ -54,28 +54,29 @@ class Advantages:
 
 @dataclass
 class Experience(RowBatch):
-    """Rollouts with log-probs, values, and advantages: everything that an update reads. Complete when it is made.
+    """Rollouts with log-probs, values, and advantages: everything that an update reads.
 
     Attributes:
         token_ids, attention_mask, group_ids, trajectory_ids, turn_ids, engine_logprobs: As in `Rollouts`.
-        temperature, supports, routes, inputs: As in `Rollouts`. Log-probs and entropies are over what `supports` left.
-        response_mask: (B, T) bool, the sampled tokens that are trained: rows without a reward are out, as are
-            truncated ones if the module masks them.
-        advantages: (B, T) float32, 0 off the mask.
-        rewards: (B,) float32, sequence rewards after shaping; 0 where not `valid`.
-        valid: (B,) bool, False for rows without a reward.
-        old_logprobs: (B, T); None if exactly one update follows, see `ModelOutputs`.
-        ref_logprobs: (B, T) under the reference; None without one.
-        values: (B, T) of the critic at the start of the updates; None without a critic.
-        returns: (B, T) targets for the critic; None without a critic.
-        entropy: (B, T) of the policy that starts the updates; None if nothing uses it.
-        in_policy_loss: (B, T) bool, tokens whose policy loss has a gradient; None for all on the mask. The others still
-            count in the normalizer, and KL, entropy bonus, and critic see them.
-        is_stale: Whether older weights than those that start the updates sampled the rows.
-        token_extras: name -> (B, T, ...) tensors of a subclass or callback. They follow their rows into micro-batches.
-        row_extras: name -> (B, ...) tensors or lists of B, in the same way.
-        supervised: Rows of the second, supervised loss (`ptx_coef`); None without one.
-        metrics: Scalars measured while the experience was made, reduced over ranks.
+        temperature, supports, routes, inputs: As in `Rollouts`. Log-probs and entropies are over the tokens in
+            `supports`.
+        response_mask: (B, T) bool, True on trained tokens. Excludes rows without a reward and, if the module masks
+            them, truncated rows.
+        advantages: (B, T) float32, 0 outside the mask.
+        rewards: (B,) float32 sequence rewards after shaping, 0 on rows that are not `valid`.
+        valid: (B,) bool, False on rows without a reward.
+        old_logprobs: (B, T) log-probs. None if exactly one update follows, see `ModelOutputs`.
+        ref_logprobs: (B, T) log-probs of the reference. None without one.
+        values: (B, T) values of the critic at the start of the updates. None without a critic.
+        returns: (B, T) targets for the critic. None without a critic.
+        entropy: (B, T) entropy of the policy that starts the updates. None if unused.
+        in_policy_loss: (B, T) bool, True on tokens whose policy loss has a gradient. None for all masked tokens. Other
+            tokens still count in the normalizer, the KL penalty, the entropy bonus, and the critic's loss.
+        is_stale: Whether the rows were sampled by older weights than those that start the updates.
+        token_extras: Additional (B, T, ...) tensors by name, which follow their rows into micro-batches.
+        row_extras: Additional (B, ...) tensors or lists of B by name, which follow their rows into micro-batches.
+        supervised: Examples of the supervised loss (`ptx_coef`). None without one.
+        metrics: Scalars measured while creating the experience, reduced over ranks.
     """
 
     attention_mask: Tensor = per_token()
@@ -110,13 +111,13 @@ class Experience(RowBatch):
 
 @dataclass
 class MicroBatch:
-    """Rows of one forward and backward pass, with the weights that make micro-batch losses add up to the mini-batch's.
+    """Sequences of one forward/backward pass, with weights that make micro-batch losses sum to the mini-batch loss.
 
     Attributes:
-        rows: b rows, cropped to their longest.
-        policy_weights: (b, T) float32, weight of each token's policy loss: the aggregation's, divided by its count over
-            the whole mini-batch, all micro-batches and ranks. None for supervised rows.
-        token_weight: Weight of each token in losses that are means over tokens: 1 / tokens of the whole mini-batch.
+        rows: b sequences, cropped to their longest.
+        policy_weights: (b, T) float32 weights of the policy loss: those of the aggregation, divided by its count over
+            the whole mini-batch on all ranks. None for supervised examples.
+        token_weight: Weight of each token in token-mean losses: 1 / tokens of the whole mini-batch.
     """
 
     rows: Experience | SupervisedBatch
@@ -124,20 +125,21 @@ class MicroBatch:
     token_weight: float
 
     def total(self, losses: Mapping[str, Tensor], only: str | None = None) -> Tensor:
-        """The scalar loss: the `policy` term weighted by the aggregation, every other term a mean over tokens.
+        """Computes the scalar loss: `policy` weighted by the aggregation, every other loss as a mean over tokens.
 
         Args:
-            losses: name -> (b, T) losses per token; values off the response mask don't count.
-            only: The one term that counts; the others keep their graph, so that every wrapper sees the same backward.
+            losses: (b, T) token losses by name. Values outside the response mask are ignored.
+            only: Name of the only loss to count. The others keep their graph, so that every rank runs the same backward
+                pass. Defaults to all.
 
         Raises:
-            ValueError: a term isn't one loss per token. A mean inside `compute_loss` would grow with the number of
+            ValueError: A loss is not per token. A mean inside `compute_loss` would grow with the number of
                 micro-batches.
         """
         if not isinstance(losses, Mapping):
             found = f"a tensor of shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
             raise ValueError(
-                f"compute_loss: returned {found}. Return a dictionary, name -> (b, T) losses, and metrics."
+                f"compute_loss: returned {found}. Return a dictionary of (b, T) losses by name, and metrics."
             )
         mask = self.rows.response_mask
         total = torch.zeros((), device=mask.device)
@@ -145,8 +147,8 @@ class MicroBatch:
             if not isinstance(loss, Tensor) or loss.shape != mask.shape:
                 found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
                 raise ValueError(
-                    f"compute_loss: the loss {name!r} has {found} for tokens of shape {tuple(mask.shape)}. Return one "
-                    "loss per token; LightRL averages them over the whole mini-batch."
+                    f"compute_loss: the loss {name!r} has {found}, but tokens have shape {tuple(mask.shape)}. Return "
+                    "one loss per token; LightRL averages them over the whole mini-batch."
                 )
             on_mask = torch.where(mask, loss, torch.zeros_like(loss))
             weighs_tokens = name != "policy" or self.policy_weights is None

@@ -1,4 +1,4 @@
-"""Trajectories as they are collected, and the scored batch that one training step gets."""
+"""Collected trajectories, and the scored batch of one training step."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from lightrl.records.sampling import Media, Routes, StopReason, Support
 
 @dataclass
 class TrajectoryRow:
-    """One training row of a trajectory. n tokens.
+    """One training row of a trajectory, with n tokens.
 
     Attributes:
-        token_ids: n token ids: context and sampled tokens in the order in which the engine saw them.
-        turn_ids: n integers, the number of the sampled turn that a token is trained as; -1 for context.
-        logprobs: n floats, what the engine reported for sampled tokens; 0 for context.
-        policy_versions: n integers, of the weights that sampled a token; -1 for context.
-        support: n entries, what each token was drawn from; None where nothing was cut, or it was not recorded.
-        routes: of the tokens that the engine computed, context too, each as when it was first computed; at most n.
-        inputs: extra model inputs; None takes the prompt's. media: the same of decoded media.
+        token_ids: n token IDs: context and sampled tokens in the order seen by the engine.
+        turn_ids: n turn numbers of sampled tokens, -1 for context.
+        logprobs: n log-probs of sampled tokens reported by the engine, 0 for context.
+        policy_versions: n weight versions that sampled the tokens, -1 for context.
+        support: Tokens that each token was drawn from (n entries). None if nothing was cut, or it was not recorded.
+        routes: Experts of the tokens that the engine computed, including context, as first computed. At most n.
+        inputs: Additional model inputs. Defaults to the prompt's.
+        media: Decoded media. Defaults to the prompt's.
     """
 
     token_ids: list[int]
@@ -38,18 +39,18 @@ class TrajectoryRow:
 
 @dataclass
 class Trajectory:
-    """One attempt at a prompt.
+    """One trajectory for a prompt.
 
     Attributes:
-        rows: its training rows, in order; at least one.
-        completion: text of what was sampled (of the last turn, where there are several), for reward functions.
-        stop_reason: why it ended.
-        messages: the whole conversation, for reward functions and logs; empty where there is none beyond the prompt.
-        turn_rewards: reward of each turn, by turn number; empty without an environment that gives any.
-        states: key of the state in which each turn began, by turn number: equal for equal states of a group.
-        failure: what failed, where `stop_reason` is "failure": the trajectory is then in no loss and no baseline.
-        metrics: numbers of its making (turns, tool calls, seconds).
-        raised_at: the lines of the user's code that raised it, after a line break; "" where none did.
+        rows: Training rows in order, at least one.
+        completion: Sampled text of the last turn, for reward functions.
+        stop_reason: Why the trajectory ended.
+        messages: Whole conversation, for reward functions and logs. Empty if it has only the prompt.
+        turn_rewards: Reward of each turn. Empty unless an environment gives any.
+        states: Key of the state in which each turn began. Equal for equal states of a group.
+        failure: What failed, if `stop_reason` is "failure". The trajectory is then excluded from losses and baselines.
+        metrics: Numbers measured while running it (turns, tool calls, seconds).
+        raised_at: Lines of user code that raised the failure, after a line break. Empty if none did.
     """
 
     rows: list[TrajectoryRow]
@@ -64,25 +65,25 @@ class Trajectory:
 
     @property
     def failed(self) -> bool:
-        """Whether something failed that the policy did not cause."""
+        """Whether the trajectory failed for a reason that the policy did not cause."""
         return self.stop_reason == "failure"
 
     @property
     def sampled_ids(self) -> list[int]:
-        """What the policy sampled, all turns and rows one after another."""
+        """Sampled token IDs of all turns and rows, concatenated."""
         return [t for row in self.rows for t, turn in zip(row.token_ids, row.turn_ids, strict=True) if turn >= 0]
 
 
 @dataclass
 class Scores:
-    """The rewards of n rows.
+    """Rewards of n completions.
 
     Attributes:
-        total: n floats, the weighted sums; NaN where no function scored the row.
-        parts: function's name -> n floats, unweighted; NaN where it said None, failed or was not asked.
-        metrics: scalars, each a mean over the rows or calls: `reward/<function>/failed` is the fraction of the rows
-            that the function was asked for and failed on, the others are what the functions logged.
-        extra: `<function>/<column>` -> n values that the function logged, None where it was not asked.
+        total: n weighted sums. NaN if no function scored the completion.
+        parts: n unweighted rewards by function. NaN if the function returned None, failed, or was not called.
+        metrics: Scalar means over completions or calls. `reward/<function>/failed` is the fraction of calls that
+            failed. Others are values that functions logged.
+        extra: n logged values by `<function>/<column>`. None if the function was not called.
     """
 
     total: list[float]
@@ -91,7 +92,7 @@ class Scores:
     extra: dict[str, list[Any]] = field(default_factory=dict)
 
     def spread(self, rows: Sequence[int], count: int) -> Scores:
-        """The same as of `count` rows, of which these are the given ones, in order; all others were not scored."""
+        """Expands to `count` completions, of which these are `rows`, in order; all others are unscored."""
         if len(rows) == count:
             return self
 
@@ -109,9 +110,9 @@ class Scores:
 
     @staticmethod
     def concat(pieces: Sequence[Scores]) -> Scores:
-        """The rows of several submissions, one after another; metrics are means over the pieces that have them."""
+        """Concatenates several scores. Metrics are means over the pieces that have them."""
         names = pieces[0].parts if pieces else {}
-        columns = {name: None for piece in pieces for name in piece.extra}  # a dict keeps the order
+        columns = {name: None for piece in pieces for name in piece.extra}  # a dict preserves order
         metrics: dict[str, list[float]] = {}
         for piece in pieces:
             for name, value in piece.metrics.items():
@@ -129,12 +130,12 @@ HOST_NAMES = ("token_ids", "attention_mask", "response_mask", "group_ids")
 
 @dataclass
 class HostRows:
-    """What the layout of some rows is planned from, in host memory. No tuple: FSDP2 moves the tensors of those.
+    """Tensors in host memory from which layouts are planned. Not a tuple, since FSDP2 moves the tensors of tuples.
 
     Attributes:
-        token_ids, attention_mask: as in `Rollouts`.
-        response_mask: as in `Rollouts`; None where each row's last token is read.
-        group_ids: as in `Rollouts`; None where rows share nothing.
+        token_ids, attention_mask: As in `Rollouts`.
+        response_mask: As in `Rollouts`. None if only each row's last token is read.
+        group_ids: As in `Rollouts`. None if rows share no prefix.
     """
 
     token_ids: Tensor
@@ -147,29 +148,28 @@ R = TypeVar("R", bound="RowBatch")
 
 
 def per_token(**settings: Any) -> Any:
-    """Declares a field of a `RowBatch` that has an entry per token: (B, T, ...) tensors, or a dictionary of them."""
+    """Declares a `RowBatch` field with one entry per token: (B, T, ...) tensors, or a dictionary of them."""
     return field(metadata={"per": "token"}, **settings)
 
 
 def per_batch(**settings: Any) -> Any:
-    """Declares a field of a `RowBatch` that has one value for the whole batch, as fields without declaration do."""
+    """Declares a `RowBatch` field with one value per batch, the default for fields."""
     return field(metadata={"per": "batch"}, **settings)
 
 
 def per_row(**settings: Any) -> Any:
-    """Declares a field of a `RowBatch` that has an entry per row: (B, ...) tensors, lists of B, or dictionaries.
+    """Declares a `RowBatch` field with one entry per row: (B, ...) tensors, lists of B, or dictionaries of them.
 
-    An empty list stands for "unknown" and stays empty.
+    An empty list means "unknown" and stays empty.
     """
     return field(metadata={"per": "row"}, **settings)
 
 
 @dataclass
 class RowBatch:
-    """B rows of tokens. Selecting, cropping, and moving rows follow what the fields declare.
+    """B rows of tokens. Field declarations determine how rows are selected, cropped, and moved.
 
-    A field is declared `per_token`, `per_row`, or, with neither, one value for the whole batch. Subclasses declare
-    their own fields in the same way.
+    Declare fields of subclasses with `per_token`, `per_row`, or neither for one value per batch.
     """
 
     token_ids: Tensor = per_token()
@@ -179,10 +179,10 @@ class RowBatch:
         return int(self.token_ids.shape[0])
 
     def on_host(self, name: str) -> Tensor:
-        """A tensor of the record in host memory.
+        """Returns a tensor of the record in host memory.
 
-        Of a tensor on a device there is a copy that went along with `to`, `select` and `crop`, so that planning a
-        micro-batch does not wait for the device; one that was replaced since is read, once.
+        `to`, `select`, and `crop` keep host copies of device tensors, so planning a micro-batch doesn't wait for the
+        device. A tensor replaced since then is copied once.
         """
         value: Tensor = getattr(self, name)
         if value.device.type == "cpu":
@@ -194,25 +194,25 @@ class RowBatch:
         return copy
 
     def host_rows(self) -> HostRows:
-        """What layouts are planned from, in host memory."""
+        """Returns the tensors from which layouts are planned, in host memory."""
         return HostRows(*(self.on_host(name) for name in HOST_NAMES))
 
     def with_host_of(self: R, other: RowBatch) -> R:
-        """The same record with the other's copies of tensors that they have in common."""
+        """Returns the record with the other's host copies of tensors that both share."""
         copies = other.host_copies().items()
         return self.with_host({n: copy for n, copy in copies if getattr(self, n, None) is getattr(other, n)})
 
     def with_host(self: R, host: dict[str, Tensor]) -> R:
-        """The same record with these copies of its tensors."""
+        """Returns the record with these host copies of its tensors."""
         pairs = {name: (getattr(self, name), copy) for name, copy in host.items()}
         return replace(self, host=pairs)
 
     def host_copies(self) -> dict[str, Tensor]:
-        """The copies whose tensors are still the record's."""
+        """Returns the host copies that are up to date."""
         return {name: copy for name, (source, copy) in self.host.items() if getattr(self, name) is source}
 
     def _mapped(self: R, change: Callable[[Any], Any], *kinds: str) -> R:
-        """The same record with `change` applied to each tensor and non-empty list of the fields of these kinds."""
+        """Applies `change` to each tensor and non-empty list of fields of these kinds."""
 
         def one(value: Any) -> Any:
             if isinstance(value, dict):
@@ -223,7 +223,7 @@ class RowBatch:
         return replace(self, **{name: one(getattr(self, name)) for name in names})
 
     def select(self: R, rows: Tensor) -> R:
-        """The rows with the given indices (int64, any order), as a record of the same kind."""
+        """Selects rows by index (int64, any order)."""
         rows = rows.cpu()
         picked = rows.tolist()
         own = rows.to(self.token_ids.device)
@@ -235,7 +235,7 @@ class RowBatch:
         return self._mapped(chosen, "row", "token").with_host(copies)
 
     def crop(self: R) -> R:
-        """The same rows without the columns that are padding in all of them."""
+        """Removes columns that are padding in all rows."""
         width = self.token_ids.shape[1]
         used = self.on_host("attention_mask").any(0).nonzero()
         length = int(used[-1]) + 1 if len(used) else 1
@@ -245,7 +245,7 @@ class RowBatch:
         return self._mapped(lambda x: x[:, :length], "token").with_host(copies)
 
     def to(self: R, device: torch.device | str) -> R:
-        """The same record with its tensors on `device`, but for `inputs`. Lightning calls this to move a batch."""
+        """Moves all tensors except `inputs` to `device`. Lightning calls this to move a batch."""
         names = [name for name in (*HOST_NAMES, "trajectory_ids") if hasattr(self, name)]
         host = {name: self.on_host(name) for name in names}
         moved = self._mapped(lambda x: x.to(device) if isinstance(x, Tensor) else x, "row", "token")
@@ -254,15 +254,16 @@ class RowBatch:
 
 @dataclass
 class SupervisedBatch(RowBatch):
-    """Rows with completions to be learnt as they are, for the supervised loss beside reinforcement learning.
+    """Examples with given completions, for the supervised loss alongside reinforcement learning.
 
     Attributes:
-        token_ids: (B, T) int64, right-padded. attention_mask: (B, T) bool, True on real tokens.
-        response_mask: (B, T) bool, True on the tokens to learn.
-        group_ids: (B,) int64, a group for each row.
-        temperature: of the distribution that is trained: 1.
-        inputs: B dictionaries of extra model inputs; empty for text.
-        supports, routes: empty: nothing is cut from what is learnt as it is, and no engine has computed it.
+        token_ids: (B, T) int64, right-padded.
+        attention_mask: (B, T) bool, True on real tokens.
+        response_mask: (B, T) bool, True on tokens to train.
+        group_ids: (B,) int64, a separate group for each row.
+        temperature: Temperature of the trained distribution, 1.
+        inputs: B dictionaries of additional model inputs. Empty for text.
+        supports, routes: Empty, since no engine sampled the tokens.
     """
 
     attention_mask: Tensor = per_token()
@@ -276,44 +277,45 @@ class SupervisedBatch(RowBatch):
 
 @dataclass
 class Rollouts(RowBatch):
-    """B scored rows: one Lightning batch. Rows of a group are neighbours, and among them those of a trajectory.
+    """B scored rows: one Lightning batch. Rows of a group are adjacent, and so are rows of a trajectory.
 
     Attributes:
-        token_ids: (B, T) int64, prompt then completion, right-padded with the pad token.
+        token_ids: (B, T) int64 prompt and completion, right-padded with the pad token.
         attention_mask: (B, T) bool, True on real tokens.
-        response_mask: (B, T) bool, True on tokens that the policy sampled and that are trained.
-        engine_logprobs: (B, T) float32, log-prob the engine reports for each sampled token, 0 elsewhere.
+        response_mask: (B, T) bool, True on tokens sampled by the policy and trained.
+        engine_logprobs: (B, T) float32 log-probs that the engine reports for sampled tokens, 0 elsewhere.
         group_ids: (B,) int64, equal for the completions of one prompt.
-        rewards: (B,) float32, weighted sum of the reward functions plus the trajectory's turn rewards, the same in all
-            rows of a trajectory; NaN where no function scored it or it failed: it is then in no loss and no baseline.
-        reward_parts: name -> (B,) float32, each function's raw rewards; NaN for None.
-        reward_weights: name -> weight of each function in `rewards`.
-        truncated: (B,) bool, True where a limit cut the trajectory (`stop_reasons` other than "stop").
-        policy_version: version of the weights that sampled the rows (the oldest, if they differ).
-        trajectory_ids: (B,) int64, equal for the rows of one trajectory, different between groups; each row's own
-            number where not given.
-        turn_ids: (B, T) int64, number of the sampled turn a token belongs to within its trajectory, -1 off the
-            response mask; None where every trajectory is one turn.
-        turn_rewards: name -> (B, T) float32, a turn's reward on its last token, 0 elsewhere; empty without any.
-        policy_versions: (B, T) int64 of each sampled token, -1 elsewhere; None where all are `policy_version`.
-        stop_reasons: B words (`StopReason`); empty where unknown.
-        messages: B conversations, the whole of each trajectory; empty where there is none beyond the prompt.
-        states: B lists with the key of the state in which each turn of the trajectory began; empty without environment.
-        temperature: of the sampling distribution.
-        supports: B times what a row's tokens were drawn from, None for a row without a cut; empty where unknown. They
-            stay on the host: the model ships those of the tokens that it scores.
-        routes: B times which experts a row's tokens were sent to, None for a row without; in the same way.
-        prompts: B strings. completions: B strings.
-        answers: B strings that completions vote for in `eval/maj@n`; empty outside of evaluations.
-        raw_prompts: B prompts before the policy's chat template, for reward models with a template of their own.
-        columns: data-set columns, name -> B values.
-        inputs: B dictionaries of extra model inputs, `{}` for text; one object for the rows of a group. They stay on
-            the host: the model ships those of a micro-batch when it runs it.
-        media: B decoded media as in `Prompts`, one object for the rows of a group; empty where no prompt can have any.
-        metrics: scalars measured while the rollout was made (seconds, tokens, counts), summed over nothing.
-        filler: the rows repeat a prompt so that a rank without one takes part in an evaluation; they do not count.
-        eval_set: name of the evaluation prompts that it comes from, where there are several sets.
-        supervised: rows of a second stream for the supervised loss (`ptx_coef`); None without one.
+        rewards: (B,) float32 weighted sum of the reward functions plus turn rewards, equal for all rows of a
+            trajectory. NaN if it is unscored or failed, which excludes it from losses and baselines.
+        reward_parts: (B,) float32 raw rewards by function, NaN for None.
+        reward_weights: Weights of functions in `rewards`, by function.
+        truncated: (B,) bool, True if a limit truncated the trajectory (`stop_reasons` other than "stop").
+        policy_version: Version of the weights that sampled the rows (the oldest if they differ).
+        trajectory_ids: (B,) int64, equal for rows of one trajectory, different between groups. Defaults to a separate
+            trajectory per row.
+        turn_ids: (B, T) int64 turn of each token within its trajectory, -1 outside the response mask. None if every
+            trajectory is one turn.
+        turn_rewards: (B, T) float32 rewards by name, each on its turn's last token, 0 elsewhere. Empty without any.
+        policy_versions: (B, T) int64 version per sampled token, -1 elsewhere. None if all equal `policy_version`.
+        stop_reasons: B stop reasons (`StopReason`). Empty if unknown.
+        messages: B whole conversations. Empty if there are only prompts.
+        states: B lists of keys of the states in which turns began. Empty without an environment.
+        temperature: Temperature of the sampling distribution.
+        supports: B supports, the tokens that a row's tokens were drawn from. None for rows without a cut. Empty if
+            unknown. They stay on the host until the model scores the tokens.
+        routes: B routes, the experts of a row's tokens. None for rows without. Empty if unknown. They stay on the host.
+        prompts: B prompts as text.
+        completions: B completions as text.
+        answers: B answers that are compared in `eval/maj@n`. Empty outside evaluations.
+        raw_prompts: B prompts before the policy's chat template, for reward models with another template.
+        columns: Dataset columns, B values by name.
+        inputs: B dictionaries of additional model inputs, `{}` for text. Rows of a group share one object. They stay on
+            the host until the model runs their micro-batch.
+        media: B decoded media as in `Prompts`. Rows of a group share one object. Empty if prompts can't have media.
+        metrics: Scalars measured while collecting the rollout (seconds, tokens, counts), on this rank.
+        filler: Whether the rows repeat a prompt so that an idle rank takes part in an evaluation. They don't count.
+        eval_set: Name of the set of evaluation prompts, if there are several.
+        supervised: Examples of the supervised loss (`ptx_coef`). None without one.
     """
 
     attention_mask: Tensor = per_token()
@@ -353,10 +355,10 @@ class Rollouts(RowBatch):
 
     @property
     def failed(self) -> list[bool]:
-        """B times whether the row's trajectory failed for a cause that is not the policy's."""
+        """B flags, True if the row's trajectory failed for a reason that the policy did not cause."""
         return [reason == "failure" for reason in self.stop_reasons] or [False] * len(self)
 
     def to(self, device: torch.device | str) -> Rollouts:
-        """The same record with its tensors on `device`, those of `supervised` too."""
+        """Moves all tensors, including those of `supervised`, to `device`."""
         moved = super().to(device)
         return moved if self.supervised is None else replace(moved, supervised=self.supervised.to(device))

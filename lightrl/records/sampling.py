@@ -1,4 +1,4 @@
-"""Prompts, requests to engines, and completions."""
+"""Prompts, generation requests, and completions."""
 
 from __future__ import annotations
 
@@ -14,38 +14,39 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How completions are sampled.
+    """Sampling parameters for completions.
 
-    The trainer computes log-probs of the softmax at this temperature, over the tokens that top-p, top-k, and min-p left
-    if the engine records them (`Support`). Settings that change the distribution in another way leave tokens out of the
-    loss (`fire_temperature`, `min_new_tokens`; see `masked_tokens`) or are not supported in training
-    (`repetition_penalty`, `regex`, `json_schema`, most of `extra`). Evaluation supports all of them. Limits and stops
-    (`max_new_tokens`, `stop`, `stop_token_ids`, `ignore_eos`) don't change what each token is drawn from.
+    The trainer computes log-probs at this temperature, over the tokens left by top-p, top-k, and min-p if the engine
+    records them (`Support`). `fire_temperature` and `min_new_tokens` change the distribution in other ways, so the
+    affected tokens are excluded from the loss (`masked_tokens`). `repetition_penalty`, `regex`, `json_schema`, and most
+    of `extra` are supported only in evaluation. Limits and stops (`max_new_tokens`, `stop`, `stop_token_ids`,
+    `ignore_eos`) don't change the distribution.
 
     Args:
-        max_new_tokens: upper bound on the completion's length in tokens, at least 1.
-        min_new_tokens: Minimum number of tokens before end-of-sequence or a stop. That many tokens of each completion
-            are not trained, because the end was left out of what they were drawn from.
-        temperature: logits are divided by it, from 1e-6 to 1e6; 0 is greedy, which is only allowed for evaluation and
+        max_new_tokens: Maximum number of tokens per completion, at least 1.
+        min_new_tokens: Minimum number of tokens before end-of-sequence or a stop. The first `min_new_tokens` tokens are
+            not trained, since they were drawn from a distribution without end-of-sequence.
+        temperature: Divisor of logits, from 1e-6 to 1e6. 0 is greedy decoding, allowed only in evaluation and
             prediction.
-        fire_temperature: temperature of each completion's first token in its place (FIRE sampling,
-            https://arxiv.org/abs/2410.21236, which takes 10), from 1e-6 to 1e6; None is off. Greedy sampling is left
-            alone. The first token is not trained.
-        top_p: nucleus: smallest set of tokens whose probabilities add up to this, in (0, 1]; 1 is off.
-        top_k: keep the k likeliest tokens; 0 is off.
-        min_p: drop tokens less likely than this times the likeliest, in [0, 1); 0 is off.
-        repetition_penalty: divides (positive) or multiplies (negative) logits of seen tokens, from 1e-3 to 1e3; 1 is
-            off.
-        stop: strings that end a completion; its tokens and its text are kept up to and with the stop string.
-        stop_token_ids: token IDs that end a completion, in addition to the EOS and the chat template's end of turn.
-        ignore_eos: continue after EOS and end of turn until `max_new_tokens`.
-        regex: the completion must match this regular expression (engines with structured outputs only).
-        json_schema: the completion must be JSON of this schema (engines with structured outputs only).
-        extra: Further arguments of the engine's own sampling parameters, by the engine's names. In training only those
-            that leave the distribution alone (`Engine.extra`).
+        fire_temperature: Temperature of each completion's first token (FIRE sampling,
+            https://arxiv.org/abs/2410.21236, which uses 10), from 1e-6 to 1e6. None disables it. No effect with greedy
+            decoding. The first token is not trained.
+        top_p: Nucleus sampling: keep the smallest set of tokens with at least this total probability, in (0, 1]. 1
+            disables it.
+        top_k: Keep the k most likely tokens. 0 disables it.
+        min_p: Remove tokens less likely than this fraction of the most likely one, in [0, 1). 0 disables it.
+        repetition_penalty: Divisor (positive logits) or factor (negative logits) for tokens seen before, from 1e-3 to
+            1e3. 1 disables it.
+        stop: Strings that end a completion. The completion includes the stop string.
+        stop_token_ids: Token IDs that end a completion, in addition to EOS and the chat template's end of turn.
+        ignore_eos: Continue after EOS and end of turn until `max_new_tokens`.
+        regex: Regular expression that the completion must match. Requires an engine with structured outputs.
+        json_schema: JSON schema that the completion must match. Requires an engine with structured outputs.
+        extra: Additional sampling parameters of the engine, by the engine's names. In training, only those that don't
+            change the distribution (`Engine.extra`).
 
     Raises:
-        ValueError: a value is out of its range; the message names the argument.
+        ValueError: A value is out of range.
     """
 
     max_new_tokens: int = 256
@@ -69,49 +70,49 @@ class SamplingParams:
             "min_new_tokens": (0 <= self.min_new_tokens <= self.max_new_tokens, "between 0 and max_new_tokens"),
             "temperature": (
                 self.temperature == 0 or 1e-6 <= self.temperature <= 1e6,
-                "0 (greedy) or more, from 1e-6 to 1e6",
+                "0 (greedy), or from 1e-6 to 1e6",
             ),
             "fire_temperature": (
                 self.fire_temperature is None or 1e-6 <= self.fire_temperature <= 1e6,
-                "above 0, from 1e-6 to 1e6, or null (off)",
+                "from 1e-6 to 1e6, or null to disable it",
             ),
-            "top_p": (0 < self.top_p <= 1, "in (0, 1]; 1 turns it off"),
-            "top_k": (self.top_k >= 0, "0 (off) or more"),
-            "min_p": (0 <= self.min_p < 1, "in [0, 1); 0 turns it off"),
+            "top_p": (0 < self.top_p <= 1, "in (0, 1]; 1 disables it"),
+            "top_k": (self.top_k >= 0, "0 (disabled) or more"),
+            "min_p": (0 <= self.min_p < 1, "in [0, 1); 0 disables it"),
             "repetition_penalty": (
                 1e-3 <= self.repetition_penalty <= 1e3,
-                "above 0, from 1e-3 to 1e3; 1 turns it off",
+                "from 1e-3 to 1e3; 1 disables it",
             ),
-            "stop": ("" not in (self.stop or []), "texts that are not empty"),
-            "stop_token_ids": (all(token >= 0 for token in self.stop_token_ids or []), "token ids, 0 or more"),
+            "stop": ("" not in (self.stop or []), "non-empty strings"),
+            "stop_token_ids": (all(token >= 0 for token in self.stop_token_ids or []), "token IDs, 0 or more"),
         }
         for name, (ok, allowed) in checks.items():
             if not ok:
                 raise ValueError(f"SamplingParams.{name}={getattr(self, name)!r}: must be {allowed}.")
         if self.regex is not None and self.json_schema is not None:
-            raise ValueError("SamplingParams: give regex or json_schema, not both.")
+            raise ValueError("SamplingParams.regex with json_schema: only one is supported. Remove one of them.")
 
     @property
     def masked_tokens(self) -> int:
-        """Tokens at the start of each completion whose distribution the trainer does not compute."""
+        """Number of tokens at the start of each completion whose distribution the trainer doesn't compute."""
         return max(self.min_new_tokens, 0 if self.fire_temperature is None else 1)
 
 
 @dataclass(eq=False)
 class Media:
-    """What one prompt shows, decoded, in the order of its placeholders. False where it shows nothing.
+    """Decoded media of one prompt, in the order of its placeholders. False if empty.
 
-    Made once per prompt and shared by reference: the G rows of a group hold the same object. Nobody changes it.
+    Created once per prompt and shared by the G rows of a group. Must not be changed.
 
     Attributes:
         images: PIL images in RGB, at most `max_pixels` large.
-        videos: arrays (frames, height, width, 3) of uint8, at most `max_frames` long.
-        video_times: per video, the second at which each of its frames is shown.
-        audios: mono arrays (samples,) of float32.
-        sampling_rates: per audio, samples per second.
-        token_ids: the prompt with one placeholder per medium, for engines that put the features' tokens in themselves;
-            `Prompts.token_ids` is the same prompt with them.
-        key: its name in an engine's cache of processed media, so that it need not hash their contents.
+        videos: (frames, height, width, 3) uint8 arrays of at most `max_frames` frames.
+        video_times: Time of each frame in seconds, per video.
+        audios: (samples,) float32 mono arrays.
+        sampling_rates: Samples per second, per audio.
+        token_ids: Prompt with one placeholder per medium, for engines that insert the feature tokens themselves.
+            `Prompts.token_ids` already includes them.
+        key: Key in an engine's cache of processed media, which avoids hashing their contents.
     """
 
     images: list[Any] = field(default_factory=list)
@@ -126,20 +127,20 @@ class Media:
         return bool(self.images or self.videos or self.audios)
 
     def columns(self, count: int) -> dict[str, list[Any]]:
-        """`images`, `videos` and `audios` as reward functions get them: for each of `count` rows the same list."""
+        """Returns `images`, `videos`, and `audios` for reward functions: the same list for each of `count` rows."""
         return {name: [getattr(self, name)] * count for name in ("images", "videos", "audios")}
 
 
 @dataclass
 class ImageInputs:
-    """n images as a model reads them.
+    """n images as model inputs.
 
     Attributes:
-        images: decoded, PIL in RGB.
-        token: the one placeholder that a chat template writes for an image.
-        texts: n strings of placeholders that stand for each image in the end.
-        inputs: model inputs of all images, but for those that have an entry per token.
-        token_inputs: name -> token id -> entry; 0 for ids that are not there.
+        images: Decoded PIL images in RGB.
+        token: Placeholder that the chat template writes for an image.
+        texts: n strings of placeholders that replace `token`, one per image.
+        inputs: Model inputs of all images, except those with an entry per token.
+        token_inputs: Entries per token ID, by input name. 0 for missing IDs.
     """
 
     images: list[Any]
@@ -151,11 +152,11 @@ class ImageInputs:
 
 @dataclass(eq=False)
 class Support:
-    """Which ids each of n tokens was drawn from, where top-p, top-k or min-p cut the vocabulary; sparse, on the host.
+    """Token IDs that each of n tokens was drawn from after top-p, top-k, and min-p; sparse, on the host.
 
     Attributes:
-        counts: (n,) int64, how many ids were left; 0 means all of them (nothing was cut, or the token is context).
-        ids: (sum of counts,) int32, the ids that were left, token after token.
+        counts: (n,) int64 number of remaining IDs. 0 means all (nothing was cut, or the token is context).
+        ids: (sum of counts,) int32 remaining IDs, concatenated over tokens.
     """
 
     counts: Tensor
@@ -166,19 +167,19 @@ class Support:
 
     @staticmethod
     def of(kept: Sequence[Any]) -> Support:
-        """From the ids left for each token, lists or tensors."""
+        """Creates a support from the remaining IDs of each token, as lists or tensors."""
         parts = [torch.as_tensor(ids, dtype=torch.int32) for ids in kept]
         counts = torch.tensor([len(part) for part in parts], dtype=torch.long)
         return Support(counts, torch.cat(parts) if parts else torch.empty(0, dtype=torch.int32))
 
     @staticmethod
     def whole(count: int) -> Support:
-        """Of `count` tokens for which nothing was cut."""
+        """Creates a support of `count` tokens without a cut."""
         return Support(torch.zeros(count, dtype=torch.long), torch.empty(0, dtype=torch.int32))
 
     @staticmethod
     def joined(*parts: tuple[int, Support | None]) -> Support | None:
-        """Concatenation of (number of tokens, support); None for a part without a cut, and if no part has any."""
+        """Concatenates (number of tokens, support) pairs; None stands for no cut."""
         if all(support is None for _, support in parts):
             return None
         found = [Support.whole(count) if support is None else support for count, support in parts]
@@ -186,16 +187,17 @@ class Support:
         return Support(torch.cat([s.counts for s in found]), torch.cat([s.ids for s in found]))
 
     def upto(self, end: int) -> Support:
-        """Of the first `end` tokens."""
+        """Returns the support of the first `end` tokens."""
         counts = self.counts[:end]
         return Support(counts, self.ids[: int(counts.sum())])
 
     @staticmethod
     def at(supports: Sequence[Support | None], targets: Tensor, width: int) -> Support | None:
-        """Of tokens picked from several rows; None where nothing was cut for any.
+        """Selects tokens from several rows; None if nothing was cut for any of them.
 
         Args:
-            supports: B rows' entries. targets: (M,) int64, row times `width` plus the token's place in its row.
+            supports: Supports of B rows.
+            targets: (M,) int64 token positions: row times `width` plus position in the row.
             width: T.
 
         Returns:
@@ -217,11 +219,11 @@ class Support:
 
 @dataclass(eq=False)
 class Routes:
-    """Which experts each of the first n tokens of a row was sent to, by a mixture of experts; on the host.
+    """Experts that each of the first n tokens of a row was routed to by a mixture-of-experts model; on the host.
 
     Attributes:
-        experts: (n, L, K) uint8, or int16 where there are more than 256: the K experts in each of L layers. L counts
-            the layers with a router, or all layers of the model where the engine numbers them so.
+        experts: (n, L, K) uint8, or int16 with more than 256 experts: the K experts in each of L layers. L counts
+            layers with a router, or all layers of the model if the engine numbers them so.
     """
 
     experts: Tensor
@@ -230,26 +232,27 @@ class Routes:
         return len(self.experts)
 
     def upto(self, end: int) -> Routes:
-        """Of the first `end` tokens."""
+        """Returns the routes of the first `end` tokens."""
         return Routes(self.experts[:end])
 
     @staticmethod
     def extended(own: Routes | None, longer: Routes | None) -> Routes | None:
-        """`own`, and the later tokens of `longer`, which was recorded when the same row had more tokens."""
+        """Extends `own` by the later tokens of `longer`, which was recorded when the same row had more tokens."""
         if own is None or longer is None:
             return own or longer
         return Routes(torch.cat([own.experts, longer.experts[len(own) :]]))
 
     @staticmethod
     def at(routes: Sequence[Routes | None], places: Tensor, width: int) -> Tensor | None:
-        """The experts of tokens picked from several rows; None where nothing was recorded for any row.
+        """Selects the experts of tokens from several rows; None if nothing was recorded for any row.
 
         Args:
-            routes: B rows' entries. places: (N,) int64, row times `width` plus the token's place in its row.
+            routes: Routes of B rows.
+            places: (N,) int64 token positions: row times `width` plus position in the row.
             width: T.
 
         Returns:
-            (N, L, K) int64 on the device of `places`, -1 for tokens of which nothing was recorded.
+            (N, L, K) int64 on the device of `places`, -1 for tokens without recorded experts.
         """
         known = [entry.experts for entry in routes if entry is not None]
         if not known:
@@ -262,7 +265,7 @@ class Routes:
 
     @staticmethod
     def told_apart(token_ids: Tensor, routes: Sequence[Routes | None]) -> Tensor:
-        """(B, T) numbers that are equal where token and experts are; the tokens where nothing was recorded."""
+        """Returns (B, T) numbers that are equal if token and experts are; the tokens if nothing was recorded."""
         experts = Routes.at(routes, torch.arange(token_ids.numel()), token_ids.shape[1])
         if experts is None:
             return token_ids
@@ -275,7 +278,8 @@ class TopTokens(NamedTuple):
     """A teacher's top-K tokens at each of M positions.
 
     Attributes:
-        ids: (M, K) int64. logprobs: (M, K) float32.
+        ids: (M, K) int64 token IDs.
+        logprobs: (M, K) float32 log-probs.
     """
 
     ids: Tensor
@@ -284,19 +288,19 @@ class TopTokens(NamedTuple):
 
 @dataclass
 class Completion:
-    """One sampled answer.
+    """One sampled completion.
 
     Attributes:
-        token_ids: the sampled tokens, the end-of-sequence token included when it was sampled. Never one that was not.
-        logprobs: per token, the log-probability under the distribution it was drawn from (temperature, top-p ... in).
-        text: the decoded tokens without special tokens, up to and with the stop string where one ended it.
-        finish_reason: "stop" (end-of-sequence or stop string), "length" (cut by `max_new_tokens`), or "suspended": not
-            over, a request whose `begun` has it goes on from here.
-        support: what each token was drawn from, where sampling cut the vocabulary and the engine records it.
-        routes: of the prompt's tokens and the completion's, but for its last, which was not fed to the model; None
-            where the model has no experts, or the engine records nothing.
-        policy_versions: per token, of the weights that sampled it; empty where that is the group's for all.
-        top: per token, the likeliest token IDs and their log-probs; empty unless the request's `extra` asks for them.
+        token_ids: Sampled tokens, including end-of-sequence if it was sampled.
+        logprobs: Log-prob of each token under the distribution it was drawn from (including temperature and top-p).
+        text: Decoded tokens without special tokens, up to and including the stop string if one ended it.
+        finish_reason: "stop" (end-of-sequence or stop string), "length" (truncated at `max_new_tokens`), or "suspended"
+            (unfinished; a request with it in `begun` continues it).
+        support: Tokens that each token was drawn from, if sampling cut the vocabulary and the engine records it.
+        routes: Experts of the prompt's and completion's tokens, except the last token, which is not fed to the model.
+            None without experts, or if the engine doesn't record them.
+        policy_versions: Version of the weights that sampled each token. Empty if it is the group's for all.
+        top: Most likely token IDs with their log-probs, per token. Empty unless requested in `extra`.
     """
 
     token_ids: list[int]
@@ -311,23 +315,23 @@ class Completion:
 
 @dataclass(eq=False)
 class GenerationRequest:
-    """One prompt that an engine is asked to complete.
+    """Request to an engine to complete one prompt.
 
     Attributes:
-        token_ids: the prompt, not padded, not empty.
-        sampling: the distribution and the limits.
-        seed: completion g is drawn with a seed derived from (seed, g) alone, so the result depends neither on the
-            order nor on the number of requests.
+        token_ids: Prompt, not padded, not empty.
+        sampling: Sampling distribution and limits.
+        seed: Seed. Completion g uses a seed derived only from (seed, g), so the result depends neither on the order nor
+            on the number of requests.
         num_completions: G, at least 1.
-        inputs: extra model inputs as in `Prompts`, `{}` for text.
-        media: decoded media as in `Prompts`.
-        name: how messages call it.
-        routes: of its first tokens, from earlier turns. An engine that records experts takes these again; others, whose
-            caches hold what was computed then, may ignore it.
-        begun: the G completions as far as they were sampled before; those that are "suspended" continue, with the
-            current weights, which also recompute their keys and values. Empty: all begin.
+        inputs: Additional model inputs as in `Prompts`, `{}` for text.
+        media: Decoded media as in `Prompts`.
+        name: Name of the prompt in messages.
+        routes: Experts of its first tokens, from earlier turns. Engines that record experts reuse them. Others may
+            ignore them, since their caches hold what was computed.
+        begun: The G partial completions sampled before. "suspended" ones continue with the current weights, which also
+            recompute their keys and values. Empty if all are new.
         trained: Whether its tokens are trained. If False, `sampling` may constrain them, and only completions with a
-            `support` are.
+            `support` are trained.
     """
 
     token_ids: list[int]
@@ -342,12 +346,12 @@ class GenerationRequest:
     trained: bool = True
 
     def so_far(self, place: int) -> Completion:
-        """What was sampled of a completion before; one without tokens where it begins."""
+        """Returns the partial completion at `place`, without tokens if it is new."""
         return self.begun[place] if self.begun else Completion([], [], "", "suspended")
 
     @property
     def live(self) -> list[int]:
-        """Places of the completions that lack tokens."""
+        """Returns the indices of unfinished completions."""
         if not self.begun:
             return list(range(self.num_completions))
         return [place for place, part in enumerate(self.begun) if part.finish_reason == "suspended"]
@@ -355,12 +359,12 @@ class GenerationRequest:
 
 @dataclass
 class CompletionGroup:
-    """All G completions of one prompt, handed out as soon as the last of them is done or suspended.
+    """The G completions of one prompt, returned when all are finished or suspended.
 
     Attributes:
-        request: what was asked, the very object.
-        completions: the G completions.
-        policy_version: version of the weights that sampled them; of the first tokens, where that changed on the way.
+        request: Request object that was passed to the engine.
+        completions: G completions.
+        policy_version: Version of the weights that sampled them; of the first tokens if it changed during generation.
     """
 
     request: GenerationRequest
@@ -368,29 +372,29 @@ class CompletionGroup:
     policy_version: int
 
     def versions(self, place: int) -> list[int]:
-        """Of the weights that sampled each token of a completion."""
+        """Returns the version of the weights that sampled each token of a completion."""
         completion = self.completions[place]
         return completion.policy_versions or [self.policy_version] * len(completion.token_ids)
 
     @property
     def suspended(self) -> bool:
-        """Whether a completion is not over."""
+        """Whether any completion is unfinished."""
         return any(completion.finish_reason == "suspended" for completion in self.completions)
 
 
 @dataclass
 class Prompts:
-    """P prompts as the engine gets them.
+    """P prompts as passed to the engine.
 
     Attributes:
-        token_ids: P lists of token ids, not padded, none empty.
-        texts: P strings, what the tokens decode to before tokenisation (after the chat template).
-        columns: every column of the data set's rows, `name -> P values`; reward functions get them.
-        indices: P row numbers in the data set, for messages and for trajectories.
-        inputs: P dictionaries of extra model inputs, tensors as the model's processor gave them for this one prompt
-            (`pixel_values`, `image_grid_thw`, ...), carried opaquely; `{}` for text.
+        token_ids: P lists of token IDs, not padded, none empty.
+        texts: P prompts as text, after the chat template and before tokenization.
+        columns: All dataset columns, P values by name, for reward functions.
+        indices: P row numbers in the dataset, for messages and trajectories.
+        inputs: P dictionaries of additional model inputs (`pixel_values`, `image_grid_thw`, ...) as returned by the
+            model's processor for each prompt; `{}` for text.
         raw: P prompts before any chat template: strings, or conversations as lists of {"role", "content"}.
-        media: P decoded media, for engines, rewards and logs; `Media()` for text. Empty where no prompt can have any.
+        media: P decoded media for engines, rewards, and logs; `Media()` for text. Empty if prompts can't have media.
     """
 
     token_ids: list[list[int]]
@@ -405,7 +409,7 @@ class Prompts:
         return len(self.token_ids)
 
     def __getitem__(self, rows: slice | Sequence[int]) -> Prompts:
-        """The given rows, as another `Prompts`."""
+        """Selects prompts as another `Prompts`."""
         pick = range(len(self))[rows] if isinstance(rows, slice) else rows
         return Prompts(
             **{name: [values[i] for i in pick] if (values := getattr(self, name)) else [] for name in self._lists()},
@@ -413,7 +417,7 @@ class Prompts:
         )
 
     def request(self, i: int, sampling: SamplingParams, seed: int, num_completions: int) -> GenerationRequest:
-        """Asks for completions of prompt `i`; see `GenerationRequest`."""
+        """Creates a request for completions of prompt `i`."""
         return GenerationRequest(
             self.token_ids[i],
             sampling,
@@ -421,39 +425,40 @@ class Prompts:
             num_completions,
             inputs=self.inputs[i] if self.inputs else {},
             media=self.media[i] if self.media else Media(),
-            name=f"prompt {i} (data-set row {self.indices[i]})" if self.indices else f"prompt {i}",
+            name=f"prompt {i} (dataset row {self.indices[i]})" if self.indices else f"prompt {i}",
         )
 
     @classmethod
     def _lists(cls) -> list[str]:
-        """Names of the attributes with an entry per prompt: all but the columns."""
+        """Names of attributes with one entry per prompt: all except `columns`."""
         return [f.name for f in fields(cls) if f.name != "columns"]
 
 
 StopReason = Literal["stop", "length", "turns", "tokens", "time", "failure"]
-"""Why a trajectory ended: the policy or environment ended it, `max_new_tokens` cut its last turn, it ran out of turns,
-of tokens or of time, or something failed that the policy did not cause."""
+"""Why a trajectory ended: "stop" by the policy or environment, "length" at `max_new_tokens` of its last turn, "turns",
+"tokens", or "time" at a limit, "failure" for a reason that the policy did not cause."""
 
 
 @dataclass(frozen=True)
 class EngineContext:
-    """What the run tells an engine when it starts. An argument given to the engine's constructor wins.
+    """Information about the run that is passed to an engine at startup. Constructor arguments take precedence.
 
     Attributes:
-        model_path: folder or hub name whose configuration and tokenizer describe the policy.
-        dtype: "float32", "bfloat16" or "float16": the trainer's compute dtype.
-        seed: the run's seed; per-request seeds are derived by the caller, not from this.
-        rank: global rank of this process. world_size: number of processes.
-        local_rank: rank on this machine.
-        device: "cpu" or "cuda:0" and so on, the trainer's device.
-        max_prompt_tokens: Upper bound on the tokens of the run's prompts; None if unknown (streams, media).
-        max_new_tokens: largest `max_new_tokens` of any sampling settings in the run.
-        max_sequences: Most completions that the run samples at a time on this rank; None if unknown.
-        random_init: the model folder has a configuration but no weights; the first sync brings them.
-        lora_rank: rank of the policy's adapter; 0 where there is none, or none that fits on the folder's weights.
-        fire: some sampling settings of the run have a `fire_temperature`.
-        keep_cache: weights may be loaded while requests run, which keep their keys and values.
-        long_rope: a model with LongRoPE uses its factors for long sequences.
+        model_path: Model directory or model ID with the policy's config and tokenizer.
+        dtype: Compute dtype of the trainer: "float32", "bfloat16", or "float16".
+        seed: Seed of the run. The caller derives per-request seeds, not the engine.
+        rank: Global rank of this process.
+        world_size: Number of processes.
+        local_rank: Rank on this node.
+        device: Device of the trainer: "cpu", "cuda:0", and so on.
+        max_prompt_tokens: Maximum number of tokens of the run's prompts. None if unknown (streams, media).
+        max_new_tokens: Largest `max_new_tokens` of any sampling settings in the run.
+        max_sequences: Maximum number of completions sampled at a time on this rank. None if unknown.
+        random_init: Whether the model directory has a config but no weights. The first sync sets them.
+        lora_rank: Rank of the policy's adapter. 0 without one, or if it doesn't apply to the weights in `model_path`.
+        fire: Whether some sampling settings of the run have a `fire_temperature`.
+        keep_cache: Whether weights may be loaded while requests run, which keep their keys and values.
+        long_rope: Whether a LongRoPE model uses its factors for long sequences.
     """
 
     model_path: str
