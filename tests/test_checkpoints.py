@@ -92,11 +92,11 @@ OTHERS = ("weights.ckpt", "module.ckpt", "moved.ckpt", "backup.ckpt")
 def test_last_skips_files_of_others_and_says_so(tmp_path: Path) -> None:
     good = with_others_beside(tmp_path)
     trainer = Trainer(logger=False, default_root_dir=tmp_path, accelerator="cpu")
-    with pytest.warns(UserWarning, match="resumes from .*last.ckpt, and skips") as told:
+    with pytest.warns(UserWarning, match="resumes from .*last.ckpt and skips") as told:
         assert RolloutCheckpoint(dirpath=str(tmp_path)).last_checkpoints(trainer) == {str(good)}
     assert all(name in str(told[0].message) for name in OTHERS)
     good.unlink()
-    with pytest.raises(ValueError, match="no checkpoint is whole"):
+    with pytest.raises(ValueError, match="ckpt_path=last: "):
         RolloutCheckpoint(dirpath=str(tmp_path)).last_checkpoints(trainer)
 
 
@@ -107,7 +107,7 @@ def test_last_skips_weights_alone_where_something_whole_lies_beside(tmp_path: Pa
     os.utime(whole, (0, 0))
     trainer = Trainer(logger=False, default_root_dir=tmp_path, accelerator="cpu")
     callback = RolloutCheckpoint(dirpath=str(tmp_path))
-    with pytest.warns(UserWarning, match="resumes from .*step=1.ckpt, and skips .*last.ckpt: it holds weights only"):
+    with pytest.warns(UserWarning, match="resumes from .*step=1.ckpt and skips .*last.ckpt: .*only weights"):
         assert callback.last_checkpoints(trainer) == {str(whole)}
     whole.unlink()
     assert callback.last_checkpoints(trainer) == {str(last)}  # which can be evaluated

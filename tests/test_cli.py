@@ -455,7 +455,7 @@ def test_last_with_nothing_whole_is_refused(
     folder.mkdir()
     (folder / "last.ckpt").write_bytes(b"")
     config = checkpointed(write, "GRPOLightningModule", folder)
-    assert "no checkpoint is whole" in refused(capsys, "--config", config, "--ckpt_path", "last")
+    assert "ckpt_path=last: " in refused(capsys, "--config", config, "--ckpt_path", "last")
 
 
 def test_secrets_stay_out_of_what_a_run_writes(

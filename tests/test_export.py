@@ -148,13 +148,13 @@ def test_refuses_what_is_no_checkpoint(lora: Path, model: str, tmp_path: Path) -
     torch.save({"weights": 1}, tmp_path / "other.ckpt")
     cases = {
         str(tmp_path / "nowhere.ckpt"): "does not exist",
-        touched(tmp_path / "runs", "last.ckpt"): "give one of these",
-        touched(tmp_path / "empty", "notes.txt"): "no checkpoint",
-        touched(tmp_path / "fsdp2", "__0_0.distcp"): "was not finished",
-        touched(tmp_path / "zero", "checkpoint/mp_rank_00_model_states.pt"): "was not finished",
-        str(tmp_path / "zero" / "checkpoint"): "no checkpoint",
+        touched(tmp_path / "runs", "last.ckpt"): "directory with",
+        touched(tmp_path / "empty", "notes.txt"): "not a checkpoint",
+        touched(tmp_path / "fsdp2", "__0_0.distcp"): "is incomplete",
+        touched(tmp_path / "zero", "checkpoint/mp_rank_00_model_states.pt"): "is incomplete",
+        str(tmp_path / "zero" / "checkpoint"): "not a checkpoint",
         str(tmp_path / "cut.ckpt"): "damaged",
-        str(tmp_path / "other.ckpt"): "cannot be read",
+        str(tmp_path / "other.ckpt"): "can't be read",
     }
     for path, message in cases.items():
         with pytest.raises(ValueError, match=message):
@@ -193,7 +193,7 @@ def test_an_export_whose_bytes_changed_is_not_trained_from(what: str, lora: Path
     content = bytearray(weights.read_bytes())
     content[-50] ^= 1
     weights.write_bytes(content)
-    with pytest.raises(ValueError, match=f"out'.*bytes of {weights.name} are not .*remove its SHA256SUMS"):
+    with pytest.raises(ValueError, match=f"out'.*{weights.name} doesn't match .*remove its SHA256SUMS"):
         load_causal_lm(spec, trainable=True)
     (tmp_path / "out" / "SHA256SUMS").unlink()  # on purpose
     load_causal_lm(spec, trainable=True)

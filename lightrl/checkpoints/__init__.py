@@ -1,1 +1,1 @@
-"""Writes, verifies, ranks, and resumes checkpoints; nothing is imported until it is asked for."""
+"""Writes, verifies, ranks, and resumes checkpoints. Modules are imported on demand."""

@@ -1,4 +1,4 @@
-"""Writes files and folders whole or not at all, with checksums."""
+"""Atomic writes of files and directories, with checksums."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from typing import IO, Any, Literal
 
 MANIFEST = "SHA256SUMS"
 PARTIAL, OLD = ".lightrl.partial", ".lightrl.old"
-"""Ends of the hidden names of incomplete files, and of a folder that is being replaced."""
+"""Suffixes of hidden names: incomplete files, and directories that are being replaced."""
 
 
 class StorageError(OSError):
-    """Something could not be written; the message names the path, the cause, and the fix."""
+    """A file couldn't be written. The message has the path, the cause, and a fix."""
 
 
 class DamagedError(ValueError):
-    """A file or folder is not what was written; the message is a clause without the path."""
+    """A file or directory is damaged. The message is a clause without the path."""
 
 
-# ---- whole or not at all ---------------------------------------------------------------------------------------------
+# ---- atomic writes ---------------------------------------------------------------------------------------------------
 
 
 class _Recording(io.FileIO):
-    """Remembers why a write failed, which `torch.save` hides behind a different error."""
+    """Records why a write failed, since `torch.save` replaces the error."""
 
     error: OSError | None = None
 
@@ -48,15 +48,15 @@ class _Recording(io.FileIO):
 
 @contextlib.contextmanager
 def atomic_write(path: str | Path, mode: Literal["w", "wb"] = "wb", *, checksum: bool = False) -> Iterator[IO[Any]]:
-    """Opens a file that appears under its name, whole and on the disk, when the block ends; not at all if it raises.
+    """Opens a file that appears under its name, complete and on disk, when the block ends. Discards it on errors.
 
     Args:
-        path: File. Missing folders are created, and an existing file is replaced.
+        path: File to write. Missing directories are created, and an existing file is replaced.
         mode: "wb" or "w" (UTF-8).
-        checksum: Also write `PATH.sha256`, in the format of `sha256sum`, which `verify` reads.
+        checksum: Also write `PATH.sha256` in the format of `sha256sum`, for `verify`.
 
     Raises:
-        StorageError: The disk is full, the folder is read-only, or the like; as in all functions here that write.
+        StorageError: The disk is full, the directory is read-only, or similar. All writing functions here raise it.
     """
     path = Path(path)
     partial = _partial(path)
@@ -86,7 +86,7 @@ def atomic_write(path: str | Path, mode: Literal["w", "wb"] = "wb", *, checksum:
 
 
 def _publish(partial: Path, path: Path, digest: str | None) -> None:
-    """Names a file. At every moment its sum is in the list: first both sums, then the new one alone."""
+    """Renames a file. The list of checksums always includes its current one: first both, then only the new one."""
     if digest is not None:
         _write_sums(path, [digest, *(_read_sums(path) if path.exists() else [])])
     os.replace(partial, path)
@@ -110,7 +110,7 @@ def _read_sums(path: Path) -> list[str]:
 
 
 def append_lines(path: str | Path, lines: Sequence[str]) -> None:
-    """Appends lines to a file, all or none. An incomplete last line of a crashed run is removed first."""
+    """Appends lines to a file, all or none. First removes an incomplete last line of a crashed run."""
     path = Path(path)
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -131,15 +131,17 @@ def append_lines(path: str | Path, lines: Sequence[str]) -> None:
 
 
 def read_records(path: str | Path) -> list[dict[str, Any]]:
-    """The objects of a JSONL file that LightRL wrote.
+    """Reads the objects of a JSONL file written by LightRL.
 
     Raises:
-        ValueError: The file is missing or damaged; the message names the file and line.
+        ValueError: The file is missing or damaged.
     """
     try:
         lines = Path(path).read_bytes().splitlines()
     except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror}). Copy it with the files next to it.") from error
+        raise ValueError(
+            f"{path} can't be read ({error.strerror}). Copy it along with the files next to it."
+        ) from error
     records = []
     for number, line in enumerate(lines, 1):
         try:
@@ -154,13 +156,13 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def atomic_folder(path: str | Path) -> Iterator[Path]:
-    """Yields a folder to fill, whose files appear in `path`, with a list of checksums, when the block ends.
+    """Yields a directory to fill. Its files appear in `path`, with a list of checksums, when the block ends.
 
-    A new folder appears as a whole. In an existing one each file is replaced atomically and the list comes last, so
-    that `verify` finds an interrupted replacement. Files that the list doesn't name stay.
+    A new directory appears only when complete. In an existing one, each file is replaced atomically, and the list last,
+    so `verify` detects an interrupted replacement. Files that the list doesn't name are kept.
     """
     path = Path(path).resolve()
-    inside = path.is_dir()  # perhaps a mounted disk, or the working directory
+    inside = path.is_dir()  # possibly a mount point or the working directory
     partial = _partial(path / "new" if inside else path)
     try:
         with writing(path):
@@ -185,12 +187,12 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
 
 
 def partial_folder(path: Path) -> Path:
-    """Folder that several ranks write, until one of them calls `publish_folder`."""
+    """Returns the directory that several ranks write to before one of them calls `publish_folder`."""
     return path.with_name(f".{path.name}.shared{PARTIAL}")
 
 
 def publish_folder(partial: Path, path: Path) -> None:
-    """Brings a written checkpoint folder to the disk, adds its list of checksums, and replaces `path` with it."""
+    """Syncs a checkpoint directory to disk, adds its list of checksums, and replaces `path` with it."""
     with writing(path):
         _list_files(partial)
         _swap(partial, path)
@@ -207,7 +209,7 @@ def _list_files(folder: Path) -> list[str]:
 
 
 def _swap(partial: Path, path: Path) -> None:
-    """Gives a written folder its name. `clean_leftovers` repairs what a crash in between leaves."""
+    """Renames a written directory. `clean_leftovers` recovers from a crash in between."""
     old = path.with_name(f".{path.name}{OLD}")
     remove(old)
     if path.exists():
@@ -218,7 +220,7 @@ def _swap(partial: Path, path: Path) -> None:
 
 
 def link(source: Path, target: Path) -> None:
-    """Makes `target` a second name of a checkpoint with checksums, atomically; a copy on file systems without links."""
+    """Makes `target` a hard link to a checkpoint with checksums, atomically; a copy on file systems without links."""
     partial = _partial(target)
     try:
         with writing(target):
@@ -238,24 +240,24 @@ def _link_or_copy(source: str | Path, target: str | Path) -> None:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
             raise
-        shutil.copyfile(source, target)  # a file system without links
+        shutil.copyfile(source, target)  # the file system has no links
         with open(target, "rb") as file:
             os.fsync(file.fileno())
 
 
 def same_data(path: Path, other: Path) -> bool:
-    """Whether two checkpoints are links to each other, so that damage to one damages both."""
+    """Whether two checkpoints are hard links to each other, so that damage affects both."""
     first, second = (each / MANIFEST if each.is_dir() else each for each in (path, other))
     return first.exists() and second.exists() and first.samefile(second)
 
 
 def has_checksums(path: Path) -> bool:
-    """Whether this module wrote a checkpoint, so that it is complete."""
+    """Whether a checkpoint has checksums, so that it is complete."""
     return (path / MANIFEST).is_file() if path.is_dir() else path.is_file() and bool(_read_sums(path))
 
 
 def remove(path: str | Path) -> None:
-    """Removes a file or folder with its checksums, if it exists."""
+    """Removes a file or directory and its checksums, if it exists."""
     path = Path(path)
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
@@ -270,9 +272,9 @@ _WRITER = re.compile(rf"\..+\.(?P<host>[^.]+)\.(?P<pid>\d+){re.escape(PARTIAL)}"
 
 
 def clean_leftovers(folder: Path, *, other_hosts: bool = True) -> list[Path]:
-    """Removes incomplete files of crashed runs, restores folders that were being replaced, and returns both.
+    """Removes incomplete files of crashed runs, restores directories that were being replaced, and returns both.
 
-    The caller holds the folder's lock. `other_hosts` includes files of other hosts, such as earlier containers.
+    The caller must hold the directory's lock. `other_hosts` includes files of other hosts, such as earlier containers.
     """
     found = []
     for path in sorted(folder.glob(".*")):
@@ -314,7 +316,7 @@ def _sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
-    except OSError:  # some network file systems cannot
+    except OSError:  # not supported by some network file systems
         pass
     finally:
         os.close(descriptor)
@@ -322,7 +324,7 @@ def _sync_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raises what the system says about a write within it as a StorageError with the path and the fix."""
+    """Context manager that turns system errors of a write into a StorageError with the path and a fix."""
     try:
         yield
     except StorageError:
@@ -334,19 +336,19 @@ def writing(path: Path) -> Iterator[None]:
         folder = next(p for p in path.absolute().parents if p.exists())
         if not folder.is_dir():
             raise StorageError(
-                f"{str(path)!r} cannot be written: {str(folder)!r} is a file. Move the file away, or write to another "
-                "folder."
+                f"{str(path)!r} can't be written: {str(folder)!r} is a file. Move the file, or write to another "
+                "directory."
             ) from raised
         free = shutil.disk_usage(folder).free / 2**20
-        kept = " The version before is untouched." if path.exists() else ""
+        kept = " The previous version is unchanged." if path.exists() else ""
         raise StorageError(
-            f"{str(path)!r} cannot be written: {error.strerror or error}.{kept} {folder} has {free:,.0f} MiB free. "
-            "Free some space, check permissions and limits, or write to another folder."
+            f"{str(path)!r} can't be written: {error.strerror or error}.{kept} {folder} has {free:,.0f} MiB free. "
+            "Free up space, check permissions and limits, or write to another directory."
         ) from raised
 
 
 def _os_error(error: Exception) -> OSError | None:
-    """What the system said; safetensors, written in Rust, tells it in the text of a different error."""
+    """Extracts the system error. safetensors, written in Rust, reports it only in the text of another error."""
     if isinstance(error, OSError):
         return error
     found = re.search(r"\(os error (\d+)\)", str(error))
@@ -362,7 +364,7 @@ def _sha256(path: Path) -> str:
 
 
 def _manifest(folder: Path) -> list[tuple[str, str]]:
-    """(name, SHA-256) of each file in a folder's list; nothing without a list."""
+    """Returns (name, SHA-256) of each file in a directory's list; empty without a list."""
     if not (folder / MANIFEST).is_file():
         return []
     lines = (folder / MANIFEST).read_text(errors="replace").splitlines()
@@ -370,12 +372,12 @@ def _manifest(folder: Path) -> list[tuple[str, str]]:
 
 
 def verify(path: str | Path) -> None:
-    """Compares a file with `PATH.sha256`, or a folder's files with the `SHA256SUMS` inside.
+    """Verifies a file against `PATH.sha256`, or a directory's files against its `SHA256SUMS`.
 
-    A file without sums (written by something else, or copied alone) is verified by its zip archive's CRCs.
+    Files without checksums are verified by the CRCs of their zip archive.
 
     Raises:
-        DamagedError: The path does not exist, or is not what was written.
+        DamagedError: The path doesn't exist, or doesn't match its checksum.
     """
     path = Path(path)
     if path.is_dir():
@@ -383,7 +385,7 @@ def verify(path: str | Path) -> None:
             if not name or not (path / name).is_file():
                 raise DamagedError(f"{name or 'its list of checksums'} is missing")
             if _sha256(path / name) != digest:
-                raise DamagedError(f"the bytes of {name} are not those that were written ({MANIFEST})")
+                raise DamagedError(f"{name} doesn't match its checksum ({MANIFEST})")
         return
     if not path.exists():
         raise DamagedError("it does not exist")
@@ -392,19 +394,19 @@ def verify(path: str | Path) -> None:
     sums = _read_sums(path)
     if sums:
         if _sha256(path) not in sums:
-            raise DamagedError(f"its bytes are not those that were written ({_sums_path(path).name})")
+            raise DamagedError(f"it doesn't match its checksum ({_sums_path(path).name})")
         return
     try:
         with zipfile.ZipFile(path) as archive:
             broken = archive.testzip()
-    except Exception as error:  # damaged archives raise nearly anything: RuntimeError, zlib.error, UnicodeDecodeError
+    except Exception as error:  # damaged archives raise many errors: RuntimeError, zlib.error, UnicodeDecodeError
         raise DamagedError(f"it is damaged, or not written by torch.save ({error})") from error
     if broken is not None:
         raise DamagedError(f"it is damaged (in {broken})")
 
 
 def require_written(folder: Path, what: str) -> None:
-    """Raises a ValueError that names `what` if a file of an exported model was changed. Folders without a list pass."""
+    """Raises a ValueError with `what` if a file of an exported model has changed. Skips directories without a list."""
     if not (folder / MANIFEST).is_file():
         return
     files = ((path, path.stat()) for path in folder.rglob("*") if path.is_file())

@@ -1,4 +1,4 @@
-"""How one process writes and reads a checkpoint file: whole, with a checksum, finite, and without secrets."""
+"""Checkpoint files of a single process: atomic, with a checksum, finite, and without secrets."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from lightrl.checkpoints.redaction import redact
 
 
 class CheckedCheckpointIO(TorchCheckpointIO):
-    """Lightning's plugin for checkpoint files, safe against a crash, a full disk, and flipped bits.
+    """Lightning plugin for checkpoint files that detects or survives crashes, full disks, and corruption.
 
-    A file is written next to its target and renamed, with its SHA-256 in `FILE.ckpt.sha256`, which is compared before
-    anything is loaded. `RolloutCheckpoint` and the command line install it. Elsewhere pass it to
-    `Trainer(plugins=[CheckedCheckpointIO()])`. URLs are left to Lightning.
+    Writes a file next to its target and renames it, with its SHA-256 in `FILE.ckpt.sha256`, which is verified before
+    loading. `RolloutCheckpoint` and the command line install it. Otherwise, pass it to
+    `Trainer(plugins=[CheckedCheckpointIO()])`. Lightning handles URLs.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         """Writes the file.
 
         Raises:
-            ValueError: Weights are not finite, or the optimizer's state is NaN.
-            StorageError: The disk is full, or the like. The version before stays.
+            ValueError: Weights are not finite, or the optimizer state is NaN.
+            StorageError: The disk is full or similar. The previous version is kept.
         """
         if "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
@@ -42,14 +42,14 @@ class CheckedCheckpointIO(TorchCheckpointIO):
         """Reads the file.
 
         Raises:
-            ValueError: The path is not a checkpoint, or a damaged one.
+            ValueError: The path is not a checkpoint, or it is damaged.
         """
         if "://" in str(path):
             return super().load_checkpoint(path, map_location or (lambda storage, loc: storage), weights_only)
         kind = checkpoint_kind(path)
         if kind != "plain":
             raise ValueError(
-                f"checkpoint={str(path)!r} was written under {kind}. Resume with the same strategy, or convert it: "
+                f"checkpoint={str(path)!r}: was written under {kind}. Resume with the same strategy, or convert it: "
                 f"lightrl export --checkpoint {path} --what checkpoint --output plain.ckpt"
             )
         with readable(path):
@@ -68,20 +68,20 @@ class CheckedCheckpointIO(TorchCheckpointIO):
 
 
 def require_finite(bad: str | None, path: Any) -> None:
-    """Raises a ValueError that names what is not finite, before `path` is replaced."""
+    """Raises a ValueError with the name of what is not finite, before `path` is replaced."""
     if bad is not None:
         raise ValueError(
-            f"The weights are not finite ({bad}), so {str(path)!r} is not written. Lower the learning rate, or set "
+            f"{str(path)!r} is not written: the weights are not finite ({bad}). Lower the learning rate, or set "
             "max_grad_norm."
         )
 
 
 def first_nonfinite(weights: Mapping[str, Any], states: Iterable[Mapping[Any, Any]] = ()) -> str | None:
-    """Name of the first weight with an infinite or NaN entry, or of an optimizer state with NaN, in this rank's part.
+    """Returns the name of the first non-finite weight or NaN optimizer state in this rank's part.
 
     Args:
-        weights: Name -> tensor.
-        states: Of each optimizer, parameter -> name -> tensor.
+        weights: Tensors by name.
+        states: States of each optimizer: tensors by name, by parameter.
     """
     for name, tensor in weights.items():
         if isinstance(tensor, Tensor) and tensor.is_floating_point() and not bool(_local(tensor).isfinite().all()):
@@ -99,7 +99,7 @@ def _local(tensor: Any) -> Tensor:
 
 
 def without_secrets(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """A checkpoint whose settings are redacted; everything else is the same objects."""
+    """Returns a copy of a checkpoint with redacted settings; other entries are shared."""
     hidden = {
         key: redact(dict(value))
         for key, value in checkpoint.items()

@@ -1,12 +1,12 @@
-"""Reads a checkpoint of any strategy as one plain checkpoint, in one process, whatever the number of ranks was.
+"""Reads a checkpoint of any strategy and number of ranks as one plain checkpoint, in one process.
 
 | strategy | on disk | read by |
 |---|---|---|
 | one process, DDP | a file | `torch.load` |
 | FSDP2 | a folder of `torch.distributed.checkpoint` with `meta.pt` | Lightning |
-| DeepSpeed ZeRO | a folder with `latest` and `checkpoint/` | DeepSpeed (weights); optimizer states are joined here |
+| DeepSpeed ZeRO | a directory with `latest` and `checkpoint/` | DeepSpeed (weights), this module (optimizer states) |
 
-A plain checkpoint is what Lightning writes without sharding. It is read on the CPU and has to fit in memory.
+A plain checkpoint is what Lightning writes without sharding. It is read on the CPU and must fit in memory.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from lightrl.compat.lightning import load_distributed_checkpoint
 
 
 def checkpoint_kind(path: str | Path) -> str:
-    """What wrote the checkpoint: `plain`, `fsdp2`, or `zero`.
+    """Returns the kind of checkpoint: `plain`, `fsdp2`, or `zero`.
 
     Raises:
-        ValueError: The path is not a checkpoint, or an incomplete one.
+        ValueError: The path is not a checkpoint, or it is incomplete.
     """
     path = Path(path)
     if path.is_file():
@@ -42,24 +42,24 @@ def checkpoint_kind(path: str | Path) -> str:
         kind, last = "fsdp2", [".metadata", "meta.pt"]
     else:
         inside = ", ".join(sorted(str(p) for p in path.glob("*.ckpt")))
-        wrong = f"no checkpoint, but a folder with {inside}: give one of these" if inside else "no checkpoint"
-        wrong = wrong if path.is_dir() else "it does not exist"
-        raise ValueError(f"checkpoint={str(path)!r}: {wrong}. Pass the .ckpt file or folder that a run wrote.")
+        wrong = f"not a checkpoint, but a directory with {inside}" if inside else "not a checkpoint"
+        wrong = wrong if path.is_dir() else "does not exist"
+        raise ValueError(f"checkpoint={str(path)!r}: {wrong}. Pass the .ckpt file or directory that a run wrote.")
     missing = [name for name in last if not (path / name).is_file()]
     if missing:
         raise ValueError(
-            f"checkpoint={str(path)!r}: it was not finished ({', '.join(missing)} missing). Pass an earlier one."
+            f"checkpoint={str(path)!r}: is incomplete ({', '.join(missing)} missing). Pass an earlier one."
         )
     return kind
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
-    """The plain checkpoint: `state_dict`, `optimizer_states`, and what Lightning and callbacks added.
+    """Reads a plain checkpoint: `state_dict`, `optimizer_states`, and what Lightning and callbacks added.
 
-    ZeRO checkpoints hold pickled objects of DeepSpeed, so they need the package and must come from a trusted source.
+    ZeRO checkpoints hold pickled DeepSpeed objects, so they need the package and must come from a trusted source.
 
     Raises:
-        ValueError: The path is not a checkpoint, or an incomplete or damaged one.
+        ValueError: The path is not a checkpoint, or it is incomplete or damaged.
     """
     path, kind = Path(path), checkpoint_kind(path)
     with readable(path):
@@ -68,10 +68,10 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
 
 
 def read_header(path: Path) -> Mapping[str, Any]:
-    """The entries of a checkpoint that aren't sharded. Tensors stay on disk.
+    """Reads the unsharded entries of a checkpoint. Tensors stay on disk.
 
     Raises:
-        Exception: The file is not a checkpoint; unpickling raises nearly anything.
+        Exception: The file is not a checkpoint. Unpickling may raise any error.
     """
     kind = checkpoint_kind(path)
     file = {"plain": path, "fsdp2": path / "meta.pt"}.get(kind) or min(path.rglob("*_model_states.pt"))
@@ -81,22 +81,22 @@ def read_header(path: Path) -> Mapping[str, Any]:
 
 @contextlib.contextmanager
 def readable(path: str | Path) -> Iterator[None]:
-    """Raises one ValueError with the first line of the cause if a checkpoint cannot be read within it."""
+    """Context manager that turns errors of reading a checkpoint into a ValueError with the first line of the cause."""
     try:
         yield
     except (DamagedError, RuntimeError, EOFError, OSError, KeyError, pickle.UnpicklingError) as error:
         cause = (str(error).splitlines() or [""])[0]
-        what = cause if isinstance(error, DamagedError) else f"it cannot be read ({type(error).__name__}: {cause})"
+        what = cause if isinstance(error, DamagedError) else f"it can't be read ({type(error).__name__}: {cause})"
         raise ValueError(
-            f"checkpoint={str(path)!r}: {what}. Pass an earlier one, or --ckpt_path last for the newest whole one."
+            f"checkpoint={str(path)!r}: {what}. Pass an earlier one, or --ckpt_path last for the newest intact one."
         ) from error
 
 
 def require_optimizer_states(checkpoint: Mapping[str, Any], path: str | Path) -> None:
-    """Raises a ValueError if a checkpoint holds weights only, which training cannot resume from."""
+    """Raises a ValueError if a checkpoint has only weights, which can't resume training."""
     if not checkpoint.get("optimizer_states"):
         raise ValueError(
-            f"ckpt_path={str(path)!r}: it holds no optimizer_states (save_weights_only). Start over from its weights "
+            f"ckpt_path={str(path)!r}: has no optimizer_states (save_weights_only). Start a new run from its weights "
             "(lightrl export)."
         )
 
@@ -109,14 +109,14 @@ def _read_plain(path: Path) -> dict[str, Any]:
 
 
 def by_name(states: dict[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """An optimizer's state with parameters named instead of numbered; `names` are those of each parameter group."""
+    """Keys an optimizer's state by parameter name instead of number; `names` are those of each parameter group."""
     flat = [name for group in names for name in group]
     groups = [{**group, "params": list(own)} for group, own in zip(states["param_groups"], names, strict=True)]
     return {"state": {flat[number]: state for number, state in states["state"].items()}, "param_groups": groups}
 
 
 def _by_number(states: dict[str, Any]) -> dict[str, Any]:
-    """The reverse: how a plain optimizer stores its state."""
+    """Keys an optimizer's state by number, as plain optimizers store it. The reverse of `by_name`."""
     numbers = count()
     number_of = {name: next(numbers) for group in states["param_groups"] for name in group["params"]}
     groups = [{**group, "params": [number_of[name] for name in group["params"]]} for group in states["param_groups"]]
@@ -148,10 +148,10 @@ def _read_zero(path: Path) -> dict[str, Any]:
     ranks = [_load(file)["optimizer_state_dict"] for file in sorted(folder.glob("*_optim_states.pt"), key=_rank)]
     if len(ranks) != first["dp_world_size"]:
         raise ValueError(
-            f"checkpoint={str(path)!r}: it holds states of {len(ranks)} of {first['dp_world_size']} ranks. Copy all "
+            f"checkpoint={str(path)!r}: has states of only {len(ranks)} of {first['dp_world_size']} ranks. Copy all "
             "files."
         )
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints how many tensors it found
+    with contextlib.redirect_stdout(io.StringIO()):  # hides its printed messages
         weights = get_fp32_state_dict_from_zero_checkpoint(str(path))
     whole, shapes = ranks[0]["zero_stage"] < 3, first["param_shapes"]
     inner = "base_optimizer_state" if whole else "optimizer_state_dict"
@@ -175,13 +175,13 @@ def _load(file: Path) -> dict[str, Any]:
 
 
 def _join_states(ranks: Sequence[dict[int, Any]], shapes: Sequence[Any], whole: bool) -> dict[str, dict[str, Any]]:
-    """The optimizer's state by parameter name: vectors are joined, numbers such as the step are those of rank 0.
+    """Joins the optimizer's state by parameter name: vectors are concatenated, numbers such as the step are rank 0's.
 
     Args:
         ranks: State of each rank by parameter group.
-        shapes: Name -> shape of each group's parameters, in their order.
-        whole: Ranks hold slices of one long vector (ZeRO-1 and 2). False: each holds a slice of each parameter, the
-            last one padded (ZeRO-3).
+        shapes: Shapes by name of each group's parameters, in order.
+        whole: True if ranks hold slices of one long vector (ZeRO-1 and 2). False if each holds a slice of each
+            parameter, the last one padded (ZeRO-3).
     """
     states: dict[str, dict[str, Any]] = {}
     for index, group in enumerate(shapes):

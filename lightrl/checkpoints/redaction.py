@@ -1,4 +1,4 @@
-"""Secrets: masked in what a run saves and in LightRL's own messages."""
+"""Masks secrets in saved files and in LightRL's messages."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _secrets: set[str] = set()
 
 
 def remember_secret(value: str) -> None:
-    """Has `redact_text` mask a value of at least 4 characters from now on."""
+    """Makes `redact_text` mask this value, if it has at least 4 characters."""
     if len(value) >= 4 and REFERENCE.fullmatch(value) is None:
         _secrets.add(value)
 
 
 def redact_text(text: str) -> str:
-    """The text with remembered secrets, passwords in URLs, and common API tokens masked."""
+    """Masks remembered secrets, passwords in URLs, and common API tokens in a text."""
     for secret in sorted(_secrets, key=len, reverse=True):
         text = text.replace(secret, REDACTED)
     return VALUE.sub(lambda m: m[0] if "${env:" in m[0] else f"{m[1] or m[2] or m[3]}{REDACTED}", text)
 
 
 def redact(value: Any, name: str = "") -> Any:
-    """A copy of plain data with secrets masked: values of secret-looking keys, and what `redact_text` finds."""
+    """Copies plain data with secrets masked: values of secret-looking keys, and what `redact_text` finds."""
     if isinstance(value, str) or (isinstance(value, int | float) and not isinstance(value, bool)):
         if NAME.search(name) and not TOKENIZER.search(name) and value != "":
             return value if REFERENCE.fullmatch(str(value)) else REDACTED
@@ -47,7 +47,7 @@ def redact(value: Any, name: str = "") -> Any:
 
 
 def redact_arguments(arguments: Sequence[str]) -> list[str]:
-    """Command-line arguments with secrets masked: `--any.token=VALUE`, `--any.token VALUE`."""
+    """Masks secrets in command-line arguments: `--any.token=VALUE`, `--any.token VALUE`."""
     redacted, name = list[str](), ""
     for argument in arguments:
         if argument.startswith("--") and "=" in argument:
@@ -61,7 +61,7 @@ def redact_arguments(arguments: Sequence[str]) -> list[str]:
 
 
 def plain_secrets(value: Any, name: str = "", path: str = "") -> Iterator[tuple[str, str]]:
-    """The secrets in plain data: (dotted path, value)."""
+    """Yields the secrets in plain data as (dotted path, value)."""
     if isinstance(value, dict | list | tuple):
         for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
             own = str(key) if isinstance(value, dict) else name
@@ -75,10 +75,10 @@ def plain_secrets(value: Any, name: str = "", path: str = "") -> Iterator[tuple[
 
 
 def resolve_environment(text: str, where: str) -> str:
-    """The text with each `${env:NAME}` replaced by that variable, which is a secret from now on.
+    """Replaces each `${env:NAME}` by the variable's value, which is treated as a secret.
 
     Raises:
-        ValueError: The variable is not set; `where` is the argument's name in the message.
+        ValueError: The variable is not set. `where` is the argument's name in the message.
     """
 
     def value(found: re.Match[str]) -> str:

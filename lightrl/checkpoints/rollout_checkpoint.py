@@ -1,4 +1,4 @@
-"""`RolloutCheckpoint`: saves every N rollouts, ranks what was evaluated, and saves when a run is interrupted."""
+"""`RolloutCheckpoint`: saves every N rollouts, ranks evaluated weights, and saves interrupted runs."""
 
 from __future__ import annotations
 
@@ -43,42 +43,44 @@ from lightrl.compat.lightning import (
 
 
 class Preempted(KeyboardInterrupt):
-    """The run was preempted (SIGTERM, SIGUSR1), and ends as after Ctrl-C. The command's exit status is 75."""
+    """The run was preempted (SIGTERM, SIGUSR1). It ends as after Ctrl-C, but with exit code 75."""
 
 
 class RolloutCheckpoint(SavingCheckpoint):
-    """Saves every N rollouts, after evaluations, at the end, and when the run is interrupted.
+    """Saves checkpoints every N rollouts, after evaluations, at the end, and when the run is interrupted.
 
-    `last.ckpt` is written every N rollouts, whatever `monitor` is. Without `monitor` the newest `save_top_k`
-    checkpoints are kept as well. With an evaluation metric, each evaluation is ranked: the file of a score holds the
-    weights that were evaluated (`EvaluateFirst` ranks the initial ones as rollout 0). With a training metric, every Nth
-    rollout is ranked by its value. A reward is that of the completions sampled before the rollout's update.
+    `last.ckpt` is written every N rollouts, regardless of `monitor`. Without `monitor`, the newest checkpoints are also
+    kept. With an evaluation metric, each evaluation is ranked, and the checkpoint of a score holds the evaluated
+    weights. `EvaluateFirst` ranks the initial weights as rollout 0. With a training metric, every Nth rollout is ranked
+    by its value. A training reward is that of completions sampled before the rollout's update.
 
-    `last.ckpt` is a hard link if the same state has another name. `last.ckpt.previous` is the state saved before it,
+    `last.ckpt` is a hard link if another checkpoint has the same state. `last.ckpt.previous` is the preceding state,
     kept while no other checkpoint would survive damage to `last.ckpt`.
 
-    Ctrl-C, SIGTERM, or SIGUSR1 while a rollout is generated saves and ends at once. During an update, and always with
-    several processes, it waits for that rollout's updates. A second Ctrl-C ends without a save. So `last.ckpt` always
-    lies between two rollouts, and resuming from it is exact: `lightrl fit --config x.yaml --ckpt_path last`, which
-    takes the newest whole checkpoint. The exit status is 1 after Ctrl-C and 75 (try again) after SIGTERM and SIGUSR1,
-    unless Lightning requeues the SLURM job. Weights that are not finite end the run instead of being saved.
+    Ctrl-C, SIGTERM, or SIGUSR1 during generation saves and ends the run at once. During an update, and always with
+    several processes, the run first finishes the rollout's updates. A second Ctrl-C ends it without saving. Therefore
+    `last.ckpt` is always between two rollouts, and resuming from it is exact. To resume from the newest intact
+    checkpoint, run `lightrl fit --config x.yaml --ckpt_path last`.
+
+    The exit code is 1 after Ctrl-C and 75 (try again) after SIGTERM and SIGUSR1, unless Lightning requeues the SLURM
+    job. Non-finite weights end the run and are not saved.
 
     Args:
-        every_n_rollouts: Rollouts (supervised: batches) between two checkpoints, at least 1. None saves only when the
-            run is interrupted, by `save_every_minutes`, and after evaluations with `monitor`.
-        save_every_minutes: Also save at the end of the first rollout this long after the last save. Defaults to never.
-        dirpath: Folder. Defaults to `checkpoints/` in the logger's folder.
-        save_top_k: Number of checkpoints to keep in addition to `last.ckpt`; -1 keeps all.
-        monitor: Logged metric to keep the best by. Defaults to none, which keeps the newest.
-        mode: Whether the best value is the largest (`max`) or smallest (`min`).
+        every_n_rollouts: Number of rollouts (supervised: batches) between checkpoints, at least 1. None saves only on
+            interruption, by `save_every_minutes`, and after evaluations with `monitor`.
+        dirpath: Directory for checkpoints. Defaults to `checkpoints/` in the logger's directory.
+        save_top_k: Number of checkpoints to keep in addition to `last.ckpt`. -1 keeps all.
+        monitor: Logged metric that ranks checkpoints. Defaults to none, which keeps the newest.
+        mode: `max` if larger values of `monitor` are better, `min` if smaller ones are.
         filename: Name of a checkpoint, with `{rollout}` for the number of finished rollouts and `{NAME}` for a metric.
+        save_every_minutes: Minutes after the last save when a finished rollout is also saved. Defaults to never.
 
     Attributes:
-        ranked_by: What logs `monitor`: "batch", "epoch", or "evaluation". None until it was logged.
+        ranked_by: What logs `monitor`: "batch", "epoch", or "evaluation". None before it is logged.
 
     Raises:
-        ValueError: An interval is out of range, or nothing logs `monitor`: when training starts, at the first
-            evaluation, or at the end.
+        ValueError: An interval is out of range, or nothing logs `monitor`. The latter is detected when training starts,
+            at the first evaluation, or at the end.
     """
 
     def __init__(
@@ -97,7 +99,7 @@ class RolloutCheckpoint(SavingCheckpoint):
             auto_insert_metric_name=False,
             monitor=monitor,
             mode=mode,
-            save_top_k=save_top_k if monitor else min(save_top_k, 1),  # Lightning ranks by a metric only
+            save_top_k=save_top_k if monitor else min(save_top_k, 1),  # Lightning ranks only by a metric
             save_last=True,
             every_n_train_steps=1,
             save_on_train_epoch_end=False,
@@ -114,23 +116,23 @@ class RolloutCheckpoint(SavingCheckpoint):
         self._cursor: int | None = None
         self._trainer: Trainer | None = None
         self._previous_handlers: dict[int, Any] = {}
-        self._seen: Any = None  # the monitored value before the batch or evaluation that may log it again
-        self._before_training: Any = None  # its value in an evaluation before training
+        self._seen: Any = None  # monitored value before the batch or evaluation that may log it
+        self._before_training: Any = None  # monitored value of an evaluation before training
         self.ranked_by: str | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Finds the folder; locks the run's folders."""
+        """Sets the checkpoint directory, and locks the run's directories."""
         super().setup(trainer, pl_module, stage)
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(callback, RunGuard) for callback in callbacks):
-            callbacks.append(RunGuard())  # Lightning calls its hooks from this one on
+            callbacks.append(RunGuard())  # Lightning calls its remaining hooks
 
     def state_dict(self) -> dict[str, Any]:
-        """Lightning's, and what logs the monitored metric."""
+        """Adds what logs the monitored metric to Lightning's state."""
         return {**super().state_dict(), "ranked_by": self.ranked_by}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the ranking of the checkpoints that still exist, or were moved to this run's folder."""
+        """Restores the ranking of checkpoints that still exist or were moved to this run's directory."""
         self.ranked_by = state_dict.get("ranked_by")
         ranking = {}
         for path, score in state_dict["best_k_models"].items():
@@ -143,18 +145,18 @@ class RolloutCheckpoint(SavingCheckpoint):
         self.last_model_path = str(last) if last.exists() else ""
 
     def last_checkpoints(self, trainer: Trainer) -> set[str]:
-        """What `--ckpt_path last` chooses from: the newest whole checkpoint, if there is one.
+        """Returns the checkpoint for `--ckpt_path last`: the newest intact one, if any.
 
-        Without `dirpath` it also finds earlier runs under the logger's name that started with this run's settings.
+        Without `dirpath`, also searches earlier runs under the logger's name that have this run's settings.
 
         Raises:
-            ValueError: No checkpoint is whole, or all are of runs with other settings.
+            ValueError: No checkpoint is intact, or all belong to runs with other settings.
         """
         elsewhere = super().last_checkpoints(trainer)
         if any("://" in path for path in elsewhere):
             return elsewhere
         found = {Path(path) for path in elsewhere}
-        if not found and trainer.state.fn != "fit":  # `lightrl validate` has its own folder in the run's
+        if not found and trainer.state.fn != "fit":  # `lightrl validate` has its own directory in the run's
             found = set(Path(trainer.default_root_dir, "checkpoints").glob(LAST))
         if self.dirpath is not None:
             found |= checkpoints_in(Path(self.dirpath))
@@ -163,21 +165,21 @@ class RolloutCheckpoint(SavingCheckpoint):
             found = last_of_runs(trainer, folder)
         return newest_whole(found | {other for path in found for other in checkpoints_in(path.parent)})
 
-    # ---- when it saves -----------------------------------------------------------------------------------------
+    # ---- saving ------------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Installs handlers of Ctrl-C and SIGTERM; saves the initial weights if they were evaluated."""
+        """Installs handlers for Ctrl-C and SIGTERM; saves the initial weights if they were evaluated."""
         self._trainer, self._cursor = trainer, _prompt_cursor(trainer)
         self._updating = self._stop_requested = self._preempted = self._save_due = False
         self._saved_at = time.monotonic()
         loop = trainer.fit_loop
-        self._evaluation_due = loop.epoch_loop.val_loop.restarted_mid_evaluation  # it begins with this evaluation
+        self._evaluation_due = loop.epoch_loop.val_loop.restarted_mid_evaluation  # then it starts with this evaluation
         at_end = loop.epoch_loop.batch_progress.current.ready >= loop.max_batches
         if loop.restarted_mid_epoch and at_end and not self._evaluation_due and ended_in_batch(trainer):
-            # Saved in the last batch of an epoch. Lightning would not count the next epoch, and train one too many
-            # after a second restart.
+            # Saved in the last batch of an epoch. Without this, Lightning would not count the next epoch, and would
+            # train one too many after a second restart.
             loop.reset_restart_stage()
-        if threading.current_thread() is threading.main_thread():  # in other threads the caller handles signals
+        if threading.current_thread() is threading.main_thread():  # only the main thread can handle signals
             for signum in (signal.SIGINT, *preemptions(trainer)):
                 self._previous_handlers[signum] = signal.signal(signum, self._on_interrupt)
         self._saved_rollouts = self._rollouts(trainer)
@@ -193,34 +195,34 @@ class RolloutCheckpoint(SavingCheckpoint):
     def _on_interrupt(self, signum: int, frame: Any) -> None:
         trainer, preempted = self._trainer, signum != signal.SIGINT
         if self._stop_requested and preempted:
-            return  # schedulers send it to the launcher and to the process, or once more to remind
+            return  # schedulers signal both the launcher and the process, or repeat the signal
         if trainer is None:
             raise KeyboardInterrupt
-        # A batch that is drawn but not yet learned from would be lost; the prompts of rollouts, too, count as used.
+        # A batch that is drawn but not yet trained on would be lost, and its prompts would count as used.
         progress: Any = trainer.fit_loop.epoch_loop.batch_progress.total
         made = _prompt_cursor(trainer) != self._cursor or progress.ready != progress.processed
         if not (self._updating or made or trainer.world_size > 1):
             raise Preempted if preempted else KeyboardInterrupt
         self._stop_requested, self._preempted = True, preempted
-        # A second Ctrl-C ends the process, also inside of C, but never a notebook or an interactive session.
+        # A second Ctrl-C ends the process, even inside C code, but never a notebook or an interactive session.
         signal.signal(signal.SIGINT, signal.default_int_handler if hasattr(sys, "ps1") else signal.SIG_DFL)
         unit = "batch" if self._cursor is None else "rollout"
         rank_zero_info(f"\n{signal.Signals(signum).name}: finishing this {unit}, then saving. Ctrl-C stops at once.")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """From here on the weights change."""
+        """Records that the weights are changing."""
         self._updating, self._evaluation_due = True, False
         self._new_score(trainer)
-        # The step of loggers: Lightning counts one too many when a run is resumed between two epochs.
+        # The step for loggers: Lightning counts one too many when a run is resumed between two epochs.
         set_logged_step(trainer, trainer.fit_loop.total_batch_idx)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Saves every N rollouts; ends the run if Ctrl-C was pressed during the updates."""
+        """Saves every N rollouts; ends the run if it was interrupted during the updates."""
         every_n, self._cursor = self.every_n_rollouts, _prompt_cursor(trainer)
         self._save_due |= every_n is not None and self._rollouts(trainer) % every_n == 0
-        if accumulates(trainer):  # gradients are in no checkpoint
+        if accumulates(trainer):  # checkpoints don't include gradients
             return
         self._updating, self._evaluation_due = False, evaluation_follows(trainer)
         score = self._new_score(trainer, "batch")
@@ -231,35 +233,35 @@ class RolloutCheckpoint(SavingCheckpoint):
             self._save_due = False
             with self._evaluation_due_kept(trainer):
                 self._save(trainer, score)
-        # With several processes all stop, or none: the next update would wait for the missing ones.
+        # With several processes, either all stop or none: the next update would wait for missing ones.
         if trainer.strategy.reduce_boolean_decision(self._stop_requested, all=False):
             self._stop_requested = True
             preempted = trainer.strategy.reduce_boolean_decision(self._preempted, all=False)
-            flush_step_metrics(trainer)  # Lightning would log them after this hook
+            flush_step_metrics(trainer)  # Lightning logs them after this hook
             raise Preempted if preempted else KeyboardInterrupt
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Counts an evaluation that a resumed run repeats as one that begins."""
+        """Treats an evaluation that a resumed run repeats as new."""
         if trainer.state.fn == "fit":
             begin_evaluation(trainer)
             self._new_score(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Ranks the weights that were evaluated, before they change."""
+        """Ranks the evaluated weights before they change."""
         if trainer.state.fn != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         self._evaluation_due = False
         score = None if self.monitor is None else self._new_score(trainer, "evaluation")
         if trainer.sanity_checking:
             if score is not None and trainer.num_sanity_val_batches == trainer.num_val_batches:
-                self._before_training = score  # saved when training begins, with the generators' states of then
+                self._before_training = score  # saved when training begins, with the random states of that time
         elif score is not None:
             self._save(trainer, score, last=not accumulates(trainer))
         elif (self.monitor or "").startswith("eval/"):
             self._require_monitor(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Ranks by a training metric that is known at the end of an epoch only."""
+        """Ranks by a training metric that is known only at the end of an epoch."""
         score = self._new_score(trainer, "epoch")
         if score is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._save(trainer, score)
@@ -267,7 +269,7 @@ class RolloutCheckpoint(SavingCheckpoint):
             self._require_monitor(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Saves `last.ckpt` if the weights lie between two rollouts; reports how to resume."""
+        """Saves `last.ckpt` if the run is between two rollouts; reports how to resume."""
         stopped = self._stop_requested and not self._updating
         self._restore_handlers()
         self._save_what_is_between(trainer, stopped=stopped)
@@ -287,7 +289,7 @@ class RolloutCheckpoint(SavingCheckpoint):
             try:
                 with self._evaluation_due_kept(trainer):
                     self._save(trainer)
-            except StorageError as error:  # the error that ends the run is reported by others
+            except StorageError as error:  # the error that ends the run is reported separately
                 rank_zero_info(f"Not saved: {error}")
         newest = self._newest(trainer)
         rank_zero_info(f"Resume with: --ckpt_path {newest}" if newest else "This run has saved no checkpoint yet.")
@@ -301,18 +303,18 @@ class RolloutCheckpoint(SavingCheckpoint):
         if periodic and self._rollouts(trainer) > self._saved_rollouts:
             self._save(trainer, self._new_score(trainer, "batch"))
 
-    # ---- which checkpoints are kept ------------------------------------------------------------------------------
+    # ---- ranking -------------------------------------------------------------------------------------------------
 
     def _rollouts(self, trainer: Trainer) -> int:
-        """Finished rollouts, at the end of a batch or later."""
+        """Number of finished rollouts, at the end of a batch or later."""
         return int(trainer.fit_loop.total_batch_idx) + 1
 
     def _new_score(self, trainer: Trainer, logged_by: str = "") -> Any:
-        """What ranks the weights: the monitored value, if it was logged since the last call; else None.
+        """Returns the monitored value if it was logged since the last call, else None.
 
         Args:
-            trainer: Holds the metrics.
-            logged_by: What has just ended: a "batch", "epoch", or "evaluation". Empty only takes note of the value.
+            trainer: Trainer with the metrics.
+            logged_by: What has just ended: a "batch", "epoch", or "evaluation". Empty only records the value.
         """
         if self.monitor is None:
             return torch.tensor(self._rollouts(trainer)) if logged_by == "batch" else None
@@ -322,16 +324,16 @@ class RolloutCheckpoint(SavingCheckpoint):
         if not logged_by or now is None or now is before or same:
             return None
         if self.ranked_by != logged_by and (self.ranked_by is None or logged_by == "evaluation"):
-            if self.ranked_by is not None and not trainer.sanity_checking:  # values of training under the same name
+            if self.ranked_by is not None and not trainer.sanity_checking:  # ignores training values of the same name
                 self._remove(trainer, list(self.best_k_models))
                 self._set_ranking({})
             self.ranked_by = logged_by
         return torch.as_tensor(now).detach().clone() if self.ranked_by == logged_by else None
 
     def _save(self, trainer: Trainer, score: Any = None, *, last: bool = True) -> None:
-        """Saves `last.ckpt`, and with a score that ranks among the best also the rollout's own file. Collective.
+        """Saves `last.ckpt` and, if the score ranks among the best, the rollout's own file. Collective.
 
-        If it fails, earlier checkpoints stay, and are what this object knows.
+        If it fails, earlier checkpoints and the ranking are kept.
         """
         self._require_finite(trainer)
         before = (self.best_k_models, self.current_score, self.last_model_path)
@@ -355,7 +357,7 @@ class RolloutCheckpoint(SavingCheckpoint):
             self._keep_previous(trainer)
 
     def _rank(self, trainer: Trainer, score: Tensor) -> tuple[str | None, list[str]]:
-        """The file to write, None if the score is not among the best, and those that fall out of the ranking."""
+        """Returns the file to write, or None if the score is not among the best, and files that leave the ranking."""
         known = {"epoch": trainer.current_epoch, "step": trainer.global_step, "rollout": self._rollouts(trainer)}
         metrics: dict[str, Any] = {**trainer.callback_metrics, **known}
         path = self.format_checkpoint_name(metrics | ({self.monitor: score} if self.monitor else {}))
@@ -378,7 +380,7 @@ class RolloutCheckpoint(SavingCheckpoint):
         return self.monitor is None or self.mode == "max"
 
     def _set_ranking(self, ranking: dict[str, Any]) -> None:
-        """Best first, in the attributes that Lightning and loggers read."""
+        """Sets the attributes that Lightning and loggers read, best first."""
         ordered = sorted(ranking.items(), key=lambda each: float(each[1]), reverse=self._largest)
         self.best_k_models = dict(ordered)
         self.best_model_path, self.best_model_score = ordered[0] if ordered else ("", None)
@@ -387,7 +389,7 @@ class RolloutCheckpoint(SavingCheckpoint):
             self.kth_value = ordered[-1][1]
 
     def _write_last(self, trainer: Trainer, path: str | None) -> None:
-        """`last.ckpt`, as a link to what was just written as `path`, if that is possible."""
+        """Writes `last.ckpt`, if possible as a link to `path`, which was just written."""
         last, linked = Path(self.last_model_path), False
         if "://" not in self.last_model_path:
             with _told_to_all(trainer):
@@ -401,7 +403,7 @@ class RolloutCheckpoint(SavingCheckpoint):
             self.write(trainer, self.last_model_path)
 
     def _keep_previous(self, trainer: Trainer) -> None:
-        """Removes the checkpoint before the last one if another survives damage to the last."""
+        """Removes the previous checkpoint if another one survives damage to the last."""
         last = Path(self.last_model_path)
         if trainer.is_global_zero and "://" not in self.last_model_path:
             others = [path for path in map(Path, self.best_k_models) if path.exists() and not same_data(path, last)]
@@ -409,14 +411,14 @@ class RolloutCheckpoint(SavingCheckpoint):
                 remove(_previous(last))
 
     def _remove(self, trainer: Trainer, paths: list[str]) -> None:
-        """Removes checkpoints of this run's folder, except the one that the run was resumed from."""
+        """Removes checkpoints of this run's directory, except the one that the run was resumed from."""
         for path in paths:
             resumed = trainer.ckpt_path is not None and Path(trainer.ckpt_path).absolute() == Path(path).absolute()
             if "://" in path or (Path(path).parent == Path(str(self.dirpath)) and not resumed):
                 trainer.strategy.remove_checkpoint(path)
 
     def _newest(self, trainer: Trainer) -> str | None:
-        """The newest checkpoint of this run that exists, or the one that it was resumed from."""
+        """Returns the newest existing checkpoint of this run, or the one that it was resumed from."""
         last = Path(self.last_model_path or "none")
         ranked = sorted(self.best_k_models, key=lambda path: written_at(Path(path)) if Path(path).exists() else 0)
         known = [self.last_model_path, *reversed(ranked), str(_previous(last)), str(trainer.ckpt_path or "")]
@@ -444,7 +446,7 @@ class RolloutCheckpoint(SavingCheckpoint):
             )
 
     def _evaluation_due_kept(self, trainer: Trainer) -> contextlib.AbstractContextManager[None]:
-        """A run resumed from what is saved within it begins with the evaluation that is due, if there is one."""
+        """Context manager that makes a run resumed from checkpoints saved within start with the due evaluation."""
         return evaluation_pending(trainer) if self._evaluation_due else contextlib.nullcontext()
 
     def _restore_handlers(self) -> None:
@@ -454,12 +456,12 @@ class RolloutCheckpoint(SavingCheckpoint):
 
 
 def preempt(signum: int, frame: Any) -> None:
-    """Handler of a signal that ends a run at once."""
+    """Signal handler that ends a run at once."""
     raise Preempted
 
 
 def preemptions(trainer: Trainer) -> list[signal.Signals]:
-    """The signals that end a run so that it can be resumed, except those that Lightning requeues a SLURM job by."""
+    """Returns the signals that end a run resumably, except those used by Lightning to requeue a SLURM job."""
     environment = getattr(trainer.strategy, "cluster_environment", None)
     if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
         return []
@@ -468,19 +470,19 @@ def preemptions(trainer: Trainer) -> list[signal.Signals]:
 
 
 def _prompt_cursor(trainer: Trainer) -> int | None:
-    """Place in the prompts of a RolloutDataModule; None for other data."""
+    """Position in the prompts of a RolloutDataModule; None for other data."""
     return getattr(trainer.datamodule, "prompt_cursor", None)  # type: ignore[attr-defined]
 
 
 def _nonfinite(trainer: Trainer) -> str | None:
-    """What is not finite in this rank's trained parameters, or NaN in the optimizer's state."""
+    """Returns the name of non-finite trained parameters or NaN optimizer state on this rank."""
     trained = {name: p.detach() for name, p in trainer.lightning_module.named_parameters() if p.requires_grad}
     return first_nonfinite(trained, [optimizer.state for optimizer in trainer.optimizers])
 
 
 @contextlib.contextmanager
 def _told_to_all(trainer: Trainer) -> Iterator[None]:
-    """Has every rank raise what rank 0 could not write."""
+    """Context manager that raises a write error of rank 0 on every rank."""
     problem = None
     try:
         yield

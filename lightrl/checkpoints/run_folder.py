@@ -1,4 +1,4 @@
-"""A run's folders: one run at a time, its checkpoints apart from those of earlier runs, and which is the newest."""
+"""Directories of a run: locks, separation from earlier runs, and selection of the newest checkpoint."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ from lightrl.checkpoints.redaction import redact_text
 from lightrl.compat.lightning import SavingCheckpoint, choose_last
 
 LOCK = ".lightrl.lock"
-"""File in a folder that names the run that holds it."""
+"""File in a directory that names the run holding it."""
 RUN = ".lightrl.run"
-"""File next to checkpoints: the ID of the run that last started there without resuming."""
+"""File next to checkpoints with the ID of the run that last started there without resuming."""
 RECORD = "lightrl_run"
 LAST = f"{ModelCheckpoint.CHECKPOINT_NAME_LAST}{ModelCheckpoint.FILE_EXTENSION}"
 PREVIOUS = ".previous"
-WEIGHTS_ONLY = "it holds weights only"
+WEIGHTS_ONLY = "it has only weights"
 
 
 class FolderLock:
-    """Holds a folder for one run. The system releases the lock when the process ends.
+    """Locks a directory for one run. The system releases the lock when the process ends.
 
     Args:
-        folder: Created if missing.
+        folder: Directory to lock. Created if missing.
 
     Attributes:
-        sure: The file system has locks, so no run of another host is in the folder.
+        sure: Whether the file system supports locks, so that no run of another host uses the directory.
 
     Raises:
-        ValueError: Another run holds the folder; the message names its process.
-        StorageError: The folder is read-only.
+        ValueError: Another run holds the directory.
+        StorageError: The directory is read-only.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -64,8 +64,8 @@ class FolderLock:
             holder = self._file.read().strip() or "another process"
             self._file.close()
             raise ValueError(
-                f"{str(path.parent)!r} is in use by {holder}: two runs in one folder would mix their metrics and "
-                "checkpoints. Wait for that run, end it, or use another folder (--run_dir, dirpath, the logger's name)."
+                f"{str(path.parent)!r} is in use by {holder}: two runs in one directory would mix metrics and "
+                "checkpoints. Wait for that run, stop it, or use another directory (--run_dir, dirpath, logger name)."
             ) from None
         except OSError as error:
             self.sure = False
@@ -76,17 +76,17 @@ class FolderLock:
         self._file.flush()
 
     def release(self) -> None:
-        """Lets go. The file stays, empty: another process may be about to lock it."""
+        """Releases the lock. Keeps the empty file, since another process may be about to lock it."""
         if not self._file.closed:
             self._file.truncate(0)
             self._file.close()
 
 
 class RunGuard(Callback):
-    """Locks the folders that a run writes to, and installs `CheckedCheckpointIO`.
+    """Locks the directories that a run writes to, and installs `CheckedCheckpointIO`.
 
-    The command line adds it to every run, `RolloutCheckpoint` otherwise. A run that starts next to checkpoints of an
-    earlier run marks the folder, so that `--ckpt_path last` skips those.
+    Added to every run by the command line, otherwise by `RolloutCheckpoint`. A run that starts next to checkpoints of
+    an earlier run marks the directory, so that `--ckpt_path last` skips them.
     """
 
     def __init__(self) -> None:
@@ -94,12 +94,12 @@ class RunGuard(Callback):
         self._run = ""
 
     def hold(self, folder: str | Path) -> None:
-        """Locks a folder until the run ends, and removes incomplete files of crashed runs.
+        """Locks a directory until the run ends, and removes incomplete files of crashed runs.
 
         Raises:
             ValueError: Another run holds it.
         """
-        path = Path(folder).resolve()  # two names of one folder are one lock
+        path = Path(folder).resolve()  # two names of one directory share a lock
         if path in self._locks:
             return
         lock = self._locks[path] = FolderLock(path)
@@ -108,27 +108,27 @@ class RunGuard(Callback):
             rank_zero_info(f"Removed incomplete files from a crashed run: {', '.join(map(str, cleaned))}")
 
     def release(self) -> None:
-        """Releases all folders."""
+        """Releases all directories."""
         while self._locks:
             self._locks.popitem()[1].release()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Installs the checkpoint plugin and locks the logger's folder."""
+        """Installs the checkpoint plugin and locks the logger's directory."""
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = CheckedCheckpointIO()
         self._run = trainer.strategy.broadcast(secrets.token_hex(8))
-        folder = trainer.log_dir  # every rank asks, because Lightning answers with rank 0's
+        folder = trainer.log_dir  # called on every rank: Lightning broadcasts rank 0's
         if trainer.loggers and folder is not None:
             self._hold_for(trainer, folder)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Locks the checkpoints' folders."""
+        """Locks the checkpoint directories."""
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
                 self._hold_for(trainer, callback.dirpath)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Marks folders that hold checkpoints of other runs."""
+        """Marks directories with checkpoints of other runs."""
         for folder in self._locks:
             resumed_here = trainer.ckpt_path is not None and Path(trainer.ckpt_path).resolve().parent == folder
             if (folder / RUN).is_file() or (not resumed_here and any(folder.glob("*.ckpt"))):
@@ -140,15 +140,15 @@ class RunGuard(Callback):
             self.hold(folder)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Adds the run's ID."""
+        """Adds the run's ID to the checkpoint."""
         checkpoint[RECORD] = {"run": self._run}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """A resumed run keeps the ID of its checkpoint."""
+        """Restores the run's ID from the checkpoint."""
         self._run = _run_of(checkpoint) or self._run
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Releases the folders if nothing saves later, and ends launched ranks at exit. Lightning would leave them."""
+        """Releases the directories unless a later hook saves, and ends launched ranks at exit, unlike Lightning."""
         if not trainer.checkpoint_callbacks:
             self.release()
         launcher = trainer.strategy.launcher
@@ -156,16 +156,16 @@ class RunGuard(Callback):
             atexit.register(launcher.kill, signal.SIGKILL)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Releases the folders."""
+        """Releases the directories."""
         self.release()
 
 
 def is_of_another_run(path: Path) -> bool:
-    """Whether a checkpoint was written by a run before the one that last started in its folder."""
+    """Whether a checkpoint belongs to a run before the one that last started in its directory."""
     mark = path.parent / RUN
     if not mark.is_file():
         return False
-    with contextlib.suppress(Exception):  # unpickling raises nearly anything
+    with contextlib.suppress(Exception):  # unpickling may raise any error
         return _run_of(read_header(path)) != mark.read_text()
     return True
 
@@ -175,21 +175,21 @@ def _run_of(checkpoint: Mapping[str, Any]) -> str:
     return str(record.get("run", "")) if isinstance(record, Mapping) else ""
 
 
-# ---- the newest whole checkpoint -------------------------------------------------------------------------------------
+# ---- newest intact checkpoint ----------------------------------------------------------------------------------------
 
 
 def checkpoints_in(folder: Path) -> set[Path]:
-    """The checkpoints in a folder."""
+    """Returns the checkpoints in a directory."""
     return {*folder.glob("*.ckpt"), *folder.glob(f"*.ckpt{PREVIOUS}")}
 
 
 def newest_whole(found: set[Path]) -> set[str]:
-    """The newest of these checkpoints that is whole, in a set; an empty set if there are none.
+    """Returns the newest intact checkpoint as a set; empty if there are none.
 
-    The newest is the one whose file is newest, unless `last.ckpt` has come as far: clocks can be set back.
+    Compares file times, but prefers `last.ckpt` if it is at the same step or later, since clocks can be set back.
 
     Raises:
-        ValueError: None is whole, or none is of the run that last started in the folder.
+        ValueError: None is intact, or none belongs to the run that last started in the directory.
     """
     skipped: dict[Path, str] = {}
     for path in sorted(found, key=written_at, reverse=True):
@@ -199,17 +199,17 @@ def newest_whole(found: set[Path]) -> set[str]:
             if last in found and path.is_file() and _damage(last) is None and _step(last) >= _step(path):
                 path = last
             if skipped:
-                rank_zero_warn(f"ckpt_path=last resumes from {path}, and skips {_listed(skipped)}.")
+                rank_zero_warn(f"ckpt_path=last resumes from {path} and skips {_listed(skipped)}.")
             return {str(path)}
         skipped[path] = damage
     if not skipped:
         return set()
     usable = [path for path, why in skipped.items() if why == WEIGHTS_ONLY]
-    if usable:  # enough for an evaluation; training raises
+    if usable:  # sufficient for an evaluation; training raises an error
         return {str(usable[0])}
     raise ValueError(
-        f"ckpt_path=last: no checkpoint is whole ({_listed(skipped)}). Pass the path of one to resume from it, or "
-        "leave ckpt_path out to start over."
+        f"ckpt_path=last: found no intact checkpoint ({_listed(skipped)}). Pass the path of one to resume from it, "
+        "or remove ckpt_path to start a new run."
     )
 
 
@@ -218,7 +218,7 @@ def _listed(skipped: Mapping[Path, str]) -> str:
 
 
 def last_of_runs(trainer: Trainer, folder: Path) -> set[Path]:
-    """Checkpoints of the newest run under a logger's name that started with this run's settings.
+    """Returns checkpoints of the newest run under a logger's name that has this run's settings.
 
     Raises:
         ValueError: All runs there have other settings.
@@ -226,7 +226,7 @@ def last_of_runs(trainer: Trainer, folder: Path) -> set[Path]:
     other: list[str] = []
     for path in sorted(folder.glob(f"*/checkpoints/{LAST}"), key=written_at, reverse=True):
         theirs: Any = {}
-        with contextlib.suppress(Exception):  # damaged, or another module's
+        with contextlib.suppress(Exception):  # damaged, or of another module
             theirs = read_header(path)["lightrl"]["settings"]
         own: dict[str, Any] = getattr(trainer.lightning_module, "run_settings", dict)()
         differing = [f"{name}={theirs[name]}" for name in own if name in theirs and theirs[name] != own[name]]
@@ -236,13 +236,13 @@ def last_of_runs(trainer: Trainer, folder: Path) -> set[Path]:
     if other:
         raise ValueError(
             f"ckpt_path=last: the runs in {folder} have other settings ({'; '.join(sorted(other))}). Pass the path of "
-            "a checkpoint to resume from it, or leave ckpt_path out to start over."
+            "a checkpoint to resume from it, or remove ckpt_path to start a new run."
         )
     return set()
 
 
 def take_whole_ones(trainer: Trainer) -> None:
-    """Makes `--ckpt_path last` skip damaged files with Lightning's `ModelCheckpoint` as well."""
+    """Makes `--ckpt_path last` skip damaged files also with Lightning's `ModelCheckpoint`."""
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint) and not isinstance(callback, SavingCheckpoint):
             choose_last(callback, _newest_of_folders)
@@ -255,7 +255,7 @@ def _newest_of_folders(found: set[str]) -> set[str]:
 
 
 def written_at(path: Path) -> int:
-    """When a file was written, in ns; of a broken link, the link."""
+    """Returns when a file was written, in ns; for a broken link, when the link was."""
     return path.stat(follow_symlinks=path.exists()).st_mtime_ns
 
 
@@ -266,18 +266,18 @@ def _step(path: Path) -> int:
 
 
 def _damage(path: Path) -> str | None:
-    """Why a run can't resume from a file or folder; None if it can."""
+    """Returns why a run can't resume from a file or directory; None if it can."""
     try:
         checkpoint_kind(path)
         verify(path)
         header = read_header(path)
         if path.is_file() and not header.keys() >= {"loops", "optimizer_states"}:
-            return WEIGHTS_ONLY if "state_dict" in header else "it is not a checkpoint of Lightning"
+            return WEIGHTS_ONLY if "state_dict" in header else "it is not a Lightning checkpoint"
     except ValueError as error:
         return str(error)
-    except pickle.UnpicklingError:  # objects of the user's classes, which only this run's own files may hold
+    except pickle.UnpicklingError:  # objects of user classes, accepted only in this run's own files
         if not has_checksums(path):
-            return "it holds pickled objects, and has no checksum"
-    except Exception as error:  # unpickling raises nearly anything
-        return f"it cannot be read ({type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]})"
-    return "an earlier run in the folder wrote it" if is_of_another_run(path) else None
+            return "it has pickled objects and no checksum"
+    except Exception as error:  # unpickling may raise any error
+        return f"it can't be read ({type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]})"
+    return "it was written by an earlier run in the directory" if is_of_another_run(path) else None

@@ -1,4 +1,4 @@
-"""Ranks and strategies: collectives, gradient windows, sharding, random states, metrics over ranks."""
+"""Strategies, collectives, gradient windows, sharding, random states, and metrics over ranks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Lightning's sharding strategies, with what a run of several models needs beyond them.
+"""Lightning's sharding strategies with additions for several models and for plain checkpoints.
 
-Both are optional: `ModelParallelStrategy` and `DeepSpeedStrategy` themselves work as well. These two also go on from a
-plain checkpoint (of one process, of DDP, or made by `lightrl export --what checkpoint`), on any number of ranks.
+Both are optional: `ModelParallelStrategy` and `DeepSpeedStrategy` also work. These two can resume from a plain
+checkpoint (single process, DDP, or `lightrl export --what checkpoint`) on any number of ranks.
 """
 
 from __future__ import annotations
@@ -33,24 +33,25 @@ from lightrl.compat.lightning import load_module_state, set_data_parallel_size, 
 
 
 class FSDP2Strategy(ModelParallelStrategy):
-    """Shards every model over all ranks with `fully_shard`, each transformer block a unit of its own.
+    """FSDP2: shards every model over all ranks with `fully_shard`, one unit per transformer block.
 
     Args:
-        param_dtype: "bfloat16" gathers and computes with weights rounded to it, and keeps float32 ones for the
-            optimizer: half the traffic and half the memory of what is gathered, with the Trainer's precision left at
-            32-true. It is the engine's dtype, too, where that has none of its own. None leaves precision to the Trainer
-            (bf16-mixed computes in bfloat16 and gathers float32).
-        reduce_dtype: in which gradients are summed over ranks where `param_dtype` is given.
-        cpu_offload: keep weights, gradients and optimizer states in the host's memory and bring a block to the device
-            when it is computed. Needs gloo beside NCCL, which is set up.
-        reduce_every_micro_batch: sum gradients over ranks after each micro-batch, so that a rank holds its shards of
-            them alone, and not once per update, when every rank holds them whole (4 bytes per parameter). The sums
-            differ in their order only. None: where a model has more than 3 billion parameters.
-        context_parallel_size: this many ranks run their micro-batches as one stream of tokens, which they split
-            equally, heads in attention: rows may be longer than `micro_batch_tokens` of one rank allow for. It divides
-            the number of ranks and of attention heads; it takes packed layouts of text, and results are the same.
-        save_distributed_checkpoint: every rank writes its shards to a folder; False gathers a single file on rank 0.
-        timeout: a collective that takes longer ends the run. It must exceed the longest rollout of the slowest rank.
+        param_dtype: Dtype in which weights are gathered and used, with float32 weights for the optimizer. "bfloat16"
+            halves the traffic and the memory of gathered weights; keep the Trainer's precision at 32-true. Also the
+            default dtype of the engine. Defaults to the Trainer's precision (bf16-mixed gathers float32).
+        reduce_dtype: Dtype of gradient reduction if `param_dtype` is set.
+        cpu_offload: Keep weights, gradients, and optimizer states in host memory, and load blocks to the device when
+            they are computed. Sets up gloo alongside NCCL.
+        reduce_every_micro_batch: Reduce gradients over ranks after each micro-batch instead of once per update. Each
+            rank then holds only its shards of gradients, not all of them (4 bytes per parameter). Only the order of
+            sums changes. Defaults to True for models of more than 3 billion parameters.
+        context_parallel_size: Number of ranks that split one stream of tokens equally, and heads in attention, so
+            sequences may exceed `micro_batch_tokens` of one rank. Must divide the number of ranks and of attention
+            heads. Requires text and a packed layout. Doesn't affect results.
+        save_distributed_checkpoint: Save a directory in which every rank writes its shards. False gathers a single file
+            on rank 0.
+        process_group_backend: Backend of the process group. Defaults to the device's.
+        timeout: Timeout of collectives, which ends the run. Must exceed the longest rollout of the slowest rank.
 
     Raises:
         ValueError: `context_parallel_size` is below 1.
@@ -80,23 +81,23 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     @cached_property
     def context_group(self) -> Any:
-        """The process group of this rank's neighbours with which it shares streams of tokens; None where it has none.
+        """Process group of the ranks that share a stream of tokens with this rank. None if there are none.
 
         Raises:
-            ValueError: groups of `context_parallel_size` do not make up the ranks.
+            ValueError: `context_parallel_size` doesn't divide the number of ranks.
         """
         size = self.context_parallel_size
         if size == 1:
             return None
         if self.world_size % size:
             raise ValueError(
-                f"context_parallel_size={size} does not divide the {self.world_size} ranks: take a divisor of them."
+                f"context_parallel_size={size}: doesn't divide the {self.world_size} ranks. Use one of their divisors."
             )
         return torch.distributed.new_subgroups(size)[0]
 
     @property
     def shard_options(self) -> dict[str, Any]:
-        """Further arguments of `fully_shard`."""
+        """Additional arguments of `fully_shard`."""
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
         options: dict[str, Any] = {}
@@ -108,12 +109,12 @@ class FSDP2Strategy(ModelParallelStrategy):
         return options
 
     def setup_environment(self) -> None:
-        """All ranks are data-parallel; Lightning's own default would split every layer over them."""
+        """Makes all ranks data-parallel. By default, Lightning would split every layer over them."""
         set_data_parallel_size(self, self.num_nodes * self.num_processes)
         super().setup_environment()
 
     def model_to_device(self) -> None:
-        """Moves what was not sharded; offloaded parameters stay where they are."""
+        """Moves unsharded parameters to the device. Offloaded parameters stay on the host."""
         if not self.cpu_offload:
             super().model_to_device()
             return
@@ -123,7 +124,7 @@ class FSDP2Strategy(ModelParallelStrategy):
                 setattr(module, name, buffer.to(self.root_device))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Every rank writes its part of a folder that appears when it is whole; or rank 0 a file."""
+        """Saves a directory with a part of every rank, which appears only when complete, or a file on rank 0."""
         if not writes_parts(self):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
@@ -131,15 +132,15 @@ class FSDP2Strategy(ModelParallelStrategy):
             super().save_checkpoint(without_secrets(checkpoint), folder, storage_options)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Removes the folder, or the file, and its checksums."""
+        """Removes the directory or file and its checksums."""
         if self.is_global_zero:
             remove(filepath)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Loads a folder on any number of ranks, or a plain file.
+        """Loads a directory on any number of ranks, or a plain file.
 
         Raises:
-            ValueError: there is none, or not what was written.
+            ValueError: The path is not a checkpoint, or it is damaged.
         """
         path = Path(self.broadcast(checkpoint_path))
         if checkpoint_kind(path) != "plain":
@@ -154,39 +155,40 @@ class FSDP2Strategy(ModelParallelStrategy):
         load_module_state(checkpoint["state_dict"], self.model)
         options = StateDictOptions(broadcast_from_rank0=True, full_state_dict=True)
         for optimizer, states in zip(self.optimizers, checkpoint.get("optimizer_states", []), strict=False):
-            # Lightning numbers all parameters here, frozen ones included, and an optimizer only its own
+            # Lightning numbers all parameters here, including frozen ones; an optimizer only numbers its own.
             named = by_name(states, _group_names(self.model, optimizer))
             set_optimizer_state_dict(self.model, optimizer, optim_state_dict=named, options=options)
         return checkpoint
 
 
 class ZeROStrategy(DeepSpeedStrategy):
-    """`DeepSpeedStrategy` that keeps in a checkpoint what the module wants kept, and loads plain ones.
+    """`DeepSpeedStrategy` that saves only the weights that the module needs, and loads plain checkpoints.
 
-    Frozen parameters (of reference and reward models, of a LoRA base) are left out of checkpoints unless the module's
-    `state_dict` has them: a reference that moves, or weights that were drawn at random.
+    Checkpoints omit frozen parameters (of reference and reward models, or of a LoRA base) unless the module's
+    `state_dict` has them, such as a changed reference or randomly initialized weights.
 
     Args:
-        reduce_every_micro_batch: as of `FSDP2Strategy`, with stage 2 or 3. None: where a model has more than 3 billion
-            parameters.
-        kwargs: those of `lightning.pytorch.strategies.DeepSpeedStrategy`, such as `stage`, `offload_optimizer`,
-            `offload_parameters` and `config`.
+        stage: ZeRO stage.
+        reduce_every_micro_batch: As in `FSDP2Strategy`, for stages 2 and 3. Defaults to True for models of more than 3
+            billion parameters.
+        kwargs: Arguments of `lightning.pytorch.strategies.DeepSpeedStrategy`, such as `offload_optimizer`,
+            `offload_parameters`, and `config`.
 
     Raises:
-        ValueError: `reduce_every_micro_batch` with stage 1, which does not shard gradients.
+        ValueError: `reduce_every_micro_batch` with stage 1, which doesn't shard gradients.
     """
 
     def __init__(self, stage: int = 2, reduce_every_micro_batch: bool | None = None, **kwargs: Any) -> None:
         if reduce_every_micro_batch and stage < 2:
             raise ValueError(
-                f"reduce_every_micro_batch=True with stage={stage}: ZeRO-{stage} keeps whole gradients on every rank. "
-                "Take stage 2 or 3."
+                f"reduce_every_micro_batch=True with stage={stage}: ZeRO-{stage} keeps all gradients on every rank. "
+                "Use stage 2 or 3."
             )
         super().__init__(stage=stage, **kwargs)
         self.reduce_every_micro_batch = reduce_every_micro_batch
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Every rank writes its part."""
+        """Saves a directory in which every rank writes its part."""
         module: Any = self.lightning_module
         frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
         self.exclude_frozen_parameters = frozen.isdisjoint(checkpoint["state_dict"])
@@ -194,15 +196,15 @@ class ZeROStrategy(DeepSpeedStrategy):
             super().save_checkpoint(without_secrets(checkpoint), folder, storage_options)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Removes the folder, or a file, and its checksums."""
+        """Removes the directory or file and its checksums."""
         if self.is_global_zero:
             remove(filepath)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Loads a folder, on as many ranks as wrote it, or a plain file on any number.
+        """Loads a directory on as many ranks as wrote it, or a plain file on any number of ranks.
 
         Raises:
-            ValueError: a folder that another number of ranks wrote, or that is damaged.
+            ValueError: The directory was written by another number of ranks, or is damaged.
         """
         path = Path(self.broadcast(checkpoint_path))
         if checkpoint_kind(path) == "plain":
@@ -212,8 +214,8 @@ class ZeROStrategy(DeepSpeedStrategy):
         ranks = len(list((path / "checkpoint").glob("*_optim_states.pt")))
         if ranks != self.world_size:
             raise ValueError(
-                f"ckpt_path={str(path)!r} was written by {ranks} ranks, and DeepSpeed cannot load it on "
-                f"{self.world_size}. Make a plain checkpoint of it and go on from that: "
+                f"ckpt_path={str(path)!r}: was written by {ranks} ranks, and DeepSpeed can't load it on "
+                f"{self.world_size}. Convert it to a plain checkpoint, and resume from that: "
                 f"lightrl export --checkpoint {path} --what checkpoint --output plain.ckpt"
             )
         _verify_together(self, path)
@@ -230,13 +232,13 @@ class ZeROStrategy(DeepSpeedStrategy):
             if name in state:
                 names[parameter] = name
                 _write(parameter, state[name])
-        complete = all(p in names for p in module.parameters() if p.requires_grad)  # else the module refuses it
+        complete = all(p in names for p in module.parameters() if p.requires_grad)  # otherwise the module rejects it
         if module.trainer.training and complete:
             require_optimizer_states(checkpoint, module.trainer.ckpt_path)
             self._load_optimizer(checkpoint["optimizer_states"][0], state, names)
 
     def _load_optimizer(self, states: dict[str, Any], weights: Mapping[str, Tensor], names: Mapping[Any, str]) -> None:
-        """Fills the flat float32 vectors of weights and optimizer states (which may not exist before a step)."""
+        """Sets the flat float32 vectors of weights and optimizer states (which may not exist before a step)."""
         zero: Any = self.deepspeed_engine.optimizer
         saved = iter([states["state"][number] for group in states["param_groups"] for number in group["params"]])
         for group, flat in flat_groups(zero, self._stage()):
@@ -257,7 +259,7 @@ class ZeROStrategy(DeepSpeedStrategy):
         return 3 if self.zero_stage_3 else 2
 
     def _part(self, parameter: Any) -> Callable[[Tensor, Tensor], None]:
-        """Writes this rank's part of a whole tensor to where the parameter lies in its group's flat vector."""
+        """Returns a function that writes this rank's part of a full tensor to its place in the flat vector."""
         part = flat_part(self.deepspeed_engine.optimizer, self._stage(), parameter, self.global_rank)
 
         def write(whole: Tensor, flat: Tensor) -> None:
@@ -270,7 +272,7 @@ class ZeROStrategy(DeepSpeedStrategy):
 
 @torch.no_grad()
 def _write(parameter: Any, value: Tensor) -> None:
-    """Sets a parameter that may be partitioned."""
+    """Sets a possibly partitioned parameter."""
     if is_partitioned(parameter):
         with gathered(parameter, write=True):
             parameter.data.copy_(value)
@@ -280,7 +282,7 @@ def _write(parameter: Any, value: Tensor) -> None:
 
 @contextmanager
 def _published(strategy: ParallelStrategy, filepath: Any) -> Iterator[Path]:
-    """The folder that all ranks write to; once they have, rank 0 gives it its name."""
+    """Yields the directory that all ranks write to. When all are done, rank 0 renames it."""
     path = Path(strategy.broadcast(filepath))
     folder = partial_folder(path)
     if strategy.is_global_zero:
@@ -294,7 +296,7 @@ def _published(strategy: ParallelStrategy, filepath: Any) -> Iterator[Path]:
 
 
 def _verify_together(strategy: ParallelStrategy, path: Path) -> None:
-    """Rank 0 reads a folder through once, and every rank raises what it finds."""
+    """Verifies a directory on rank 0, and raises its error on every rank."""
     damage = None
     if strategy.is_global_zero:
         try:
@@ -308,6 +310,6 @@ def _verify_together(strategy: ParallelStrategy, path: Path) -> None:
 
 
 def _group_names(model: Any, optimizer: Any) -> list[list[str]]:
-    """Names of an optimizer's parameters, group by group."""
+    """Returns the names of an optimizer's parameters by group."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]

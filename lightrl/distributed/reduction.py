@@ -1,4 +1,4 @@
-"""Exact means over micro-batches, mini-batches, and ranks: sums and counts are kept and divided once, at the end."""
+"""Exact means over micro-batches, mini-batches, and ranks: sums and counts are divided once, at the end."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from lightrl.distributed.strategies import gather_objects
 
 
 class MetricSums:
-    """Collects metrics as sums and counts, so that their mean does not depend on how a batch was cut.
+    """Collects metrics as sums and counts, so that means don't depend on batch splits.
 
-    Names that end in `_max` or `_min` are reduced by maximum or minimum, all others by mean.
+    Names ending in `_max` or `_min` are reduced by maximum or minimum, all others by mean.
     """
 
     def __init__(self) -> None:
@@ -26,15 +26,15 @@ class MetricSums:
         """Adds one micro-batch.
 
         Args:
-            metrics: name -> (B, T) values, averaged over `mask`; or any other shape, averaged over all elements.
+            metrics: Metrics by name. (B, T) values are averaged over `mask`, other shapes over all elements.
             mask: (B, T) bool.
         """
         for name, value in metrics.items():
             values = torch.as_tensor(value, dtype=torch.float32).detach().double()
             chosen = mask if mask is not None and values.shape == mask.shape else torch.ones_like(values).bool()
-            # No indexing by the mask: its size is known on the device only, and asking for it would wait for the GPU.
+            # No indexing by the mask: the size of the result is known only on the device, so it would synchronize.
             if name.endswith(("_max", "_min")):
-                values = -values if name.endswith("_min") else values  # kept as the maximum of what is negated
+                values = -values if name.endswith("_min") else values  # minima are maxima of negated values
                 low = values.new_full((1,), -float("inf"))
                 top = torch.cat([torch.where(chosen, values, low).reshape(-1), low]).max()
                 self._maxima[name] = torch.maximum(self._maxima.get(name, top), top)
@@ -46,10 +46,10 @@ class MetricSums:
     def reduce(
         self, all_sum: Callable[[Tensor], Tensor], all_max: Callable[[Tensor], Tensor], device: torch.device
     ) -> dict[str, float]:
-        """Means and maxima over all ranks. Collective.
+        """Returns means and maxima over all ranks. Collective.
 
-        Ranks may have added different names (a reward function that only some rows need): they agree on the union
-        first, and a rank without a name adds nothing to it.
+        Ranks may have added different names, such as a reward function that only some examples need. They first agree
+        on the union of names.
         """
         known = gather_objects((sorted(self._sums), sorted(self._maxima)))
         out: dict[str, float] = {}

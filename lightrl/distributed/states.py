@@ -1,4 +1,4 @@
-"""Fingerprints of weights, and the states of every rank's random generators."""
+"""Fingerprints of weights, and random states of all ranks."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from lightrl.distributed.strategies import local_shard
 
 @torch.no_grad()
 def fingerprint(model: nn.Module | Iterable[nn.Parameter]) -> int:
-    """A number that changes with any parameter's value or place: sums of the bits that this rank holds, as integers.
+    """Returns a number that changes with any parameter's value or position, from the bits that this rank holds.
 
-    Version counters of tensors do not see writes through `.data`. Each row's and each column's sum is multiplied by its
-    number, so that values that change places count. Reading all weights costs less than copying half of them, and waits
-    for each device once.
+    Unlike tensor version counters, it detects writes through `.data`. Each row's and column's sum is multiplied by its
+    index, so swapped values also change it. Reading all weights costs less than copying half of them, and synchronizes
+    once per device.
     """
     sums: dict[torch.device, list[Tensor]] = {}
     for number, parameter in enumerate(model.parameters() if isinstance(model, nn.Module) else model):
@@ -41,13 +41,13 @@ def _weighed(sums: Tensor) -> Tensor:
 
 
 def derived_seed(*numbers: int) -> int:
-    """A 56-bit seed that depends on all of some numbers."""
+    """Derives a 56-bit seed from several numbers."""
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=7).digest()
     return int.from_bytes(digest, "big")
 
 
 def collect_random_states() -> list[dict[str, Any]]:
-    """States of Python's, NumPy's and torch's generators, one entry per rank. Collective."""
+    """Returns the states of Python's, NumPy's, and torch's random generators, one entry per rank. Collective."""
     name, keys, *rest = np.random.get_state(legacy=True)  # type: ignore[misc]
     version, numbers, gauss = random.getstate()
     own: dict[str, Any] = {
@@ -60,7 +60,7 @@ def collect_random_states() -> list[dict[str, Any]]:
 
 
 def restore_random_states(states: list[dict[str, Any]]) -> None:
-    """Puts this rank's states back. A rank that the checkpoint does not know keeps its own."""
+    """Restores this rank's random states. A rank missing in the checkpoint keeps its current states."""
     rank = torch.distributed.get_rank() if strategies.has_process_group() else 0
     if rank >= len(states):
         return

@@ -1,8 +1,8 @@
-"""What differs between Lightning's strategies in manual optimisation, in one place.
+"""Differences between Lightning's strategies in manual optimization.
 
-Everything here was needed because several backwards belong to one optimizer step: DDP must hold its reduction back
-until the last one, FSDP2 has a switch for it, DeepSpeed ZeRO loses gradients silently unless its reduction is
-coalesced over the window. Modules call these functions and stay free of strategy names.
+They arise because one optimizer step has several backward passes. DDP must defer its reduction to the last one, FSDP2
+has a switch for it, and DeepSpeed ZeRO silently loses gradients unless the reduction is coalesced. Modules call these
+functions, so they don't depend on strategies.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from lightrl.compat.lightning import tensor_parallel_size
 
 
 def refuse_unsupported(strategy: Strategy, precision: str = "32-true") -> None:
-    """Refuses, before a model is loaded, what would train wrongly.
+    """Rejects strategies and precisions that would train incorrectly, before a model is loaded.
 
     Args:
-        strategy: the trainer's.
-        precision: the trainer's, of modules that optimise manually; Lightning's own loop scales float16 losses right.
+        strategy: Strategy of the trainer.
+        precision: Precision of the trainer, for modules with manual optimization. Lightning's own loop handles float16.
 
     Raises:
-        ValueError: a crowd of processes on a CPU; FSDP1, whose whole-module wrapping breaks under manual optimisation;
-            tensor parallelism; float16 weights without DeepSpeed; float16 autocast under FSDP2, whose overflows one
-            rank alone would see.
+        ValueError: Too many processes on a CPU, FSDP1 (its whole-module wrapping fails with manual optimization),
+            tensor parallelism, float16 weights without DeepSpeed, or float16 autocast under FSDP2 (only one rank would
+            detect an overflow).
     """
     refuse_crowd(strategy)
     if isinstance(strategy, FSDPStrategy):
         raise ValueError(
             "strategy=fsdp (FSDPStrategy, FSDP1): its backward runs inside the wrapped module's forward, which manual "
-            "optimisation cannot do. Use FSDP2: configs/strategies/fsdp2.yaml (FSDP2Strategy)."
+            "optimization doesn't support. Use FSDP2: configs/strategies/fsdp2.yaml (FSDP2Strategy)."
         )
     if isinstance(strategy, ModelParallelStrategy) and tensor_parallel_size(strategy) != 1:
         raise ValueError(
-            f"ModelParallelStrategy.tensor_parallel_size={tensor_parallel_size(strategy)} (auto: all devices): layers "
-            "are not split over ranks here, which would train apart. Use lightrl.distributed.FSDP2Strategy, or set "
-            "data_parallel_size to the number of ranks and tensor_parallel_size to 1."
+            f"ModelParallelStrategy.tensor_parallel_size={tensor_parallel_size(strategy)} (auto: all devices): tensor "
+            "parallelism is not supported. Use lightrl.distributed.FSDP2Strategy, or set data_parallel_size to the "
+            "number of ranks and tensor_parallel_size to 1."
         )
     if precision.startswith("16") and not isinstance(strategy, DeepSpeedStrategy):
         sharded = isinstance(strategy, ModelParallelStrategy)
@@ -52,27 +52,27 @@ def refuse_unsupported(strategy: Strategy, precision: str = "32-true") -> None:
             raise ValueError(
                 f"precision={precision}{' with FSDP2' if sharded else ''}: losses are scaled with 16-mixed on one "
                 "device and under DDP only, and by DeepSpeed in its own engine. Use one of these, bf16-mixed, "
-                "bf16-true or 32-true."
+                "bf16-true, or 32-true."
             )
 
 
 def refuse_crowd(strategy: Strategy) -> None:
-    """Raises a ValueError where a CPU would get more processes than it can do anything with, a model in each."""
+    """Raises a ValueError if a CPU would run too many processes, each with a model."""
     cores = os.cpu_count() or 1
-    most = max(16, 4 * cores)  # trials of a few ranks pass on any machine
+    most = max(16, 4 * cores)  # always allows tests with a few ranks
     processes = getattr(strategy, "num_processes", 1)
     if isinstance(strategy.accelerator, CPUAccelerator) and processes > most:
         raise ValueError(
-            f"trainer.devices={processes} on the CPU: that many processes would share {cores} cores, each with a model "
-            f"of its own. Give 1, or at most {most}."
+            f"trainer.devices={processes} on the CPU: that many processes, each with its own model, would share "
+            f"{cores} cores. Use 1, or at most {most}."
         )
 
 
 def keep_zero3_config(strategy: Strategy) -> Any:
-    """Tells transformers that ZeRO-3 partitions parameters while they load, for as long as the result is referenced.
+    """Makes transformers partition parameters for ZeRO-3 while loading, as long as the result is referenced.
 
-    The caller keeps it in a local variable while it builds its models and no longer: an engine that loads a model of
-    its own in this process afterwards needs it whole.
+    Keep it in a local variable only while building models: an engine that later loads a model in this process needs it
+    unpartitioned.
     """
     if not (isinstance(strategy, DeepSpeedStrategy) and strategy.zero_stage_3):
         return None
@@ -82,19 +82,19 @@ def keep_zero3_config(strategy: Strategy) -> Any:
 
 
 def shards_parameters(strategy: Strategy) -> bool:
-    """Whether a rank holds parts of parameters only: under FSDP2 and ZeRO-3."""
+    """Whether each rank holds only parts of parameters: under FSDP2 and ZeRO-3."""
     return isinstance(strategy, ModelParallelStrategy) or bool(
         isinstance(strategy, DeepSpeedStrategy) and strategy.zero_stage_3
     )
 
 
 def shard_model(model: nn.Module, layers: Iterable[nn.Module], module: Any) -> None:
-    """Shards one model with FSDP2, each transformer block its own unit; does nothing under other strategies.
+    """Shards one model with FSDP2, one unit per transformer block. No effect under other strategies.
 
     Args:
-        model: wrapper whose `forward` is the only entrance; becomes the FSDP2 root.
-        layers: its transformer blocks.
-        module: the LightningModule (its `device_mesh` is the strategy's).
+        model: Wrapper that is always called through `forward`; becomes the FSDP2 root.
+        layers: Transformer blocks of the model.
+        module: LightningModule with the strategy's `device_mesh`.
     """
     if not isinstance(module.trainer.strategy, ModelParallelStrategy):
         return
@@ -107,23 +107,23 @@ def shard_model(model: nn.Module, layers: Iterable[nn.Module], module: Any) -> N
 
 
 def context_group(strategy: Strategy) -> Any:
-    """The process group whose ranks run their rows as one stream of tokens, or None. Collective where there are any."""
+    """Returns the process group whose ranks share one stream of tokens, or None. Collective if there are any."""
     return getattr(strategy, "context_group", None)
 
 
 def loads_in_shards(strategy: Strategy) -> bool:
-    """Whether each rank reads the parts of weights that it keeps, and none reads a model whole: FSDP2."""
+    """Whether each rank loads only its shards of weights: under FSDP2."""
     return isinstance(strategy, ModelParallelStrategy)
 
 
 def shard_device(strategy: Strategy) -> torch.device:
-    """Where a rank's parts of weights are."""
+    """Returns the device of a rank's shards."""
     offloaded = getattr(strategy, "cpu_offload", False)
     return torch.device("cpu") if offloaded else strategy.root_device
 
 
 def optimizer_window(strategy: Strategy, models: Iterable[nn.Module]) -> AbstractContextManager[None]:
-    """The context of all backwards of one optimizer step, through the trained `models`."""
+    """Context manager for all backward passes of one optimizer step through the trained `models`."""
     if isinstance(strategy, DeepSpeedStrategy) and _zero_stage(strategy) and not _zero_reduces_always(strategy, models):
         return strategy.deepspeed_engine.coalesce_grad_reduction()  # type: ignore[no-any-return]
     return nullcontext()
@@ -131,11 +131,11 @@ def optimizer_window(strategy: Strategy, models: Iterable[nn.Module]) -> Abstrac
 
 @contextmanager
 def backward_scope(strategy: Strategy, models: Iterable[Any], *, last: bool) -> Iterator[None]:
-    """The context of one micro-batch: gradients are reduced over ranks in the last one only.
+    """Context manager for one micro-batch. Gradients are reduced over ranks only in the last one.
 
-    Under FSDP2 and ZeRO-2 and 3 they are whole on every rank until then, unless the strategy reduces in each.
+    Until then, every rank holds all gradients under FSDP2, ZeRO-2, and ZeRO-3, unless the strategy reduces in each.
     """
-    if isinstance(strategy, DeepSpeedStrategy):  # a DDPStrategy by inheritance, so asked first
+    if isinstance(strategy, DeepSpeedStrategy):  # checked first, since it is also a DDPStrategy
         if _zero_reduces_always(strategy, models):
             begin_backward(strategy.deepspeed_engine, last=last)
         yield
@@ -151,7 +151,7 @@ def backward_scope(strategy: Strategy, models: Iterable[Any], *, last: bool) -> 
 
 
 LARGE_MODEL = 3_000_000_000
-"""Parameters from which on whole gradients are too much for each rank."""
+"""Number of parameters above which each rank can't hold all gradients."""
 
 
 def _reduces_always(strategy: Strategy, model: nn.Module) -> bool:
@@ -166,19 +166,19 @@ def _zero_stage(strategy: DeepSpeedStrategy) -> int:
 
 
 def _zero_reduces_always(strategy: DeepSpeedStrategy, models: Iterable[nn.Module]) -> bool:
-    """Whether every backward reduces; all models are one to DeepSpeed. ZeRO-1 does not shard gradients."""
+    """Whether every backward pass reduces. DeepSpeed sees all models as one. ZeRO-1 doesn't shard gradients."""
     return _zero_stage(strategy) >= 2 and any(_reduces_always(strategy, model) for model in models)
 
 
 def loss_scaler(precision: Precision) -> torch.amp.GradScaler | None:
-    """What multiplies losses before their backward, so that float16 gradients do not vanish; None without one."""
+    """Returns the scaler of losses that keeps float16 gradients from vanishing. None without one."""
     return precision.scaler if isinstance(precision, MixedPrecision) else None
 
 
 def lower_scale(scaler: torch.amp.GradScaler) -> None:
-    """Halves the scale (by `backoff_factor`) after gradients that were not finite, and restarts the count.
+    """Lowers the scale (by `backoff_factor`) after non-finite gradients, and resets the growth counter.
 
-    `GradScaler.update` would do so on the ranks only whose own gradients overflowed.
+    `GradScaler.update` would do so only on ranks whose own gradients overflowed.
     """
     state = scaler.state_dict()
     scaler.load_state_dict({**state, "scale": state["scale"] * state["backoff_factor"], "_growth_tracker": 0})
@@ -190,14 +190,14 @@ def clip_gradients(
     """Clips the joint gradient norm of all parameters.
 
     Args:
-        strategy: the trainer's.
-        parameters: with gradients.
-        max_norm: bound on the norm; None is off.
-        scale: what the losses were multiplied by. The gradients stay so, until the step undoes it.
+        strategy: Strategy of the trainer.
+        parameters: Parameters with gradients.
+        max_norm: Maximum norm. None disables clipping.
+        scale: Loss scale. The gradients stay scaled until the step.
 
     Returns:
-        the norm before clipping, float32 scalar, the same on every rank; None under DeepSpeed, which clips by its own
-        configuration inside `step`.
+        Norm before clipping as a float32 scalar, the same on every rank. None under DeepSpeed, which clips inside
+        `step` according to its own configuration.
     """
     if isinstance(strategy, DeepSpeedStrategy):
         return None
@@ -206,35 +206,35 @@ def clip_gradients(
 
 
 def after_step(strategy: Strategy, norm: Tensor | None) -> tuple[Tensor | None, bool]:
-    """The gradient norm before clipping, and whether the step was not taken after all.
+    """Returns the gradient norm before clipping, and whether the step was skipped.
 
-    DeepSpeed knows either only now: it steps over gradients that are not finite, on all ranks together.
+    DeepSpeed knows both only after the step. It skips steps with non-finite gradients on all ranks.
     """
     if not isinstance(strategy, DeepSpeedStrategy):
         return norm, False
     engine = strategy.deepspeed_engine
-    known = engine.get_global_grad_norm()  # none without ZeRO
+    known = engine.get_global_grad_norm()  # None without ZeRO
     norm = None if known is None else torch.as_tensor(float(known))
     return norm, bool(getattr(engine.optimizer, "overflow", False))
 
 
 def discard_gradients(strategy: Strategy) -> None:
-    """Forgets what DeepSpeed ZeRO has reduced already, and would add the next gradients to; `zero_grad` keeps it."""
+    """Discards gradients that DeepSpeed ZeRO has already reduced, which `zero_grad` doesn't."""
     if isinstance(strategy, DeepSpeedStrategy):
         discard_reduced_gradients(strategy.deepspeed_engine.optimizer)
 
 
 def set_gradient_clipping(strategy: Strategy, max_norm: float | None) -> None:
-    """Hands the gradient bound to DeepSpeed, which clips by its own configuration; nothing for other strategies."""
+    """Passes the maximum gradient norm to DeepSpeed, which clips inside `step`. No effect under other strategies."""
     if isinstance(strategy, DeepSpeedStrategy) and strategy.config is not None:
         strategy.config["gradient_clipping"] = 0.0 if max_norm is None else max_norm
 
 
 @contextmanager
 def frozen_group(optimizer: Any, name: str) -> Iterator[None]:
-    """Keeps one named parameter group still during a step.
+    """Freezes one named parameter group during a step.
 
-    By a learning rate of 0 (which stops decoupled weight decay too), because DeepSpeed steps every parameter.
+    Sets its learning rate to 0, which also stops decoupled weight decay, because DeepSpeed steps every parameter.
     """
     groups = [group for group in optimizer.param_groups if group.get("name") == name]
     rates = [group["lr"] for group in groups]
@@ -248,7 +248,7 @@ def frozen_group(optimizer: Any, name: str) -> Iterator[None]:
 
 
 def gather_parameter(strategy: Strategy) -> Callable[[Tensor], AbstractContextManager[Tensor]]:
-    """A function that gives a context manager around the full tensor of a possibly sharded parameter.
+    """Returns a function that creates a context manager with the full tensor of a possibly sharded parameter.
 
     Collective under FSDP2 and ZeRO-3: every rank must gather the same parameters in the same order.
     """
@@ -268,7 +268,7 @@ def gather_parameter(strategy: Strategy) -> Callable[[Tensor], AbstractContextMa
 
 @torch.no_grad()
 def blend_parameter(parameter: Any, full: Tensor, weight: float) -> None:
-    """Moves a possibly sharded parameter towards a full tensor: `p = weight * full + (1 - weight) * p`. Collective."""
+    """Blends a full tensor into a possibly sharded parameter: `p = weight * full + (1 - weight) * p`. Collective."""
     if is_partitioned(parameter):
         with gathered(parameter, write=True):
             parameter.data.lerp_(full.to(parameter), weight)
@@ -289,19 +289,19 @@ def is_sharded(parameter: Any) -> bool:
 
 
 def local_shard(parameter: Any) -> Tensor:
-    """What this rank holds of a possibly sharded parameter; writing to it writes to the parameter."""
+    """Returns this rank's part of a possibly sharded parameter, as a view."""
     if is_partitioned(parameter):
         return local_part(parameter)
     return parameter.detach().to_local() if hasattr(parameter, "full_tensor") else parameter.detach()
 
 
 def all_sum(strategy: Strategy, tensor: Tensor) -> Tensor:
-    """Sum of a tensor over ranks, on every rank."""
+    """Sums a tensor over ranks, on every rank."""
     return _all_reduce(strategy, tensor, "sum")
 
 
 def all_max(strategy: Strategy, tensor: Tensor) -> Tensor:
-    """Maximum of a tensor over ranks, on every rank."""
+    """Returns the maximum of a tensor over ranks, on every rank."""
     return _all_reduce(strategy, tensor, "max")
 
 
@@ -316,7 +316,7 @@ def _all_reduce(strategy: Strategy, tensor: Tensor, op: str) -> Tensor:
 
 
 def gather_objects(own: Any, group: Any = None) -> list[Any]:
-    """Every rank's object, in the order of the ranks. Collective over the process group, the default one where None."""
+    """Returns every rank's object, in rank order. Collective over the process group; defaults to all ranks."""
     if not has_process_group():
         return [own]
     objects: list[Any] = [None] * torch.distributed.get_world_size()
@@ -325,5 +325,5 @@ def gather_objects(own: Any, group: Any = None) -> list[Any]:
 
 
 def has_process_group() -> bool:
-    """Whether ranks can exchange anything: false in a process of its own."""
+    """Whether ranks can communicate. False in a single process."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -335,7 +335,7 @@ def test_a_full_disk_names_what_can_be_resumed_from(
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     saving = RolloutCheckpoint(1, str(tmp_path / "c"), **arguments)
     try:
-        with pytest.raises(StorageError, match="cannot be written"):
+        with pytest.raises(StorageError, match="can't be written"):
             fit(tmp_path, Counting(range(9)), 1, FillDisk(rollout), saving)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

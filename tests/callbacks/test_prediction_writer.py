@@ -158,7 +158,7 @@ def test_a_damaged_rollout_is_not_read(tmp_path: Path) -> None:
     whole = tensors.read_bytes()
     for content in (whole[:9000] + bytes([whole[9000] ^ 1]) + whole[9001:], whole[:-100], b""):
         tensors.write_bytes(content)
-        with pytest.raises(ValueError, match=r"rank0\.pt cannot be read"):
+        with pytest.raises(ValueError, match=r"rank0\.pt can(no|')t be read"):
             load_rollouts(tmp_path)
     tensors.write_bytes(whole)
     for line in ('{"traj', "[2]\n"):
@@ -166,5 +166,5 @@ def test_a_damaged_rollout_is_not_read(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"rank0\.jsonl:2 is "):
             load_rollouts(tmp_path)
     texts.unlink()
-    with pytest.raises(ValueError, match=r"rank0\.jsonl cannot be read"):
+    with pytest.raises(ValueError, match=r"rank0\.jsonl can(no|')t be read"):
         load_rollouts(tmp_path)

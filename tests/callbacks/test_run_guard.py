@@ -239,7 +239,7 @@ def test_lightnings_own_checkpoints_are_checked_too(model: str, tmp_path: Path) 
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    with pytest.raises(ValueError, match="not those that were written"):
+    with pytest.raises(ValueError, match="match its checksum"):
         fit(tmp_path, model, RunGuard(), resume=str(path))
 
 
@@ -337,7 +337,7 @@ def test_saved_rollouts_hold_the_policy_after_the_update_unless_told_not_to(
 
 def test_rollouts_on_a_full_disk_are_one_message(model: str, tmp_path: Path) -> None:
     (tmp_path / "rollouts").write_text("a file where the folder should be")
-    with pytest.raises(StorageError, match="rank0.pt' cannot be written"):
+    with pytest.raises(StorageError, match="rank0.pt' can't be written"):
         fit(tmp_path, model, RolloutWriter(every_n_rollouts=1, dirpath=str(tmp_path / "rollouts")))
 
 
@@ -377,11 +377,11 @@ def test_last_leaves_the_checkpoints_of_before_a_fresh_start_alone(model: str, t
     assert fit(tmp_path, model, saving(tmp_path), resume="last").global_step == 4  # what did not begin changes nothing
     with pytest.raises(RuntimeError, match="gone"):
         fit(tmp_path, model, saving(tmp_path), Fail("on_train_batch_start"), seed=7)
-    with pytest.raises(ValueError, match="ckpt_path=last: no checkpoint is whole"):
+    with pytest.raises(ValueError, match="ckpt_path=last: "):
         fit(tmp_path, model, saving(tmp_path), resume="last", seed=7)
     fit(tmp_path, model, saving(tmp_path, filename="own"), seed=7)
     (folder / "first.ckpt").touch()
-    with pytest.warns(UserWarning, match=r"from .*(own|last).ckpt, and skips .*first.ckpt: an earlier run"):
+    with pytest.warns(UserWarning, match=r"from .*(own|last).ckpt and skips .*first.ckpt: .*earlier run"):
         fit(tmp_path, model, saving(tmp_path), resume="last", seed=7)
     fit(tmp_path, model, saving(tmp_path, filename="again"), resume=str(folder / "first.ckpt"))
     assert is_of_another_run(folder / "own.ckpt") and not is_of_another_run(folder / "again.ckpt")

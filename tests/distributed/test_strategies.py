@@ -275,7 +275,7 @@ def test_a_rank_does_not_outlive_its_launcher(tmp_path: Path) -> None:
 
 
 def test_refuses_what_would_train_apart() -> None:
-    with pytest.raises(ValueError, match="reduce_every_micro_batch=True with stage=1.*Take stage 2 or 3"):
+    with pytest.raises(ValueError, match="reduce_every_micro_batch=True with stage=1"):
         ZeROStrategy(stage=1, reduce_every_micro_batch=True)
     with pytest.raises(ValueError, match="tensor_parallel_size=2.*FSDP2Strategy"):
         refuse_unsupported(ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2))
