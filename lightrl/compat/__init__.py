@@ -1,1 +1,1 @@
-"""Private parts of dependencies, one file each; arguments, import paths, and optional packages."""
+"""Private parts of dependencies, one module each; argument checks, import paths, and optional packages."""

@@ -1,4 +1,4 @@
-"""Checks of arguments that would otherwise train wrongly in silence; import paths; optional packages."""
+"""Argument validation, import paths, and optional packages."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 DISTRIBUTION = "lightrl-llm"
-"""Name of the package on an index. The name `lightrl` there belongs to another project."""
+"""Name of the package on PyPI. The name `lightrl` belongs to another project there."""
 MAX_REWARD = 1e16
-"""Largest size of a reward: the squares of a batch of them, which a standard deviation sums, still fit in float32."""
+"""Maximum magnitude of a reward. The sum of squares of a batch, as in a standard deviation, still fits in float32."""
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 T = TypeVar("T")
 
 
 def at_least(name: str, value: T, low: float, note: str = "", *, or_none: str | None = None) -> T:
-    """The value if it is `low` or more, and finite.
+    """Returns the value if it is finite and at least `low`.
 
     Args:
-        name: The argument in the message, such as `CompletionLogger.num_samples`.
-        value: A number.
-        low: Smallest allowed value.
+        name: Argument name in the message, such as `CompletionLogger.num_samples`.
+        value: Number to check.
+        low: Minimum value.
         note: End of the message.
-        or_none: What None is for, such as "for no limit". None is rejected without it.
+        or_none: Meaning of None, such as "for no limit". Defaults to rejecting None.
 
     Raises:
-        ValueError: Names the argument, its value, and what is allowed.
+        ValueError: The value is not allowed. The message has the argument, its value, and the allowed values.
     """
     return _checked(name, value, lambda x: x >= low, f"at least {low:g}{note}", or_none)
 
 
 def above(name: str, value: T, low: float = 0, note: str = "", *, or_none: str | None = None) -> T:
-    """The value if it is above `low`; otherwise as `at_least`."""
+    """Returns the value if it is finite and above `low`. See `at_least`."""
     return _checked(name, value, lambda x: x > low, f"above {low:g}{note}", or_none)
 
 
 def fraction(name: str, value: T, bounds: str = "[0, 1]", note: str = "", *, or_none: str | None = None) -> T:
-    """The value if it is from 0 to 1, with or without the ends as the brackets in `bounds`; otherwise as `at_least`."""
+    """Returns the value if it is from 0 to 1, with the ends as in the brackets of `bounds`. See `at_least`."""
 
     def inside(x: float) -> bool:
         return (x >= 0 if bounds[0] == "[" else x > 0) and (x <= 1 if bounds[-1] == "]" else x < 1)
@@ -54,7 +54,7 @@ def fraction(name: str, value: T, bounds: str = "[0, 1]", note: str = "", *, or_
 
 
 def one_of(name: str, value: T, *choices: T) -> T:
-    """The value if it is one of the choices; otherwise as `at_least`."""
+    """Returns the value if it is one of the choices. See `at_least`."""
     return _checked(name, value, lambda x: x in choices, f"one of {', '.join(map(repr, choices))}", None)
 
 
@@ -63,7 +63,7 @@ def _checked(name: str, value: T, ok: Callable[[Any], bool], allowed: str, or_no
         return value
     try:
         fine = ok(value) and not (isinstance(value, float) and math.isinf(value))
-    except TypeError:  # of a type that cannot be compared
+    except TypeError:  # the type doesn't support comparison
         fine = False
     if not fine:
         raise ValueError(f"{name}={value!r}: must be {allowed}{'' if or_none is None else f', or None {or_none}'}.")
@@ -71,48 +71,50 @@ def _checked(name: str, value: T, ok: Callable[[Any], bool], allowed: str, or_no
 
 
 def install_command(extra: str) -> str:
-    """The command that installs an extra, such as `vllm`."""
+    """Returns the command that installs an extra, such as `vllm`."""
     return f"pip install '{DISTRIBUTION}[{extra}]'"
 
 
 def require_packages(owner: str, extra: str, *packages: str) -> None:
-    """Raises a ValueError with the command to run if one of the packages, by import name, is missing."""
+    """Raises a ValueError with the install command if a package, by import name, is missing."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
-        raise ValueError(f"{owner} needs {' and '.join(missing)}: {install_command(extra)}.")
+        raise ValueError(f"{owner}: needs {' and '.join(missing)}, not installed. Run {install_command(extra)}.")
 
 
 def bearer_token(name: str, token: str | None) -> str | None:
-    """The token, None if it is empty. Raises a ValueError that does not show it if an HTTP header can't hold it."""
+    """Returns the token, or None if empty. Raises a ValueError without it if an HTTP header can't hold it."""
     if token and not re.fullmatch(r"[!-~]+", token):
-        raise ValueError(f"{name}: has a blank, a line break, or a character that is not ASCII. Export it without.")
+        raise ValueError(f"{name}: has a space, a line break, or a non-ASCII character. Export it without.")
     return token or None
 
 
 def require_model_folder(path: str) -> None:
-    """Rejects a path that can be neither a model folder nor a hub name, before something heavy starts.
+    """Rejects a path that is neither a model directory nor a model ID, before any heavy work.
 
     Raises:
-        ValueError: It is a folder without a config.json, a file, or looks like a folder that does not exist.
+        ValueError: The path is a file, a directory without a config.json, or looks like a missing directory.
     """
     folder = Path(path).expanduser()
     if folder.is_dir() and path:
         if not (folder / "config.json").is_file():
-            raise ValueError(f"Model folder {path!r} has no config.json. Name one that `save_pretrained` wrote.")
+            raise ValueError(f"Model directory {path!r} has no config.json. Use one written by `save_pretrained`.")
     elif folder.exists() or not HUB_NAME.fullmatch(path) or ("/" in path and os.path.isdir(folder.parent)):
-        raise ValueError(f"Model folder {path!r} does not exist. Name a folder, or a hub name (organization/name).")
+        raise ValueError(
+            f"Model directory {path!r} does not exist. Use an existing directory, or a model ID (organization/name)."
+        )
 
 
 def imported(what: str, path: str, known: Sequence[str] = ()) -> Any:
-    """The object that an import path names.
+    """Imports the object at an import path.
 
     Args:
-        what: The argument in the message, such as `reward function`.
+        what: Argument name in the message, such as `reward function`.
         path: `package.module:name`, `package.module.name`, or `path/to/file.py:name`. A file is run once.
-        known: Names that may have been meant.
+        known: Names to suggest in the message.
 
     Raises:
-        ValueError: There is no such object; the message says which part failed.
+        ValueError: The object doesn't exist. The message has the part that failed.
     """
     place, colon, name = path.rpartition(":")
     if not colon:
@@ -123,7 +125,7 @@ def imported(what: str, path: str, known: Sequence[str] = ()) -> Any:
         raise ValueError(f"{what} {path!r}: is not package.module:name or path/to/file.py:name.{hint}")
     try:
         module = _run_file(Path(place).expanduser()) if place.endswith(".py") else importlib.import_module(place)
-    except Exception as error:  # whatever the user's code raises
+    except Exception as error:  # user code may raise any error
         raise ValueError(f"{what} {path!r}: importing {place} failed (from {Path.cwd()}): {error!r}.") from error
     if not hasattr(module, name):
         offered = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
@@ -138,7 +140,7 @@ def _run_file(file: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None  # the suffix is .py
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look a module up by its name
+    sys.modules[name] = module  # dataclasses and pickle look up modules by name
     try:
         spec.loader.exec_module(module)
     except BaseException:

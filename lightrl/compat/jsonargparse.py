@@ -1,4 +1,4 @@
-"""Private parts of jsonargparse 4.53 that LightRL relies on; see tests/compat/test_jsonargparse.py."""
+"""Private parts of jsonargparse 4.53; tests/compat/test_jsonargparse.py fails if they change."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any
 
 
 def start_from_own_defaults(*classes: type) -> None:
-    """An object of one of these classes whose class is changed on the command line starts from its own defaults.
+    """Makes objects whose class is changed on the command line start from their own defaults.
 
-    Where a class replaces another, jsonargparse hands it the other's arguments wherever the names match: `loss: GSPO`
-    would get PPO's `eps_low=0.2` in place of its 3e-4. It has no public switch for it: its function is wrapped,
-    once for all parsers of the process.
+    When a class replaces another, jsonargparse passes on the other's arguments with matching names: `loss: GSPO` would
+    get PPO's `eps_low=0.2` instead of its default 3e-4. It has no public option for this, so its function is wrapped
+    once per process.
     """
     from jsonargparse import Namespace, _typehints
 
@@ -29,11 +29,11 @@ def start_from_own_defaults(*classes: type) -> None:
 
 
 def keep_lists() -> None:
-    """A list or dictionary that stands where a function may is written as it was read.
+    """Makes lists and dictionaries in place of a function serialize as they were read.
 
-    Of `Callable[..., Any] | list[...]` jsonargparse tries the first alone, and writes "Unable to serialize instance" in
-    the list's place: a saved configuration that cannot be run. Its function is wrapped, once for all parsers of the
-    process, to refuse what is no function; the next member of the union is tried then.
+    For `Callable[..., Any] | list[...]`, jsonargparse tries only the first type and writes "Unable to serialize
+    instance" instead of the list, so the saved config can't be run. This wraps its function once per process to reject
+    anything but functions; jsonargparse then tries the next type of the union.
     """
     from jsonargparse import _typehints
 
@@ -50,9 +50,10 @@ def keep_lists() -> None:
 
 
 def prefer_own_names() -> None:
-    """A short name of classes of both LightRL and a dependency is LightRL's, such as `ThroughputMonitor`.
+    """Resolves short class names that both LightRL and a dependency use, such as `ThroughputMonitor`, to LightRL's.
 
-    jsonargparse rejects it, and has no public list of names. Its walk over subclasses is wrapped, once for all parsers.
+    jsonargparse rejects ambiguous names and has no public list of names. This wraps its search for subclasses once per
+    process.
     """
     from jsonargparse import _typehints
 

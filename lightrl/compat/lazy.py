@@ -1,4 +1,4 @@
-"""Front pages of packages that load a module when one of its names is first used."""
+"""Lazy package namespaces that import a module when one of its names is first used."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 
 def lazy_names(package: str, modules: Sequence[str], names: Sequence[str]) -> Callable[[str], Any]:
-    """Makes a package's `__getattr__` (PEP 562).
+    """Creates a package's `__getattr__` (PEP 562).
 
     Args:
         package: Name of the package.
-        modules: Its modules in the order in which they are searched, those that import least first.
+        modules: Modules in search order, those with the fewest imports first.
         names: Public names, the package's `__all__`.
     """
 

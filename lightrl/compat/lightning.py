@@ -1,4 +1,4 @@
-"""Private parts of Lightning 2.6 that LightRL relies on; tests/compat/test_lightning.py fails when they change."""
+"""Private parts of Lightning 2.6; tests/compat/test_lightning.py fails if they change."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 
 
 def run_seed() -> int:
-    """The seed of `seed_everything`; 0 without one."""
+    """Returns the seed of `seed_everything`; 0 without one."""
     return int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
 
 class YamlCLI(LightningCLI):
-    """`LightningCLI`, but on resume a checkpoint's hyperparameters do not override the YAML."""
+    """`LightningCLI` whose YAML takes precedence over a checkpoint's hyperparameters on resume."""
 
     def help_of(self, subcommand: str) -> tuple[str, str | None]:
-        """Description of a subcommand, and its usage in place of a list of all options (None); override it."""
+        """Returns a subcommand's description, and its usage (None lists all options). Override it."""
         return "", None
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> Any:
@@ -38,7 +38,7 @@ class YamlCLI(LightningCLI):
         return parser
 
     def _parse_ckpt_path(self) -> None:
-        """Lightning would merge the checkpoint's hyperparameters over the given YAML; here YAML is what counts."""
+        """Disabled: Lightning would merge the checkpoint's hyperparameters over the YAML."""
 
     def record_hyperparameters(self) -> None:
         """Uses `config` as the hyperparameters of checkpoints and loggers."""
@@ -46,16 +46,16 @@ class YamlCLI(LightningCLI):
 
 
 class _KeptTable(ExperimentWriter):
-    """Writer of a `CSVLogger` that keeps the `metrics.csv` of an earlier run until the run of `trainer` logs a row.
+    """`CSVLogger` writer that preserves the `metrics.csv` of an earlier run until the run of `trainer` logs a row.
 
-    Lightning deletes it when the logger begins. Here a resumed run continues it, and another one replaces it.
+    Lightning deletes the file when the logger starts. Here, a resumed run appends to it, and a new run replaces it.
     """
 
     trainer: Trainer
     _begun = False
 
     def _check_log_dir_exists(self) -> None:
-        """Lightning deletes the file here."""
+        """Disabled: Lightning deletes the file here."""
 
     def log_metrics(self, metrics_dict: dict[str, float], step: int | None = None) -> None:
         if not self._begun:
@@ -69,12 +69,12 @@ class _KeptTable(ExperimentWriter):
             table.unlink(missing_ok=True)
         elif table.is_file():
             content = table.read_bytes()
-            os.truncate(table, content.rfind(b"\n") + 1)  # without an incomplete line
+            os.truncate(table, content.rfind(b"\n") + 1)  # removes an incomplete line
             with table.open(newline="", errors="replace") as file:
                 self.metrics_keys = next(csv.reader(file), [])
 
     def _rewrite_with_new_header(self, fieldnames: list[str]) -> None:
-        """Lightning's empties the file first, and loses it if the disk is full or the run is killed."""
+        """Rewrites the file atomically. Lightning's would lose it if the disk is full or the run is killed."""
         if "://" in self.metrics_file_path:
             super()._rewrite_with_new_header(fieldnames)
             return
@@ -92,7 +92,7 @@ class _KeptTable(ExperimentWriter):
 
 
 def begin_table(logger: CSVLogger, trainer: Trainer) -> None:
-    """Begins a logger of rank 0. Its first row is appended to `metrics.csv` on resume, and replaces it otherwise."""
+    """Starts a logger of rank 0. Its first row is appended to `metrics.csv` on resume, and replaces it otherwise."""
     if logger._experiment is None:
         logger._experiment = _KeptTable(logger.log_dir)
     if isinstance(logger._experiment, _KeptTable):
@@ -100,17 +100,17 @@ def begin_table(logger: CSVLogger, trainer: Trainer) -> None:
 
 
 class SavingCheckpoint(ModelCheckpoint):
-    """`ModelCheckpoint` whose choice of the last checkpoint can be overridden; its subclass does the saving."""
+    """`ModelCheckpoint` with an overridable choice of the last checkpoint. Its subclass saves checkpoints."""
 
     def last_checkpoints(self, trainer: Trainer) -> set[str]:
-        """Files that `--ckpt_path last` takes the newest of; override it."""
+        """Returns the files from which `--ckpt_path last` uses the newest. Override it."""
         return super()._find_last_checkpoints(trainer)
 
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
         return self.last_checkpoints(trainer)
 
     def write(self, trainer: Trainer, path: str) -> None:
-        """Saves the run to a file or folder and tells the loggers. Collective."""
+        """Saves the run to a file or directory, and notifies loggers. Collective."""
         trainer.save_checkpoint(path)
         self._last_global_step_saved = trainer.global_step
         self._last_checkpoint_saved = path
@@ -119,7 +119,7 @@ class SavingCheckpoint(ModelCheckpoint):
 
 
 def choose_last(callback: ModelCheckpoint, choose: Callable[[set[str]], set[str]]) -> None:
-    """Has `ckpt_path="last"` take the newest of what `choose` leaves of a callback's files."""
+    """Makes `ckpt_path="last"` use the newest of the callback's files that `choose` selects."""
     callback._find_last_checkpoints = partial(_chosen_last, callback, choose)  # type: ignore[method-assign]
 
 
@@ -128,12 +128,12 @@ def _chosen_last(callback: ModelCheckpoint, choose: Callable[[set[str]], set[str
 
 
 def tensor_parallel_size(strategy: ModelParallelStrategy) -> int | str:
-    """Ranks over which layers are split, or "auto"."""
+    """Returns the number of ranks over which layers are split, or "auto"."""
     return strategy._tensor_parallel_size
 
 
 def set_data_parallel_size(strategy: ModelParallelStrategy, ranks: int) -> None:
-    """The size that the constructor takes, set once the number of ranks is known."""
+    """Sets the constructor argument once the number of ranks is known."""
     strategy._data_parallel_size = ranks
 
 
@@ -143,14 +143,14 @@ def writes_parts(strategy: ModelParallelStrategy) -> bool:
 
 
 def load_module_state(state: Mapping[str, Any], module: Any) -> None:
-    """Loads whole tensors into a module that FSDP2 has sharded; names that it lacks are passed over."""
+    """Loads full tensors into a module sharded by FSDP2; ignores names that it lacks."""
     from lightning.fabric.strategies.model_parallel import _load_raw_module_state
 
     _load_raw_module_state(dict(state), module, strict=False)
 
 
 def load_distributed_checkpoint(folder: Path) -> dict[str, Any]:
-    """The whole tensors of a folder that FSDP2 ranks wrote, without a process group."""
+    """Loads the full tensors of a directory written by FSDP2 ranks, without a process group."""
     from lightning.fabric.utilities.load import _load_distributed_checkpoint
 
     return _load_distributed_checkpoint(folder)
@@ -162,10 +162,10 @@ def set_logged_step(trainer: Any, step: int) -> None:
 
 
 def count_updates(trainer: Any) -> float:
-    """Updates of the run, infinite if it has no end.
+    """Returns the number of updates of the run, infinite if it has no end.
 
-    To count, Lightning sets up the training data before it reads a checkpoint, and would begin a resumed run with the
-    first rows. Here it sets them up once more.
+    To count, Lightning sets up the training data before it reads a checkpoint, so a resumed run would begin with the
+    first examples. This sets the data up again.
     """
     updates: float = trainer.estimated_stepping_batches
     trainer.fit_loop._combined_loader = None
@@ -173,7 +173,7 @@ def count_updates(trainer: Any) -> float:
 
 
 def accumulates(trainer: Any) -> bool:
-    """Whether the last batch's gradients still wait for the optimizer's step."""
+    """Whether the last batch's gradients wait for the optimizer step."""
     return trainer.fit_loop.epoch_loop._should_accumulate()
 
 
@@ -183,7 +183,7 @@ def ended_in_batch(trainer: Any) -> bool:
 
 
 def evaluations_come(trainer: Any) -> bool:
-    """When training starts: whether this fit will evaluate, according to its data and intervals."""
+    """Whether this fit will evaluate, according to its data and intervals. Call it when training starts."""
     epochs, every = trainer.max_epochs, trainer.check_val_every_n_epoch
     if not trainer.enable_validation:
         return False
@@ -192,19 +192,19 @@ def evaluations_come(trainer: Any) -> bool:
     interval, batches = trainer.val_check_batch, trainer.fit_loop.max_batches
     if every is None and epochs not in (None, -1) and interval is not None and interval > batches * epochs:
         return False
-    return trainer.val_dataloaders is None or sum(trainer.num_val_batches) > 0  # None: read in a later epoch
+    return trainer.val_dataloaders is None or sum(trainer.num_val_batches) > 0  # None: loaded in a later epoch
 
 
 def evaluation_follows(trainer: Any) -> bool:
-    """At the end of a batch: whether Lightning evaluates before it draws the next one."""
+    """Whether Lightning evaluates before the next batch. Call it at the end of a batch."""
     return trainer.fit_loop.epoch_loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
 
 
 @contextlib.contextmanager
 def evaluation_pending(trainer: Any) -> Iterator[None]:
-    """A run resumed from what is saved within it begins with the whole evaluation after the last batch.
+    """Context manager that makes a run resumed from checkpoints saved within start with the pending evaluation.
 
-    Lightning finishes an evaluation whose batch had begun, so the saved state looks like one whose first batch had.
+    Lightning finishes an evaluation whose first batch had begun, so the saved state imitates that.
     """
     loop = trainer.fit_loop.epoch_loop
     trained, evaluated = loop.batch_progress, loop.val_loop.batch_progress
@@ -222,12 +222,12 @@ def evaluation_pending(trainer: Any) -> Iterator[None]:
 
 
 def begin_evaluation(trainer: Any) -> None:
-    """Forgets the batch that had begun, which Lightning would keep counting."""
+    """Resets the batch that had begun, which Lightning would keep counting."""
     trainer.fit_loop.epoch_loop.val_loop.batch_progress.total.reset_on_restart()
 
 
 def forget_step_metrics(trainer: Any, names: Collection[str]) -> None:
-    """Forgets metrics that an earlier step logged and this one doesn't; Lightning would log their values again."""
+    """Removes metrics that an earlier step logged and this one doesn't; Lightning would log their values again."""
     results = trainer.fit_loop.epoch_loop._results
     for metric in results.values():
         if metric.meta.name in names and metric.meta.on_step:
@@ -240,7 +240,7 @@ def flush_step_metrics(trainer: Any) -> None:
 
 
 def show_pace(bar: Any, pace: Callable[[], Mapping[str, str]]) -> None:
-    """Shows `pace()` and short numbers in a progress bar, in place of Lightning's iterations per second.
+    """Shows `pace()` and short numbers in a progress bar, instead of Lightning's iterations per second.
 
     Lightning's estimate of the remaining time covers one epoch, without evaluations.
     """
@@ -267,17 +267,17 @@ def _columns(bar: RichProgressBar, trainer: Any) -> list[Any]:
 
 
 def refresh_pace(bar: Any, trainer: Any, pace: Mapping[str, str], now: str, done: int, total: int) -> None:
-    """Redraws a bar between two batches, from any thread: with the latest `pace`, and with what happens now.
+    """Redraws a bar between two batches, from any thread, with the latest `pace` and the current activity.
 
-    Asks Lightning for no metrics: their reduction is collective.
+    Doesn't read metrics from Lightning, since their reduction is collective.
 
     Args:
-        bar: Of any kind; others than Lightning's own are left as they are.
-        trainer: Its trainer.
-        pace: As of `show_pace`.
-        now: What happens now; "" for nothing.
-        done: How much of it is done.
-        total: How much there is.
+        bar: Progress bar. Bars other than Lightning's are left unchanged.
+        trainer: Trainer of the bar.
+        pace: Pace as in `show_pace`.
+        now: Current activity. Empty for none.
+        done: Completed amount of the activity.
+        total: Total amount of the activity.
     """
     evaluates = trainer.sanity_checking or trainer.evaluating
     metrics = {**pace, **getattr(bar, "shown", {})}
@@ -298,7 +298,7 @@ def refresh_pace(bar: Any, trainer: Any, pace: Mapping[str, str], now: str, done
 
 
 def stop_bar(bar: Any) -> None:
-    """Ends a progress bar's display before the end of the run: what is printed next comes below it."""
+    """Ends a progress bar's display before the end of the run, so that later output is printed below it."""
     if isinstance(bar, RichProgressBar) and bar.progress is not None:
         if (now := getattr(bar, "now", None)) in bar.progress.task_ids:
             bar.progress.remove_task(now)

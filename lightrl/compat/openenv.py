@@ -1,4 +1,4 @@
-"""OpenEnv's client, with the details of errors that servers answer, and one session per game."""
+"""OpenEnv client that keeps error details and uses one session per game."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import httpx
 
 PRIVATE = {
     "openenv.core:GenericEnvClient._send": "sends a message",
-    "openenv.core:GenericEnvClient._receive": "receives the answer, of which its caller drops the details of errors",
+    "openenv.core:GenericEnvClient._receive": "receives the response; its caller drops error details",
     "openenv.core:GenericEnvClient._send_and_receive": "overridden to keep them",
-    "openenv.core:GenericEnvClient._ws": "the connection, which is one session of the server",
+    "openenv.core:GenericEnvClient._ws": "the connection, one session of the server",
     "openenv.core:GenericEnvClient._ensure_connected": "overridden, because it would connect to a new session",
 }
-"""What is used of openenv 0.10 beyond its documented interface, and why."""
+"""Undocumented names of openenv 0.10, and what they are used for."""
 
 
 class ServerError(RuntimeError):
-    """An error that the server answered.
+    """An error response of the server.
 
     Attributes:
-        code: Name of the kind, such as "VALIDATION_ERROR" for a message that does not fit the server's models.
-        errors: Pydantic's errors, each with a place `loc` and a text `msg`; empty for other kinds.
+        code: Kind of error, such as "VALIDATION_ERROR" for a message that doesn't match the server's models.
+        errors: Pydantic errors, each with a location `loc` and a text `msg`. Empty for other kinds.
     """
 
     def __init__(self, message: str, code: str, errors: Sequence[dict[str, Any]] = ()) -> None:
@@ -32,11 +32,11 @@ class ServerError(RuntimeError):
 
 
 def make_client(url: str, timeout: float) -> Any:
-    """A client of an OpenEnv server that raises `ServerError`.
+    """Creates a client of an OpenEnv server that raises `ServerError`.
 
     Args:
-        url: Of the server.
-        timeout: Seconds that connecting and each answer may take.
+        url: URL of the server.
+        timeout: Seconds to wait for the connection and for each response.
     """
     from openenv.core import GenericEnvClient
 
@@ -57,11 +57,11 @@ def make_client(url: str, timeout: float) -> Any:
 
 
 async def action_schema(url: str, timeout: float) -> dict[str, Any]:
-    """JSON schema of the actions of an OpenEnv server.
+    """Returns the JSON schema of an OpenEnv server's actions.
 
     Args:
-        url: Of the server.
-        timeout: Seconds that it may take.
+        url: URL of the server.
+        timeout: Seconds to wait for the response.
     """
     url = url.replace("ws", "http", 1) if url.startswith("ws") else url
     async with httpx.AsyncClient(timeout=timeout) as client:

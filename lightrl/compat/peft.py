@@ -1,7 +1,7 @@
-"""Parts of peft 0.21 that LightRL relies on beyond its documented interface; see tests/compat/test_peft.py.
+"""Undocumented parts of PEFT 0.21; see tests/compat/test_peft.py.
 
-peft's wrapper class would change a model's type and its parameters' names, so adapters are injected into the model and
-its layers are read directly. Importing this file does not import peft.
+PEFT's wrapper class would change a model's type and parameter names, so adapters are injected into the model and its
+layers are read directly. Importing this module doesn't import PEFT.
 """
 
 from __future__ import annotations
@@ -11,19 +11,20 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 ADAPTER = "default"
-"""Name of the adapter that is trained."""
+"""Name of the trained adapter."""
 
 REFERENCE = "reference"
-"""Name of the frozen copy of it that a run began with, where that is the reference."""
+"""Name of the adapter's frozen initial copy, if that is the reference."""
 
 
 class LoraParts(NamedTuple):
-    """The adapter of one layer: `scaling * B A` is added to its weight.
+    """Adapter of one layer, which adds `scaling * B A` to its weight.
 
     Attributes:
-        a: parameter (r, in). b: parameter (out, r).
+        a: Parameter A, (r, in).
+        b: Parameter B, (out, r).
         scaling: alpha / r.
-        transposed: the layer's weight is (in, out).
+        transposed: Whether the layer's weight is (in, out).
     """
 
     a: Tensor
@@ -33,12 +34,12 @@ class LoraParts(NamedTuple):
 
 
 def adapter_layers(model: nn.Module) -> dict[str, Any]:
-    """Layers with an adapter, by name."""
+    """Returns the layers with an adapter, by name."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "base_layer")}
 
 
 def lora_parts(layer: Any, name: str = ADAPTER) -> LoraParts | None:
-    """The adapter of that name of a layer; None if there is none of two matrices, as on an embedding."""
+    """Returns a layer's adapter of that name; None if it doesn't consist of two matrices, as on an embedding."""
     if name not in getattr(layer, "lora_A", ()):
         return None
     transposed = bool(getattr(layer, "fan_in_fan_out", False))
@@ -46,12 +47,12 @@ def lora_parts(layer: Any, name: str = ADAPTER) -> LoraParts | None:
 
 
 def is_linear(layer: Any) -> bool:
-    """Whether a layer with an adapter has two matrices for one of its own; a wrapped parameter, as of experts, not."""
+    """Whether a layer with an adapter is linear, rather than a wrapped parameter such as that of experts."""
     return lora_parts(layer) is not None and not hasattr(layer, "parameter_name")
 
 
 def dequantized(layer: Any, weight: Tensor) -> Tensor:
-    """A weight as it is; one that bitsandbytes packed into bytes, unpacked."""
+    """Returns a weight, dequantized if bitsandbytes packed it."""
     if not hasattr(weight, "quant_state"):
         return weight
     from peft.utils.integrations import dequantize_bnb_weight

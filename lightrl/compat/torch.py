@@ -1,4 +1,4 @@
-"""Private parts of torch 2.13 that LightRL relies on; tests/compat/test_torch.py fails when they change."""
+"""Private parts of torch 2.13; tests/compat/test_torch.py fails if they change."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-FLEX_BLOCK = 128  # tokens of FlexAttention's blocks
+FLEX_BLOCK = 128  # block size of FlexAttention in tokens
 _PORTABLE = 1  # cudaHostRegisterPortable: for every GPU of this process
-MOST_GRAPHS = 64  # of FlexAttention: by dtype, heads, head size, gradient, autocast
+MOST_GRAPHS = 64  # graphs of FlexAttention: by dtype, heads, head size, gradient, autocast
 
 
 def has_triton() -> bool:
-    """Whether FlexAttention's compiled kernel can be built; torch has no public question for it."""
+    """Whether FlexAttention's compiled kernel can be built; torch has no public function for it."""
     from torch.utils._triton import has_triton as known
 
     return bool(known())
@@ -26,12 +26,14 @@ def has_triton() -> bool:
 
 @cache
 def flex_attention(*, compiled: bool, backend: Any = "inductor") -> Any:
-    """torch's `flex_attention`, compiled for all lengths as one graph: it raises instead of falling back silently
-    to a dense kernel. It has its own limit on the number of graphs: torch's, 8, is for the whole process.
+    """Returns torch's `flex_attention`, compiled as one graph for all lengths.
+
+    It raises an error instead of silently falling back to a dense kernel. It has its own limit on the number of graphs,
+    since torch's limit of 8 applies to the whole process.
 
     Args:
-        compiled: False gives torch's own call, which holds the whole matrix of scores.
-        backend: Of `torch.compile`.
+        compiled: Whether to compile. False returns torch's function, which stores the whole score matrix.
+        backend: Backend of `torch.compile`.
     """
     from torch.nn.attention import flex_attention as module
 
@@ -50,13 +52,13 @@ def flex_attention(*, compiled: bool, backend: Any = "inductor") -> Any:
 
 
 def flex_block_mask(visible: Any, some: Tensor, full: Tensor, device: torch.device) -> Any:
-    """A block mask of FlexAttention without asking for every pair of tokens, as `create_block_mask` would.
+    """Creates a FlexAttention block mask without evaluating every pair of tokens, unlike `create_block_mask`.
 
     Args:
-        visible: (batch, head, query, key) -> bool, with tensors on `device`.
+        visible: Function (batch, head, query, key) -> bool, with tensors on `device`.
         some: (n, n) bool on the host, blocks of 128 x 128 pairs of which some may be visible.
-        full: (n, n) bool, blocks of which all are, for which `visible` is not called.
-        device: Of the mask.
+        full: (n, n) bool, blocks of which all pairs are visible, for which `visible` is not called.
+        device: Device of the mask.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -69,7 +71,7 @@ def flex_block_mask(visible: Any, some: Tensor, full: Tensor, device: torch.devi
 
 
 def varlen_attention() -> Any:
-    """torch's variable-length flash attention; None in a version that does not have it."""
+    """Returns torch's variable-length flash attention; None if this version lacks it."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -78,19 +80,19 @@ def varlen_attention() -> Any:
 
 
 def fake_tensors() -> AbstractContextManager[Any]:
-    """Within it operations work out shapes and dtypes, and compute and hold nothing."""
+    """Context manager in which operations compute only shapes and dtypes, without allocating memory."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def storage_key(tensor: Tensor) -> int:
-    """A number that two tensors share if and only if they share their memory, fake tensors included."""
+    """Returns a number that is equal for two tensors if and only if they share memory, including fake tensors."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def persistent_buffers(module: nn.Module) -> set[str]:
-    """Names of the buffers that a checkpoint holds; `state_dict` would gather sharded parameters to tell."""
+    """Returns the names of buffers in checkpoints, without `state_dict`, which would gather sharded parameters."""
     names = set()
     for prefix, part in module.named_modules():
         kept = set(part._buffers) - part._non_persistent_buffers_set
@@ -101,20 +103,20 @@ def persistent_buffers(module: nn.Module) -> set[str]:
 def page_lock(memory: Tensor) -> weakref.finalize[..., Tensor] | None:
     """Page-locks host memory that torch did not allocate, for direct copies from and to GPUs.
 
-    Without CUDA in this process nothing happens. If CUDA rejects it, a warning is logged, and copies are slower.
+    No effect if this process doesn't use CUDA. If CUDA rejects it, logs a warning, and copies are slower.
 
     Args:
-        memory: Contiguous, on the host.
+        memory: Contiguous tensor on the host.
 
     Returns:
-        A finalizer that undoes it, at the latest before the pages of `memory` are unmapped. None if nothing was done.
+        Finalizer that unlocks the pages before `memory` is unmapped. None if nothing was locked.
     """
     if not (torch.cuda.is_initialized() and memory.nbytes):
         return None
     runtime: Any = torch.cuda.cudart()
     error = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE))
     if error:
-        with suppress(RuntimeError):  # else the next kernel would raise the error
+        with suppress(RuntimeError):  # otherwise the next kernel would raise the error
             torch.zeros(1, device="cuda")
         logging.getLogger(__name__).warning(
             "CUDA did not page-lock %d MiB of host memory (error %d): copies between it and GPUs are slower.",
@@ -123,5 +125,5 @@ def page_lock(memory: Tensor) -> weakref.finalize[..., Tensor] | None:
         )
         return None
     undo = weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr())
-    undo.atexit = False  # a process that ends gives everything back, and CUDA may have ended before
+    undo.atexit = False  # the process releases everything at exit, possibly after CUDA has shut down
     return undo

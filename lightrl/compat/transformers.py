@@ -1,7 +1,6 @@
-"""Private parts of transformers 5.19 that LightRL relies on; tests/compat/test_transformers.py fails when they change.
+"""Private parts of transformers 5.19; tests/compat/test_transformers.py fails if they change.
 
-Models declare what they can do in class attributes that begin with an underscore, which models outside of transformers
-may lack.
+Models declare their capabilities in private class attributes, which models outside transformers may lack.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from transformers.utils import cached_file
 
 
 def attention_implementation(config: Any) -> str:
-    """Name of the attention function that models of this configuration call."""
+    """Returns the name of the attention function that models with this config call."""
     return str(config._attn_implementation)
 
 
@@ -34,12 +33,12 @@ def supports_sdpa(model: Any) -> bool:
 
 
 def has_recurrent_state(model: Any) -> bool:
-    """Whether the model keeps a state in which padding would leave its traces."""
+    """Whether the model has a recurrent state, which padding would affect."""
     return bool(getattr(model, "_is_stateful", False))
 
 
 def router_modules(model: Any) -> list[tuple[str, Any]]:
-    """(name, module) of the routers of a mixture of experts: those whose logits its classes declare as an output."""
+    """Returns (name, module) of mixture-of-experts routers: those whose logits its classes declare as outputs."""
     declared: list[tuple[Any, str | None]] = []
     for part in model.modules():
         specs = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits", [])
@@ -53,21 +52,21 @@ def router_modules(model: Any) -> list[tuple[str, Any]]:
 
 
 def as_saved(model: Any, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Parameters under the names and in the shapes in which `save_pretrained` writes them, one at a time.
+    """Yields parameters under the names and in the shapes used by `save_pretrained`, one at a time.
 
-    transformers 5 holds a layer's experts as one tensor each of `gate_up_proj` (E, 2I, H) and `down_proj` (E, H, I),
-    and writes 3E matrices. Its `revert_weight_conversion` wants all weights at once; this applies the same conversions
-    to one parameter at a time. Only parameters that are one tensor on disk wait for each other, as copies.
+    transformers 5 stores a layer's experts as two tensors, `gate_up_proj` (E, 2I, H) and `down_proj` (E, H, I), but
+    saves 3E matrices. Its `revert_weight_conversion` needs all weights at once. This applies the same conversions to
+    one parameter at a time. Only parameters that share a tensor on disk wait for each other, as copies.
 
     Args:
-        model: Whose parameters they are; may be sharded.
-        named_tensors: (name, full tensor), each valid until the next one is requested, as are those that come out.
+        model: Model of the parameters; may be sharded.
+        named_tensors: (name, full tensor) pairs. Each input and output tensor is valid until the next is requested.
 
     Raises:
-        ValueError: At the end, some but not all parameters of one tensor on disk have come.
+        ValueError: Only some of the parameters that share a tensor on disk were passed. Raised at the end.
     """
     conversions = getattr(model, "_weight_conversions", None)
-    if conversions is None:  # made from a configuration: transformers then leaves prefixes as they are
+    if conversions is None:  # built from a config: transformers then doesn't rename
         conversions = get_model_conversion_mapping(model, add_legacy=False)
         conversions = [x for x in conversions if not isinstance(x, PrefixChange)]
     backwards = [conversion.reverse_transform() for conversion in reversed(conversions)]
@@ -88,31 +87,31 @@ def as_saved(model: Any, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterato
             yield from ((n, x[0] if isinstance(x, list) else x) for n, x in converted.items())
     if waiting:
         raise ValueError(
-            f"{', '.join(waiting)}: only some parameters of one checkpoint tensor have come. Train or freeze (by "
-            "`freeze`, or LoRA's `target_modules`) all of them."
+            f"{', '.join(waiting)}: only some parameters of one checkpoint tensor are trained. Train or freeze all of "
+            "them (with `freeze`, or LoRA's `target_modules`)."
         )
 
 
 def block_class_names(model: Any) -> set[str]:
-    """Names of the classes of the model's blocks, which must not be split over devices."""
+    """Returns the class names of the model's blocks, which must not be split over devices."""
     return set(getattr(model, "_no_split_modules", None) or ())
 
 
 def model_class(auto_class: Any, config: Any) -> type[PreTrainedModel] | None:
-    """The class that an auto class such as `AutoModel` makes for a configuration; None if it knows none."""
+    """Returns the class that an auto class such as `AutoModel` uses for a config; None if unknown."""
     mapping = auto_class._model_mapping
     known: type[PreTrainedModel] | None = mapping.get(type(config), None)
     return known
 
 
 def with_from_config(name: str, bases: tuple[type, ...], reads_as: type[PreTrainedModel] | None = None) -> Any:
-    """A model class with a public `from_config`, as auto classes have.
+    """Creates a model class with a public `from_config`, like auto classes.
 
     Args:
-        name: Of the class.
-        bases: Its bases.
-        reads_as: A class of the same backbone whose checkpoints it reads and whose names it writes. transformers keeps
-            renamings by class name; a class that it does not know would report renamed weights as missing.
+        name: Name of the class.
+        bases: Base classes.
+        reads_as: Class with the same backbone whose checkpoint format to use. transformers stores renamings by class
+            name, and would report renamed weights as missing for an unknown class. Defaults to none.
     """
     own: dict[str, Any] = {"from_config": classmethod(lambda cls, config, **kwargs: cls._from_config(config, **kwargs))}
     if reads_as is not None:
@@ -125,8 +124,8 @@ def with_from_config(name: str, bases: tuple[type, ...], reads_as: type[PreTrain
 
 @contextmanager
 def experts_of_any_dtype() -> Iterator[None]:
-    """Context in which experts use an operation that fake tensors know for every dtype, and that keeps the same tensors
-    for the backward pass."""
+    """Context manager in which experts use an operation that supports fake tensors of every dtype, and that stores the
+    same tensors for the backward pass."""
     usual = moe._can_use_grouped_mm
     moe._can_use_grouped_mm = lambda *tensors: False
     try:
@@ -136,6 +135,6 @@ def experts_of_any_dtype() -> Iterator[None]:
 
 
 def cached_path(path: str, name: str) -> str | None:
-    """Where a file of a model folder or hub repository lies; None if it has no such file."""
+    """Returns the path of a file in a model directory or Hub repository; None if it has no such file."""
     found: str | None = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
     return found

@@ -1,8 +1,8 @@
-"""What LightRL uses of vLLM beyond its documented interface, on the trainer's side. Written for vLLM 0.32.
+"""vLLM interface of the trainer, beyond vLLM's documented one. Written for vLLM 0.32.
 
-Builds `vllm.LLM` without side effects on the trainer's process, adds requests and steps, calls workers, sees an
-engine die or hang, and ends every process it started. Which private names are used and why stands in `PRIVATE`, which
-a test compares with the installed vLLM; the workers' side is in `vllm_worker`.
+Builds `vllm.LLM` without side effects on the trainer's process, adds requests, runs steps, calls workers, detects dead
+or hanging engines, and ends every process it started. A test compares the private names in `PRIVATE` with the installed
+vLLM. `vllm_worker` is the workers' side.
 """
 
 from __future__ import annotations
@@ -36,63 +36,63 @@ if TYPE_CHECKING:
     from lightrl.compat.vllm_grammars import Grammars
 
 PRIVATE = {
-    "vllm.v1.engine.llm_engine:LLMEngine.add_request": "requests of our own ids join while others run",
-    "vllm.v1.engine.llm_engine:LLMEngine.step": "groups come out as they finish",
-    "vllm.v1.engine.llm_engine:LLMEngine.abort_request": "cancelled and abandoned requests",
-    "vllm.v1.engine.output_processor:OutputProcessor.__init__": "request_states has what came of a request so far",
-    "vllm.v1.engine.output_processor:RequestState.make_request_output": "that as an output, as for an aborted request",
-    "vllm.v1.engine:FinishReason.ABORT": "which such an output has",
-    "vllm.v1.engine.core:EngineCoreProc.pause_scheduler": "weights change between two steps, requests stay",
-    "vllm.v1.engine.core:EngineCoreProc.resume_scheduler": "and go on",
+    "vllm.v1.engine.llm_engine:LLMEngine.add_request": "adds requests with our own IDs while others run",
+    "vllm.v1.engine.llm_engine:LLMEngine.step": "returns groups as they finish",
+    "vllm.v1.engine.llm_engine:LLMEngine.abort_request": "cancels requests",
+    "vllm.v1.engine.output_processor:OutputProcessor.__init__": "request_states has partial results",
+    "vllm.v1.engine.output_processor:RequestState.make_request_output": "partial results as an output",
+    "vllm.v1.engine:FinishReason.ABORT": "finish reason of such an output",
+    "vllm.v1.engine.core:EngineCoreProc.pause_scheduler": "changes weights between two steps, keeping requests",
+    "vllm.v1.engine.core:EngineCoreProc.resume_scheduler": "continues requests",
     "vllm.v1.engine.llm_engine:LLMEngine.has_unfinished_requests": "whether requests are in flight",
-    "vllm.v1.engine.llm_engine:LLMEngine.reset_prefix_cache": "keys and values of old weights",
-    "vllm.v1.engine.llm_engine:LLMEngine.reset_encoder_cache": "pictures seen by old weights",
-    "vllm.v1.engine.llm_engine:LLMEngine.add_lora": "a new adapter in place of the old one",
-    "vllm.v1.engine.core_client:SyncMPClient.get_output": "replaced: it waits for ever for a dead or stopped core",
+    "vllm.v1.engine.llm_engine:LLMEngine.reset_prefix_cache": "drops keys and values of old weights",
+    "vllm.v1.engine.llm_engine:LLMEngine.reset_encoder_cache": "drops image features of old weights",
+    "vllm.v1.engine.llm_engine:LLMEngine.add_lora": "replaces the adapter",
+    "vllm.v1.engine.core_client:SyncMPClient.get_output": "replaced: it waits forever for a dead or stopped core",
     "vllm.v1.engine.core_client:SyncMPClient.call_utility": "replaced for the same reason",
-    "vllm.v1.engine.core_client:SyncMPClient._send_input": "asks the core for a call without waiting",
-    "vllm.v1.engine.core_client:MPClient._format_exception": "what the replaced get_output calls",
-    "vllm.v1.engine.core_client:MPClient.ensure_alive": "whether the core lives",
+    "vllm.v1.engine.core_client:SyncMPClient._send_input": "calls the core without waiting",
+    "vllm.v1.engine.core_client:MPClient._format_exception": "called by the replaced get_output",
+    "vllm.v1.engine.core_client:MPClient.ensure_alive": "whether the core is alive",
     "vllm.v1.engine.core_client:MPClient.shutdown": "ends the core's process",
     "vllm.v1.engine.core_client:InprocClient.shutdown": "ends an engine in the trainer's process",
     "vllm.v1.engine.core_client:BackgroundResources": "engine_manager has the core's processes",
-    "vllm.v1.engine:EngineCoreRequestType.UTILITY": "what a call is sent as",
+    "vllm.v1.engine:EngineCoreRequestType.UTILITY": "message type of a call",
     "vllm.v1.engine.exceptions:EngineDeadError": "vLLM's error for a dead core",
     "vllm.distributed.parallel_state:destroy_distributed_environment": "replaced: it ends the trainer's process group",
     "vllm.envs:disable_envs_cache": "an earlier engine froze the environment variables",
-    "vllm.platforms:current_platform": "simple_compile_backend: the CPU sampler compiles for 12 s",
-    "vllm.v1.executor.uniproc_executor:UniProcExecutor": "a CPU engine of one process",
-    "vllm.distributed.weight_transfer.nccl_common:trainer_init": "the trainer's end of a server's weight transfer",
+    "vllm.platforms:current_platform": "simple_compile_backend: compiling the CPU sampler takes 12 s",
+    "vllm.v1.executor.uniproc_executor:UniProcExecutor": "single-process CPU engine",
+    "vllm.distributed.weight_transfer.nccl_common:trainer_init": "the trainer's side of a server's weight transfer",
 }
-"""Private and undocumented names of vLLM ("module:attribute") and what they are used for."""
+"""Private and undocumented names of vLLM ("module:attribute"), and what they are used for."""
 
 TRAINER_PID = "LIGHTRL_TRAINER_PID"
-"""Environment variable by which an engine process knows whose death it must not outlive."""
+"""Environment variable with the trainer's process ID. Engine processes exit when that process does."""
 
 POLL_SECONDS = 0.5
-"""How often whoever waits for the engine looks whether it lives."""
+"""Interval of checks whether the engine is alive."""
 _CLOSE_SECONDS = 4.0
 _KILL_SECONDS = 2.0
 
 
 class LostEngineError(Exception):
-    """An engine process is gone, or gives no sign of life."""
+    """An engine process has died or doesn't respond."""
 
 
 def shared_path(descriptor: int) -> str:
-    """Where another process of the same user may open a file descriptor of this one."""
+    """Returns the path through which another process of the same user can open this process's file descriptor."""
     return f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
 def map_shared(descriptor: int, nbytes: int) -> Tensor:
-    """The file's memory as bytes, page-locked in a process that uses CUDA for as long as the tensor is there."""
+    """Maps the file's memory as bytes, page-locked while the tensor exists if this process uses CUDA."""
     memory = torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)
     page_lock(memory)
     return memory
 
 
 def transfer_group(host: str, port: int, size: int) -> Any:
-    """Rank 0 of a group with a server's workers; anything with `broadcast(tensor, src)`."""
+    """Returns rank 0 of a group with a server's workers, an object with `broadcast(tensor, src)`."""
     from vllm.distributed.weight_transfer.nccl_common import trainer_init
 
     return trainer_init({"master_address": host, "master_port": port, "world_size": size})
@@ -100,7 +100,7 @@ def transfer_group(host: str, port: int, size: int) -> Any:
 
 @contextmanager
 def isolated_rng() -> Iterator[None]:
-    """Leaves the trainer's random states as they were: vLLM reseeds all of them, and its sampler draws from them."""
+    """Preserves the trainer's random states: vLLM reseeds all of them, and its sampler draws from them."""
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     try:
@@ -115,10 +115,10 @@ def isolated_rng() -> Iterator[None]:
 
 @contextmanager
 def scoped_environment(forced: Mapping[str, str], defaults: Mapping[str, str]) -> Iterator[None]:
-    """Sets `forced`, and `defaults` where the user did not; afterwards takes back every change but vLLM's own.
+    """Sets `forced`, and `defaults` not set by the user. Afterward, reverts all changes except vLLM's own variables.
 
-    vLLM writes LOCAL_WORLD_SIZE, LD_PRELOAD and others, which later child processes of the trainer would inherit. Its
-    VLLM_ variables stay: it reads them while it runs.
+    vLLM sets LOCAL_WORLD_SIZE, LD_PRELOAD, and others, which later child processes of the trainer would inherit. Its
+    VLLM_ variables are kept: it reads them while it runs.
     """
     before = dict(os.environ)
     os.environ.update(forced)
@@ -137,7 +137,7 @@ def scoped_environment(forced: Mapping[str, str], defaults: Mapping[str, str]) -
 
 
 def _keep_process_group(keep: bool) -> None:
-    """Makes vLLM's shutdown leave the default process group alone when it is the trainer's, not the engine's."""
+    """Keeps vLLM's shutdown from destroying the default process group if it is the trainer's."""
     import vllm.distributed.parallel_state as state
 
     original = getattr(state, "_lightrl_destroy", state.destroy_distributed_environment)
@@ -154,11 +154,11 @@ def _keep_process_group(keep: bool) -> None:
 
 @contextmanager
 def _ctrl_c_blocked() -> Iterator[None]:
-    """Processes started within never see SIGINT: a terminal sends it to all, and the trainer decides what it means.
+    """Blocks SIGINT in processes started within: a terminal sends it to all, and the trainer handles it.
 
-    A blocked signal stays blocked in children, whatever handlers vLLM installs there. In this process it comes later.
+    A blocked signal stays blocked in child processes, regardless of vLLM's handlers. This process receives it later.
     """
-    resource_tracker.ensure_running()  # where it starts only now, it would unblock the signal
+    resource_tracker.ensure_running()  # it would unblock the signal if it started within
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -168,40 +168,40 @@ def _ctrl_c_blocked() -> Iterator[None]:
 
 @contextmanager
 def _deaths_translated() -> Iterator[None]:
-    """Turns vLLM's error for a dead engine into ours."""
+    """Converts vLLM's error for a dead engine to `LostEngineError`."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     try:
         yield
     except EngineDeadError as error:
         raise LostEngineError(
-            "A vLLM engine process is gone (killed, out of memory, or crashed; its own message stands above, more with "
-            "VLLM_LOGGING_LEVEL=INFO). Nothing can be sampled until the engine is started and its weights pushed again."
+            "A vLLM engine process has died (killed, out of memory, or crashed). Sampling needs a restarted engine "
+            "with synchronized weights. See its error above, or set VLLM_LOGGING_LEVEL=INFO."
         ) from error
 
 
 def _no_life(seconds: float) -> str:
     return (
-        f"vLLM's engine gave no sign of life for {seconds:g} s (VLLMEngine.progress_timeout): it hangs or was stopped, "
-        "and is ended. Look at its log (VLLM_LOGGING_LEVEL=INFO) and at the machine's memory; raise progress_timeout "
-        "where a single step may take longer."
+        f"VLLMEngine.progress_timeout={seconds:g}: vLLM's engine did not respond for that many seconds and was killed. "
+        "Check its log (VLLM_LOGGING_LEVEL=INFO) and the node's memory, or raise progress_timeout if a step may take "
+        "longer."
     )
 
 
 class _GaveUpError(Exception):
-    """Nobody waits for the engine's output any more."""
+    """The caller stopped waiting for the engine's output."""
 
 
 class VLLMAdapter:
     """A running `vllm.LLM`.
 
     Args:
-        arguments: of `vllm.LLM`.
-        in_process: engine in this process, or in processes of its own.
-        forced: environment variables while the engine starts.
-        defaults: the same, but the user's own values win.
-        progress_timeout: seconds without a sign of life, while an answer is waited for, after which engine processes
-            count as lost; None waits for ever.
+        arguments: Arguments of `vllm.LLM`.
+        in_process: Run the engine in this process instead of separate ones.
+        forced: Environment variables to set while the engine starts.
+        defaults: Environment variables to set unless the user has set them.
+        progress_timeout: Seconds without a response, while waiting for one, after which engine processes count as lost.
+            None waits forever.
     """
 
     def __init__(
@@ -223,7 +223,7 @@ class VLLMAdapter:
             TRAINER_PID: str(os.getpid()),
             **forced,
         }
-        self._sockets = None if in_process else tempfile.mkdtemp(prefix="vllm-")  # those of a killed process stay
+        self._sockets = None if in_process else tempfile.mkdtemp(prefix="vllm-")  # killed processes leave sockets
         if self._sockets is not None:
             forced["VLLM_RPC_BASE_PATH"] = self._sockets
         defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", **defaults}
@@ -232,9 +232,9 @@ class VLLMAdapter:
                 from vllm import LLM, envs
                 from vllm.platforms import current_platform
 
-                envs.disable_envs_cache()  # an earlier engine froze the variables as they were for it
+                envs.disable_envs_cache()  # an earlier engine cached the environment variables
                 if current_platform.is_cpu():
-                    # The sampler's rank count is compiled by inductor even with enforce_eager: 12 s for nothing.
+                    # Inductor would compile the sampler's rank count even with enforce_eager, which takes 12 s.
                     type(current_platform).simple_compile_backend = "eager"
                 _keep_process_group(had_group and in_process)
                 with nullcontext() if in_process else _ctrl_c_blocked():
@@ -245,8 +245,8 @@ class VLLMAdapter:
         finally:
             torch.set_num_threads = set_num_threads  # the CPU worker makes it a no-op
         if in_process and not had_group:
-            # Lightning takes vLLM's group of one process for a distributed run, drops `sync_dist=True` because its own
-            # strategy is not, and then asks for it.
+            # Lightning mistakes vLLM's single-process group for a distributed run, ignores `sync_dist=True` because its
+            # own strategy is not distributed, and then recommends it.
             warnings.filterwarnings("ignore", message="It is recommended to use .*sync_dist=True")
         self._lora: Any = None
         self.engine: Any = self.llm.llm_engine
@@ -269,10 +269,10 @@ class VLLMAdapter:
         return sorted({*cores, *self.rpc("lightrl_pid")})
 
     def watch(self, seconds: float | None = None) -> Callable[[], None]:
-        """A function for who waits to call now and then.
+        """Returns a function to call periodically while waiting.
 
-        It raises `LostEngineError` once an engine process is gone, or so many seconds have passed (the engine's
-        `progress_timeout` where None).
+        It raises `LostEngineError` if an engine process has died, or after `seconds`. Defaults to the engine's
+        `progress_timeout`.
         """
         limit = self.progress_timeout if seconds is None else seconds
         begin = time.monotonic()
@@ -286,7 +286,7 @@ class VLLMAdapter:
         return look
 
     def _bound_waits(self) -> None:
-        """vLLM's client waits for ever on a core that is gone or hangs; let it look up twice a second."""
+        """Makes vLLM's client check twice a second for a dead or hanging core instead of waiting forever."""
         client = self.client
 
         def get_output() -> Any:
@@ -328,7 +328,7 @@ class VLLMAdapter:
         return wait
 
     def submit(self, method: str, *args: Any) -> Callable[..., list[Any]]:
-        """Starts a worker method; the returned function waits for the workers' answers, at most the given seconds."""
+        """Starts a worker method. The returned function waits for the results, at most the given seconds."""
         if self.in_process:
             answers = self.llm.collective_rpc(method, args=args)
             return lambda seconds=None: answers
@@ -343,17 +343,17 @@ class VLLMAdapter:
                     return list(wait(seconds))
                 except LostEngineError:
                     raise
-                except Exception as error:  # our worker methods do not raise: a call that failed lost its worker
+                except Exception as error:  # our worker methods don't raise, so a failed call has lost its worker
                     raise EngineDeadError from error
 
         return answer
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
-        """One answer per worker."""
+        """Calls a worker method; returns one result per worker."""
         return self.submit(method, *args)()
 
     def add(self, request_id: str, prompt: Mapping[str, Any], params: Any) -> None:
-        """Queues a request, whose output will come under this id."""
+        """Queues a request; its output has this ID."""
         with _deaths_translated():
             self.engine.add_request(request_id, prompt, params, lora_request=self._lora)
 
@@ -365,13 +365,14 @@ class VLLMAdapter:
         return Grammars(self.engine)
 
     def step(self, give_up: Callable[[], bool] = lambda: False) -> list[Any]:
-        """Runs the engine once; finished requests.
+        """Runs the engine for one step; returns finished requests.
 
         Args:
-            give_up: asked now and then while an engine of its own process is waited for; True ends the wait.
+            give_up: Function called periodically while waiting for a separate engine process. Returning True ends the
+                wait.
         """
         self._give_up = give_up
-        # An engine of its own process draws no random numbers here, and its thread may not be the trainer's.
+        # A separate engine process draws no random numbers here, and this may not be the trainer's thread.
         with _deaths_translated(), isolated_rng() if self.in_process else nullcontext():
             try:
                 return [output for output in self.engine.step() if output.finished]
@@ -379,7 +380,7 @@ class VLLMAdapter:
                 return []
 
     def load_lora(self, path: str) -> None:
-        """Replaces the adapter that all requests use from now on by that in a folder."""
+        """Replaces the adapter used by all requests with the one in a directory."""
         from vllm.lora.request import LoRARequest
 
         with _deaths_translated():
@@ -387,12 +388,12 @@ class VLLMAdapter:
         self._lora = LoRARequest("policy", 1, path)
 
     def abort(self, request_ids: list[str]) -> None:
-        """Drops requests."""
+        """Cancels requests."""
         with _deaths_translated():
             self.engine.abort_request(request_ids)
 
     def so_far(self, request_ids: list[str]) -> dict[str, Any]:
-        """What has come of requests, by their id, with the finish reason "abort"."""
+        """Returns partial results of requests by ID, with the finish reason "abort"."""
         from vllm.v1.engine import FinishReason
 
         processor, outputs = self.engine.output_processor, dict[str, Any]()
@@ -403,39 +404,39 @@ class VLLMAdapter:
         return outputs
 
     def pause(self) -> list[Any]:
-        """Stops an engine of its own process between two steps, its requests as they are; those that finished."""
+        """Pauses a separate engine process between two steps, keeping its requests; returns finished ones."""
         finished: list[Any] = []
         if not self.in_process:
             with _deaths_translated():
                 self._submit_utility("pause_scheduler", "keep", False)()
-            while not self.client.outputs_queue.empty():  # of the steps before
+            while not self.client.outputs_queue.empty():  # outputs of earlier steps
                 finished += self.step()
         return finished
 
     def resume(self) -> None:
-        """Undoes `pause`."""
+        """Continues after `pause`."""
         if not self.in_process:
             with _deaths_translated():
                 self._submit_utility("resume_scheduler")()
 
     def counts(self) -> dict[str, int]:
-        """How many tokens have come of each unfinished request."""
+        """Returns the number of sampled tokens of each unfinished request."""
         states = self.engine.output_processor.request_states.values()
         return {state.external_req_id: state.detokenizer.num_output_tokens() for state in states}
 
     def decode(self, token_ids: list[int]) -> str:
-        """Text of tokens, without special ones."""
+        """Decodes tokens, without special tokens."""
         return str(self.llm.get_tokenizer().decode(token_ids, skip_special_tokens=True))
 
     @property
     def busy(self) -> bool:
-        """Whether requests are unfinished."""
+        """Whether any request is unfinished."""
         return bool(self.engine.has_unfinished_requests())
 
     def reset_caches(self) -> None:
-        """Drops everything computed by old weights, in the order that keeps multimodal requests alive.
+        """Drops everything computed with old weights, in the order that keeps multimodal requests alive.
 
-        Requests in flight start their prefix over with the new weights.
+        Requests in flight recompute their prefix with the new weights.
         """
         with _deaths_translated():
             if self.llm.model_config.is_multimodal_model:
@@ -445,19 +446,19 @@ class VLLMAdapter:
                 raise RuntimeError("vLLM did not drop its prefix cache; log-probs would mix old and new weights.")
 
     def sleep(self, level: int) -> None:
-        """vLLM's sleep mode (CUDA): 1 weights to host memory, 2 weights dropped; the KV cache is dropped by both."""
+        """Enters vLLM's sleep mode (CUDA): 1 moves weights to host memory, 2 drops them. Both drop the KV cache."""
         with _deaths_translated():
             self.llm.sleep(level=level)
 
     def wake(self, tags: list[str] | None = None) -> None:
-        """Undoes `sleep`, wholly or for "weights" or "kv_cache" alone."""
+        """Leaves sleep mode, for everything or only for "weights" or "kv_cache"."""
         with _deaths_translated():
             self.llm.wake_up(tags=tags)
 
     def close(self, *, dead: bool = False) -> None:
-        """Ends the engine and waits until each of its processes is gone, killing those that stay; within 6 s.
+        """Ends the engine and waits up to 6 s for its processes to exit, then kills them.
 
-        With `dead` the engine is lost already, and what is left of it is killed at once, as is a stopped process.
+        With `dead`, the engine is already lost; remaining processes, including stopped ones, are killed at once.
         """
         import psutil  # type: ignore[import-untyped]
 
@@ -478,5 +479,5 @@ class VLLMAdapter:
             psutil.wait_procs(left, timeout=_KILL_SECONDS)
             del self.llm, self.engine, self.client
             self._remove_sockets()
-            if self.in_process:  # what it held is memory of this process; collecting takes seconds on a busy machine
+            if self.in_process:  # it used this process's memory; garbage collection takes seconds on a busy node
                 gc.collect()

@@ -1,4 +1,4 @@
-"""Which tokens vLLM's structured outputs left for each sampled token, recomputed from grammar and tokens."""
+"""Tokens allowed by vLLM's structured outputs, recomputed from grammar and sampled tokens."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from lightrl.records import Support
 PRIVATE = {
     "vllm.v1.structured_output.backend_xgrammar:XgrammarBackend.compile_grammar": "the grammar that masks logits",
     "vllm.v1.structured_output.request:get_structured_output_key": "what it is compiled from",
-    "vllm.v1.engine.input_processor:InputProcessor.process_inputs": "which tokens end a reply",
+    "vllm.v1.engine.input_processor:InputProcessor.process_inputs": "tokens that end a completion",
 }
-"""What is used of vLLM 0.32 beyond its documented interface, and why."""
+"""Undocumented names of vLLM 0.32, and what they are used for."""
 
 MAX_IDS = 1 << 24
-"""Maximum number of IDs kept of one completion (64 MiB)."""
+"""Maximum number of IDs stored per completion (64 MiB)."""
 
 
 class Grammars:
-    """Grammars of one engine. vLLM masks logits with the same ones before it samples.
+    """Grammars of one engine, the same with which vLLM masks logits before sampling.
 
     Args:
         engine: vLLM's `LLMEngine`.
@@ -31,15 +31,15 @@ class Grammars:
         self._backend: Any = None
 
     def verify(self, params: Any) -> None:
-        """vLLM's own check of sampling parameters, which chooses the backend."""
+        """Runs vLLM's check of sampling parameters, which chooses the backend."""
         config = self.engine.vllm_config
         tokenizer = self.engine.input_processor.tokenizer
         params.verify(config.model_config, config.speculative_config, config.structured_outputs_config, tokenizer)
 
     def support(self, params: Any, token_ids: list[int]) -> Support | None:
-        """What each of n sampled tokens was drawn from.
+        """Returns the tokens that each of n sampled tokens was drawn from.
 
-        None if another backend than xgrammar made the grammar, or the IDs are more than `MAX_IDS`.
+        None if the grammar's backend is not xgrammar, or if there are more than `MAX_IDS` IDs.
         """
         from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
         from vllm.v1.structured_output.request import get_structured_output_key

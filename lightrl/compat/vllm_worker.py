@@ -1,8 +1,8 @@
-"""The part of `VLLMEngine` that runs where vLLM's workers run: in the engine's processes, or in the trainer's.
+"""The part of `VLLMEngine` that runs in vLLM's workers, in the engine's or the trainer's processes.
 
 vLLM imports this module by name (`worker_extension_cls`) before it builds the model, and adds the methods of
-`WorkerExtension` to its worker. Nothing else of LightRL imports it but the servers' worker. Written for vLLM 0.32; the
-private names that it uses stand in `PRIVATE`.
+`WorkerExtension` to its worker. Apart from that, only the servers' worker imports it. Written for vLLM 0.32; `PRIVATE`
+lists the private names.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from lightrl.compat.vllm import TRAINER_PID, map_shared
 
 PRIVATE = {
     "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod._setup_kernel": (
-        "replaced on CPUs: a reload does not pack experts"
+        "replaced on CPUs: a reload doesn't pack experts"
     ),
     "vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU.add_lora_logits": "replaced: it fails on prompt log-probs",
-    "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm": "replaced: packed weights take no new ones",
-    "vllm.model_executor.model_loader.reload:initialize_layerwise_reload": "new weights where vLLM rearranged the old",
+    "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm": "replaced: packed weights can't be updated",
+    "vllm.model_executor.model_loader.reload:initialize_layerwise_reload": "loads weights that vLLM has rearranged",
     "vllm.model_executor.model_loader.reload:finalize_layerwise_reload": "the same",
     "vllm.v1.sample.logits_processor:LogitsProcessor": "FIRE sampling",
-    "vllm.v1.sample.logits_processor.builtin:process_dict_updates": "follows the batch, as vLLM's own processors do",
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.get_model": "the module that takes the weights",
+    "vllm.v1.sample.logits_processor.builtin:process_dict_updates": "tracks the batch, as vLLM's own processors do",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.get_model": "the module that receives weights",
 }
-"""Private and undocumented names of vLLM ("module:attribute") and what they are used for."""
+"""Private and undocumented names of vLLM ("module:attribute"), and what they are used for."""
 
 BucketEntry = tuple[str, str, list[int], int, int]
 """(parameter name, torch dtype name, shape, offset in bytes, size in bytes) of a tensor in a bucket."""
@@ -50,18 +50,18 @@ _setup_experts = UnquantizedFusedMoEMethod._setup_kernel
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`x @ weight.T + bias` on plain CPU weights."""
+    """Computes `x @ weight.T + bias` with unpacked CPU weights."""
     if x.dtype == torch.float32 and torch.backends.mkldnn.is_available():
-        # torch takes MKL for float32; oneDNN is up to 25 % faster on the same unpacked weight, and on AMD more.
+        # torch uses MKL for float32; oneDNN is up to 25% faster on the same unpacked weight, and more on AMD CPUs.
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return nn.functional.linear(x, weight, bias)
 
 
 def _keep_weight(layer: nn.Module, remove_weight: bool) -> None:
-    """Takes the place of vLLM's packing of CPU weights, which removes the parameter that a sync writes to.
+    """Replaces vLLM's packing of CPU weights, which removes the parameter that a sync writes to.
 
-    Packing again at each sync runs at 0.9 GB/s (0.5 s for 110 M float32 parameters) and forgets a tied head. Plain
-    weights take new ones at the speed of memcpy and cost 10-15 % per matrix product at 64 rows and more.
+    Repacking at each sync runs at 0.9 GB/s (0.5 s for 110 M float32 parameters) and loses tied heads. Unpacked weights
+    are updated at memcpy speed, and cost 10-15% per matrix product with 64 or more rows.
     """
     if layer.weight.ndim != 2 or layer.weight.is_meta:
         _pack_gemm(layer, remove_weight)
@@ -70,9 +70,9 @@ def _keep_weight(layer: nn.Module, remove_weight: bool) -> None:
 
 
 def _pack_experts(method: Any, layer: nn.Module, w13: Tensor, w2: Tensor) -> None:
-    """vLLM packs experts for its CPU kernel when it first loads them; here also when it reloads them.
+    """Packs experts for vLLM's CPU kernel also when they are reloaded. vLLM does so only when it first loads them.
 
-    Else new experts would be copied unpacked to where the kernel reads packed ones.
+    Otherwise new experts would be copied unpacked to where the kernel reads packed ones.
     """
     reloads = method.moe_kernel is not None
     _setup_experts(method, layer, w13, w2)
@@ -83,25 +83,27 @@ def _pack_experts(method: Any, layer: nn.Module, w13: Tensor, w2: Tensor) -> Non
 def _add_lora_logits(
     wrapper: Any, y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, *, buffer: Any = None, **_: Any
 ) -> None:
-    """Adds the adapter's part of the logits, in place: `y += scale * x @ a.T @ b.T`.
+    """Adds the adapter's part of the logits in place: `y += scale * x @ a.T @ b.T`.
 
-    vLLM looks up one adapter per sequence of the batch, also for the log-probs of a prompt, which come with a row per
-    token: the lookup then has the wrong length. All requests of an engine use the same adapter, so one index is enough.
-    Models with a LoRA layer on the output head (Llama, Qwen 3) get here, also if the adapter leaves the head alone.
+    vLLM looks up one adapter per sequence of the batch, but log-probs of a prompt have one row per token, so the lookup
+    has the wrong length. All requests of an engine use the same adapter, so one index is enough. Models with a LoRA
+    layer on the output head (Llama, Qwen 3) call this even if the adapter doesn't change the head.
 
     Args:
-        y: (rows, vocabulary). x: (rows, hidden size). a: (adapters, 1, rank, hidden size). b: (adapters, 1,
-            vocabulary, rank), where unused adapters are 0.
+        y: Logits, (rows, vocabulary).
+        x: Hidden states, (rows, hidden size).
+        a: Adapter matrices A, (adapters, 1, rank, hidden size), 0 for unused adapters.
+        b: Adapter matrices B, (adapters, 1, vocabulary, rank), 0 for unused adapters.
     """
     index = int(wrapper.sampler_indices[0])
     a, b = a[index, 0], b[index, 0]
     if bool(a.any()):
-        count = min(y.shape[1], len(b))  # vLLM pads the two differently
+        count = min(y.shape[1], len(b))  # vLLM pads them differently
         y[:, :count] += (scale * (x.to(a.dtype) @ a.T) @ b[:count].T).to(y.dtype)
 
 
 def _bind_memory(nodes: list[int]) -> Any:
-    """Takes the place of vLLM's binding of memory, whose C++ writes a note to stderr for each engine."""
+    """Replaces vLLM's memory binding, whose C++ code prints to stderr for each engine."""
     kept = os.dup(2)
     with tempfile.TemporaryFile() as said:
         os.dup2(said.fileno(), 2)
@@ -124,7 +126,7 @@ if current_platform.is_cpu():
 
 
 def _die_with_trainer(trainer_pid: int) -> None:
-    """Ends this process and the engine core above it once the trainer is gone, SIGKILL included."""
+    """Ends this process and its engine core once the trainer has exited, also after SIGKILL."""
     try:
         trainer: psutil.Process | None = psutil.Process(trainer_pid)
     except psutil.NoSuchProcess:
@@ -141,7 +143,7 @@ def _die_with_trainer(trainer_pid: int) -> None:
         while alive():
             time.sleep(0.5)
         try:
-            # Our parent still: had the core died before us, we would be the child of init or of a subreaper.
+            # Still our parent: if the core had died before us, our parent would be init or a subreaper.
             if core.pid not in (trainer_pid, 1) and core.pid == os.getppid() and core.is_running():
                 core.kill()
         finally:
@@ -155,24 +157,23 @@ if int(os.environ.get(TRAINER_PID, os.getpid())) != os.getpid():
 
 
 class FireProcessor(LogitsProcessor):
-    """FIRE sampling: the first token at a temperature of its own, the rest as configured.
+    """FIRE sampling: a separate temperature for the first token.
 
-    Runs after the temperature and before top-k and top-p, so logits are multiplied by `temperature / fire_temperature`
-    and the reported log-probs (`processed_logprobs`) are those of the distribution that was sampled from.
+    Runs after the temperature and before top-k and top-p. It multiplies logits by `temperature / fire_temperature`, so
+    the reported log-probs (`processed_logprobs`) are those of the sampling distribution.
 
-    Source: https://arxiv.org/abs/2410.21236. We differ in nothing for the first token; the paper's variants that
-    heat later positions are not built.
+    Source: https://arxiv.org/abs/2410.21236, without the variants that change later positions.
     """
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self.first: dict[int, tuple[float, list[int]]] = {}
 
     def is_argmax_invariant(self) -> bool:
-        """True: a scaling changes no greedy choice."""
+        """True: scaling doesn't change greedy choices."""
         return True
 
     def update_state(self, batch_update: Any) -> None:
-        """Follows the batch; forgets requests that have their first token."""
+        """Tracks the batch; removes requests that have their first token."""
         process_dict_updates(self.first, batch_update, self._entry)
         self.first = {row: entry for row, entry in self.first.items() if not entry[1]}
 
@@ -182,44 +183,44 @@ class FireProcessor(LogitsProcessor):
         return None if fire is None or params.temperature == 0 else (params.temperature / fire, output_ids)
 
     def apply(self, logits: Tensor) -> Tensor:
-        """logits: (rows of the batch, vocabulary), already divided by each row's temperature."""
+        """Scales logits, (rows of the batch, vocabulary), already divided by each row's temperature."""
         for row, (scale, _) in self.first.items():
             logits[row].mul_(scale)
         return logits
 
 
 class WorkerExtension:
-    """Weight loading inside a worker. Methods return an error's text instead of raising: a raise kills the core."""
+    """Weight loading inside a worker. Methods return error texts, since raising would kill the core."""
 
     def lightrl_pid(self) -> int:
-        """This worker's process id."""
+        """Returns this worker's process ID."""
         return os.getpid()
 
     def lightrl_device(self) -> str:
-        """The GPU's UUID, or "cpu"."""
+        """Returns the GPU's UUID, or "cpu"."""
         device: torch.device = self.device  # type: ignore[attr-defined]
         return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
 
     def lightrl_rearranged(self) -> bool:
-        """Whether vLLM rearranged weights after loading (experts, quantisation), so that they cannot be written to."""
+        """Whether vLLM rearranged weights after loading (experts, quantization), so that they can't be overwritten."""
         plain = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "NoneType")
         if not hasattr(self, "_lightrl_rearranged"):
             self._lightrl_rearranged = any(
                 hasattr(m, "_cpu_unpacked_conv_weight") or type(getattr(m, "quant_method", None)).__name__ not in plain
                 for m in self._lightrl_model().modules()
-                if "Attention" not in type(m).__name__  # their method is for a quantised KV cache
+                if "Attention" not in type(m).__name__  # their method is for a quantized KV cache
             )
         return self._lightrl_rearranged
 
     def lightrl_receive(self, strict: bool, pipes: Sequence[tuple[str, str]]) -> tuple[str | None, list[str]]:
-        """A whole sync, its tensors told by messages from the trainer; an error's text, and what `finish` returns."""
+        """Runs a sync with tensors announced by the trainer; returns an error text and the result of `finish`."""
         down, up = pipes[self.rank]  # type: ignore[attr-defined]
         names: list[str] = []
         with (
             Connection(os.open(down, os.O_RDONLY), writable=False) as messages,
             Connection(os.open(up, os.O_WRONLY), readable=False) as acknowledgements,
         ):
-            acknowledgements.send_bytes(b"")  # now the trainer may close its own descriptors of these ends
+            acknowledgements.send_bytes(b"")  # the trainer may now close its own descriptors of these pipes
             self.lightrl_begin(strict)
             error = self.lightrl_load(self._lightrl_received(messages, acknowledgements, names))
             return error, [] if error else self.lightrl_finish(strict, names)
@@ -251,19 +252,19 @@ class WorkerExtension:
             os.close(descriptor)
 
     def _lightrl_attach_cuda(self, slot: int, handle: bytes) -> None:
-        """Maps the trainer's bucket `slot` on the same GPU (CUDA IPC). Not run on a GPU yet."""
+        """Maps the trainer's bucket `slot` on the same GPU (CUDA IPC). Not tested on a GPU."""
         from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
         arguments = list(pickle.loads(handle))
-        arguments[6] = self.device.index  # type: ignore[attr-defined]  # the GPU's number may differ between us
+        arguments[6] = self.device.index  # type: ignore[attr-defined]  # the GPU's index may differ between processes
         self._lightrl_slots()[slot] = rebuild_cuda_tensor(*arguments)
 
     def lightrl_begin(self, strict: bool) -> None:
-        """Prepares a sync; with `strict`, marks every parameter with NaN so that `lightrl_finish` sees gaps."""
+        """Prepares a sync. With `strict`, sets every parameter to NaN so that `lightrl_finish` detects gaps."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         model = self._lightrl_model()
-        if self.device.type == "cuda":  # type: ignore[attr-defined] # steps of another thread, on another stream
+        if self.device.type == "cuda":  # type: ignore[attr-defined] # another thread's steps use another stream
             torch.cuda.synchronize(self.device)  # type: ignore[attr-defined]
         self._lightrl_expected = {name for name, _ in model.named_parameters()}
         self._lightrl_loaded: set[str] = set()
@@ -276,9 +277,9 @@ class WorkerExtension:
                         parameter.fill_(float("nan"))
 
     def lightrl_load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> str | None:
-        """Copies tensors into the model; returns what went wrong."""
+        """Copies tensors into the model; returns an error text."""
         model = self._lightrl_model()
-        if self.lightrl_rearranged():  # keeps tensors until a layer is complete, longer than they are ours
+        if self.lightrl_rearranged():  # keeps tensors until a layer is complete, when ours are no longer valid
             named_tensors = ((name, tensor.clone()) for name, tensor in named_tensors)
         try:
             with torch.no_grad():
@@ -291,7 +292,7 @@ class WorkerExtension:
         return None
 
     def lightrl_finish(self, strict: bool, received: Sequence[str]) -> list[str]:
-        """Ends a sync. With `strict`, returns the names of parameters that were not (wholly) covered."""
+        """Ends a sync. With `strict`, returns the names of parameters that were not fully covered."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         model = self._lightrl_model()
@@ -313,7 +314,7 @@ class WorkerExtension:
 
 
 def _sources(model: nn.Module, hole: str, received: Sequence[str]) -> list[str]:
-    """The Hugging Face names behind vLLM's parameter `hole` that were not received, e.g. k_proj for qkv_proj."""
+    """Returns the missing Hugging Face names of vLLM's parameter `hole`, such as k_proj for qkv_proj."""
     for packed, members in getattr(model, "packed_modules_mapping", {}).items():
         if f".{packed}." in hole:
             names = [hole.replace(f".{packed}.", f".{member}.") for member in members]

@@ -204,7 +204,7 @@ def test_a_rollout_survives_its_engine_and_is_the_same(tied: VLLMEngine, tied_fo
         advantage=GroupRelative(),
         whiten_advantages=False,
     )
-    with pytest.raises(EngineDiedError, match="engine process is gone"):
+    with pytest.raises(EngineDiedError, match="engine process"):
         quiet_trainer(callbacks=[WeightSync(), checks]).fit(module, data)
     assert time.monotonic() - kills.killed_at < SOON
     assert len(kills.victims) == 2
