@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import ast
+import doctest
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import yaml
+from lightning.pytorch import Trainer
 
 from lightrl.cli import main
 from tests.toys import quickstart_model
@@ -57,3 +62,38 @@ def test_the_tutorial_runs_as_written(root: Path, tmp_path: Path, monkeypatch: p
         main(command[1:])
     assert (tmp_path / "my_task/outputs/grpo/model/model.safetensors").is_file()
     assert (tmp_path / "my_task/exported/model.safetensors").is_file()
+
+
+def blocks(page: Path, kind: str) -> list[str]:
+    return re.findall(rf"```{kind}\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+def test_the_script_of_the_grpo_page_has_the_settings_of_the_quickstart(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("reasoning_gym")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("lightrl.models.packaged.packaged_model", lambda name: name)
+    monkeypatch.setattr(Trainer, "fit", lambda *_: None)
+    script, rewards, variant = blocks(root / "docs" / "grpo.md", "python")
+    names: dict[str, Any] = {"__name__": "grpo"}
+    exec(script, names)
+    config = yaml.safe_load((root / "configs" / "quickstart" / "smollm2_grpo.yaml").read_text())
+    model, data = config["model"]["init_args"], config["data"]["init_args"]
+    module, datamodule, trainer = names["module"], names["data"], names["trainer"]
+    optimizer = module.optimizer_factory([torch.nn.Parameter()])
+    assert {name: optimizer.defaults[name] for name in ("lr", "weight_decay")} == model["optimizer"]["init_args"]
+    assert module.kl is model["kl"] is None
+    assert datamodule.sampling.max_new_tokens == data["sampling"]["max_new_tokens"]
+    for name in ("prompts_per_rollout", "rollouts_per_epoch"):
+        assert getattr(datamodule, name) == data[name]
+    assert datamodule._group_size == data["group_size"]
+    assert names["task"] == data["prompts"]["rows"]["init_args"]["tasks"]
+    assert datamodule.evaluation.batch_size == data["evaluation"]["batch_size"]
+    assert trainer.max_epochs == config["trainer"]["max_epochs"]
+    exec(rewards, names)
+    (session,) = blocks(root / "docs" / "grpo.md", "pycon")
+    test = doctest.DocTestParser().get_doctest(session, names, "grpo.md", None, None)
+    assert len(test.examples) == 5 and doctest.DocTestRunner().run(test).failed == 0
+    exec(variant, names)
+    assert names["PositiveOnlyGRPO"](".", kl=None).kl is None
