@@ -14,15 +14,17 @@ from lightrl.rewards import RewardScorer
 from lightrl.rewards.sandbox import mechanism
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = ("rewards.md", "sandbox.md")
+PAGES = ("rewards.md", "judges.md", "sandbox.md")
 TEXT = "".join((DOCS / name).read_text() for name in PAGES)
 for name in lightrl.rewards.__all__:  # as the command does, so that YAML may name any class without its module
     getattr(lightrl.rewards, name)
 BLOCKS = re.findall(r"```yaml\n(.*?)```", TEXT, re.S)
 
 
-@pytest.mark.parametrize("block", BLOCKS)
-def test_yaml(block):
+@pytest.mark.parametrize("block", [block for block in BLOCKS if "rewards:" in block])
+def test_yaml(block, tmp_path, monkeypatch):
+    (tmp_path / "rewards.py").write_text(re.search(r"```python\n(.*?)```", TEXT, re.S)[1])
+    monkeypatch.chdir(tmp_path)
     if "MathVerify" in block:
         pytest.importorskip("math_verify")
     if "CodeTests" in block:
@@ -52,9 +54,9 @@ def test_sandbox(capsys):
 
 def test_python(capsys):
     code = re.findall(r"```python\n(.*?)```", (DOCS / "rewards.md").read_text(), re.S)
-    assert len(BLOCKS) == 9 and len(code) == 3
+    assert len(BLOCKS) == 10 and len(code) == 2
     scope: dict = {}
     exec(code[0], scope)
-    assert scope["short_and_right"](["p"] * 2, ["4 ", "5"], answer=[4, 4]) == [1.0, 0.0]
+    assert scope["short_and_correct"](["4 ", "5"], [[1, 2], [3]], answer=[4, 4], prompts=["p"] * 2) == [0.998, 0.0]
     exec(code[-1], {})
     assert capsys.readouterr().out == "[1.0, 0.0]\n"
