@@ -162,9 +162,10 @@ def test_waits_double_up_to_the_bound_with_jitter(server, monkeypatch):
 
     waits, sleep = [], asyncio.sleep
 
-    async def record(seconds):
-        waits.append(seconds)
-        await sleep(0)
+    async def record(seconds, *result):
+        if seconds >= 1:  # servers in this process sleep, too
+            waits.append(seconds)
+        return await sleep(0 if seconds >= 1 else seconds, *result)
 
     monkeypatch.setattr("lightrl.rewards.remote.asyncio.sleep", record)
     monkeypatch.setattr(random, "uniform", lambda low, high: high)
