@@ -1,24 +1,29 @@
-"""A hook of MkDocs: links to files of the repository that are no pages become their path as plain code."""
+"""An MkDocs hook: links to repository files outside the site become their path as plain code."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
-LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]+)\]\((?P<path>\.\./[^)#\s]+)(?:#[^)]*)?\)")
+LINK = r"(?<!!)\[(?P<text>[^\]]+)\]\((?P<path>(?:\.\./){%d}(?!\.\./)[^)#\s]+)(?:#[^)]*)?\)"
 
 
-def plain(markdown: str) -> str:
-    """Markdown without links out of `docs/`: their path in the repository, in brackets where the text differs."""
+def plain(markdown: str, depth: int = 0) -> str:
+    """Markdown without links out of `docs/`: the path in the repository, in brackets if the link text differs.
+
+    Args:
+        markdown: Source of a page.
+        depth: Number of folders between `docs/` and the page.
+    """
 
     def replace(link: re.Match[str]) -> str:
-        path, text = link["path"].removeprefix("../"), link["text"].strip("`")
+        path, text = link["path"].lstrip("./"), link["text"].strip("`")
         same = path.rstrip("/") == text.rstrip("/") or path.rsplit("/", 1)[-1] == text
         return f"`{path}`" if same else f"{link['text']} (`{path}`)"
 
-    return LINK.sub(replace, markdown)
+    return re.sub(LINK % (depth + 1), replace, markdown)
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Called by MkDocs with each page's source; pages of deeper folders have no such links."""
-    return markdown if "/" in page.file.src_uri else plain(markdown)
+    """Called by MkDocs with each page's source."""
+    return plain(markdown, page.file.src_uri.count("/"))

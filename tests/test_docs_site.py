@@ -149,7 +149,10 @@ def test_formulas_become_mathml() -> None:
         assert r"<code>\rho_t &lt; 2</code>" in made
 
 
-def test_links_to_files_that_are_no_pages_become_their_path() -> None:
+def test_links_to_files_outside_the_site_become_their_path() -> None:
+    assert (
+        plain("[x](../metrics.md) [grpo.yaml](../../configs/grpo.yaml)", 1) == "[x](../metrics.md) `configs/grpo.yaml`"
+    )
     assert plain("[grpo.yaml](../configs/algorithms/grpo.yaml)") == "`configs/algorithms/grpo.yaml`"
     assert plain("see [the numbers](../benchmarks/README.md).") == "see the numbers (`benchmarks/README.md`)."
     page = "[metrics](metrics.md) ![curve](images/a.png) [site](https://example.org)"

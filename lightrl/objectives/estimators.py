@@ -312,7 +312,7 @@ class GroupRelative(SequenceEstimator):
     """Score relative to its group: `A_i = (s_i - mean) / (std + eps)` with the unbiased std (GRPO, Dr. GRPO, CPGD).
 
     Groups without spread or with one valid row get exactly 0. Division by the group's std gives easy and hard prompts
-    more weight and, with a KL penalty in the loss, moves the optimum (see docs/algorithms.md). "none" doesn't.
+    more weight and, with a KL penalty in the loss, moves the optimum (see docs/algorithms/kl.md). "none" doesn't.
 
     Args:
         scale: Divisor: "group" is the std of the row's group (GRPO, CPGD), "batch" the std of all scores of all ranks,

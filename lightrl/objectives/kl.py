@@ -2,7 +2,7 @@
 
 The optimum of each penalty on a bandit that the policy can represent. beta is the coefficient, r the reward, and the
 advantage is `r - b`. Advantages divided by a std or by G / (G - 1) move the optimum of a KL penalty in the loss
-(docs/algorithms.md).
+(docs/algorithms/kl.md).
 
 | penalty | gradient | optimum |
 |---|---|---|
