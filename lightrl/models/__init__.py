@@ -1,1 +1,1 @@
-"""Policy, value and reward models on Hugging Face models: loading, LoRA, sequence layouts, chunked log-probs."""
+"""Policy, value, and reward models on Hugging Face models: loading, LoRA, sequence layouts, and chunked log-probs."""

@@ -1,4 +1,4 @@
-"""Runs a backbone on a (B, T) batch in the best layout it supports, and reads the wanted hidden states."""
+"""Runs a backbone on a (B, T) batch in the best supported layout, and selects hidden states."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ from lightrl.records import HostRows, Routes
 
 @dataclass
 class BackboneOutput:
-    """Hidden states at wanted places.
+    """Hidden states at selected tokens.
 
     Attributes:
-        hidden: (M, D). One state if nothing is wanted, so that heads and collectives still run.
-        targets: (M,) int64, index in the flattened (B, T) batch of the token each belongs to.
-        empty: Nothing is wanted, and `scatter` gives zeros (with a graph).
+        hidden: (M, D) hidden states. One state if none is selected, so that heads and collectives still run.
+        targets: (M,) int64 index of each state's token in the flattened (B, T) batch.
+        shape: (B, T).
+        empty: Whether no state is selected. `scatter` then returns zeros with a graph.
         aux_loss: See `PolicyOutput`.
     """
 
@@ -43,10 +44,10 @@ class BackboneOutput:
     aux_loss: Tensor | None = None
 
     def scatter(self, values: Tensor) -> Tensor:
-        """(M,) to (B, T), 0 elsewhere."""
+        """Maps (M,) to (B, T), 0 elsewhere."""
         if self.empty:
             values = values * 0.0
-        width = self.shape[1]  # not a view of a flat tensor: FSDP2's hooks on outputs do not survive changes to views
+        width = self.shape[1]  # not a view of a flat tensor: FSDP2's output hooks don't support in-place changes
         return values.new_zeros(self.shape).index_put((self.targets // width, self.targets % width), values)
 
 
@@ -54,8 +55,8 @@ class BackboneOutput:
 class _Batch:
     """A (B, T) batch on the device and in host memory.
 
-    `rows` are B dictionaries of media inputs, None for text. `hidden` is (B, T) bool, placeholders that the policy
-    sampled itself. Only the first `count` rows are in the load-balancing loss, all if None.
+    `rows` are B dictionaries of media inputs, None for text. `hidden` is (B, T) bool, True on placeholders sampled by
+    the policy. Only the first `count` rows are in the load-balancing loss. Defaults to all.
     """
 
     token_ids: Tensor
@@ -72,15 +73,15 @@ class _Batch:
 
 
 class Backbone:
-    """Calls a transformers backbone. Not a module: it only refers to one that its owner holds.
+    """Calls a transformers backbone. Not a module, since it only refers to a module of its owner.
 
     Args:
-        model: The whole model, whose class says what it supports.
-        body: The part that gives hidden states.
+        model: Whole model, whose class determines what it supports.
+        body: Part of the model that computes hidden states.
         layout: See `ModelSpec`.
 
     Raises:
-        ValueError: The model cannot run an explicit layout.
+        ValueError: The model doesn't support an explicitly requested layout.
     """
 
     def __init__(self, model: Any, body: Any, layout: Layout) -> None:
@@ -105,16 +106,16 @@ class Backbone:
                 self._fall_back(reason)
 
     def spread(self, group: Any) -> None:
-        """Turns on context parallelism: ranks of a process group run their rows as one stream (`packing/context.py`).
+        """Enables context parallelism: ranks of a process group run their sequences as one stream (see `context.py`).
 
         Raises:
-            ValueError: The number of ranks does not divide the heads, or the layout has no stream.
+            ValueError: The number of ranks doesn't divide the heads, or the layout has no stream.
         """
         from lightrl.models.packing.context import refuse_heads
 
         ranks = refuse_heads(self.config, group)
         if self.layout == "padded":
-            raise ValueError(f"context_parallel_size={ranks}: {self.name} runs in the padded layout. Use 1.")
+            raise ValueError(f"context_parallel_size={ranks}: {self.name} runs in the padded layout. Set it to 1.")
         self._context = group
 
     def __call__(
@@ -127,12 +128,13 @@ class Backbone:
         host: HostRows | None = None,
         routes: Sequence[Routes | None] = (),
     ) -> BackboneOutput:
-        """Hidden states at t - 1 for each response token t, or at each row's last token if the mask is None.
+        """Returns hidden states at t - 1 for each response token t, or at each row's last token without a mask.
 
         Args:
-            token_ids, attention_mask, response_mask, group_ids: (B, T) three times, and (B,).
+            token_ids, attention_mask, response_mask: (B, T) tensors.
+            group_ids: (B,) tensor.
             inputs: B dictionaries of media inputs.
-            host: The same rows in host memory; None copies them from the device.
+            host: The same tensors in host memory. Defaults to copying them from the device.
             routes: B records of the experts to use.
         """
         if host is None:
@@ -154,7 +156,7 @@ class Backbone:
         return self._run(batch)
 
     def _leave_unread_media_out(self, batch: _Batch) -> None:
-        """Rows that nothing is read from become text: their masks do not tell sampled placeholders from others."""
+        """Converts rows without read outputs to text: their masks don't mark sampled placeholders."""
         host = batch.host
         if host.response_mask is None or bool((read := host.response_mask[:, 1:].any(1)).all()):
             return
@@ -167,7 +169,7 @@ class Backbone:
         batch.rows = rows if any(rows) else None
 
     def _run_with(self, lent: list[tuple[list[int], dict[str, Any]]], batch: _Batch) -> BackboneOutput:
-        """Runs the rows together with rows of other ranks, whose outputs count for nothing."""
+        """Runs the rows together with rows of other ranks, whose outputs are ignored."""
         (count, width), more, host = batch.shape, len(lent), batch.host
         longest = max(width, *(len(ids) for ids, _ in lent))
         attention = host.attention_mask.bool()
@@ -189,7 +191,7 @@ class Backbone:
             HostRows(ids, attention, None if host.response_mask is None else response, groups),
             [*(batch.rows or [{}] * count), *(inputs for _, inputs in lent)],
             [*batch.routes, *[None] * more] if batch.routes else batch.routes,
-            count=count if bool(response[:count, 1:].any()) else None,  # a loss over no row would be NaN
+            count=count if bool(response[:count, 1:].any()) else None,  # a loss over no rows would be NaN
         )
         out = self._run(joint)
         row, column = out.targets // longest, out.targets % longest
@@ -200,13 +202,13 @@ class Backbone:
         return BackboneOutput(hidden, targets, (count, width), empty, out.aux_loss)
 
     def _refuse_long(self, mask: Tensor) -> None:
-        """Rejects rows for which the model's family has other rotary factors than those that are fixed."""
+        """Rejects sequences that need other rotary factors than the fixed ones."""
         if self._longest is not None and (tokens := int(mask.sum(1).max())) > self._longest:
             dynamic = longrope_limit(self.config) is None
             raise ValueError(
-                f"{self.name} with rows of {tokens} tokens: above {self._longest} its "
-                f"{'dynamic RoPE has other factors for every length' if dynamic else 'LongRoPE has other factors'}. "
-                f"{'Keep' if dynamic else 'Set long_rope: true on the model (`ModelSpec`), or keep'} rows shorter."
+                f"{self.name} with sequences of {tokens} tokens: above {self._longest} tokens, its "
+                f"{'dynamic RoPE has different factors per length' if dynamic else 'LongRoPE has different factors'}. "
+                f"{'Use' if dynamic else 'Set long_rope=true on the model (`ModelSpec`), or use'} shorter sequences."
             )
 
     def _run(self, batch: _Batch) -> BackboneOutput:
@@ -214,7 +216,7 @@ class Backbone:
             from lightrl.models.multimodal import sampled_placeholders
 
             if any("token_type_ids" in row for row in batch.rows) and self.layout != "padded":
-                self._fall_back("parts of its images attend in both directions")
+                self._fall_back("parts of its images use bidirectional attention")
             hidden = sampled_placeholders(self.config, batch.host.token_ids, batch.host.response_mask)
             batch.hidden = None if hidden is None else hidden.to(batch.token_ids.device)
         device, width = batch.token_ids.device, batch.shape[1]
@@ -230,12 +232,12 @@ class Backbone:
             return self._run_padded(batch)
 
     def _replaying(self, experts: Tensor | None) -> Any:
-        """Context in which the routers use these (N, L, K) experts, from `Routes.at`."""
+        """Context manager in which the routers use these (N, L, K) experts, from `Routes.at`."""
         return nullcontext() if experts is None else self.routers.replaying(experts)
 
     @property
     def routers(self) -> Any:
-        """The `Routers` of a mixture of experts."""
+        """The `Routers` of a mixture-of-experts model."""
         if self._routers is None:
             from lightrl.models.routing import Routers
 
@@ -245,13 +247,13 @@ class Backbone:
     def _fall_back(self, reason: str) -> None:
         if self.explicit:
             raise ValueError(
-                f"layout={self.layout!r}: does not work with {self.name}, because {reason}. Use 'auto' or 'padded'."
+                f"layout={self.layout!r}: is not supported by {self.name}, because {reason}. Use 'auto' or 'padded'."
             )
         warnings.warn(f"{self.name} runs in the padded layout, which is slower: {reason}.", stacklevel=2)
         self.layout = "padded"
         self._restore_attention()
 
-    # ---- the layouts ----------------------------------------------------------------------------------------------
+    # ---- layouts --------------------------------------------------------------------------------------------------
 
     def _stream(self, batch: _Batch) -> TokenStream:
         ids, spans = batch.host.token_ids, None
@@ -288,13 +290,13 @@ class Backbone:
         hidden = None if batch.hidden is None else of_stream(batch.hidden)
         out = self._call(ids, hidden, position_ids=positions, stream=stream, **inputs)
         if stream.num_calls != self.num_layers:
-            raise LayoutError(f"{stream.num_calls} of its {self.num_layers} layers use the replaced attention")
+            raise LayoutError(f"only {stream.num_calls} of its {self.num_layers} layers use the replaced attention")
         counted = None if batch.count is None else (stream.source < batch.count * stream.shape[1]).long().unsqueeze(0)
         return self._output(out, stream.read, stream.targets, stream.shape, counted)
 
     def _call(self, ids: Tensor, hidden: Tensor | None, **inputs: Any) -> Any:
-        """The body's output for IDs of which those at `hidden` are embedded as they are, also placeholders."""
-        if "stream" in inputs:  # transformers takes a 4-D mask as it is, so it builds none
+        """Runs the body. Tokens at `hidden` are embedded by their IDs even if they are placeholders."""
+        if "stream" in inputs:  # transformers builds no mask if given a 4-D one
             inputs["attention_mask"] = torch.empty(1, 1, 1, 1, device=ids.device)
         if hidden is None:
             return self.body(input_ids=ids, use_cache=False, **inputs)
@@ -308,7 +310,7 @@ class Backbone:
         from lightrl.models.packing.context import share_stream
 
         if batch.rows:
-            raise ValueError("context_parallel_size: does not support images, videos, or sound. Set it to 1.")
+            raise ValueError("context_parallel_size above 1: images, videos, and audio are not supported. Set it to 1.")
         share = share_stream(
             batch.host,
             self._context,
@@ -327,7 +329,7 @@ class Backbone:
         own = out.last_hidden_state[0]
         hidden = share.collect(own)
         empty = len(share.targets) == 0
-        if empty:  # the backward is collective, so what was sent must stay in the graph
+        if empty:  # the backward pass is collective, so sent states must stay in the graph
             hidden = own[:1] + 0.0 * hidden.sum()
         targets = share.targets.new_zeros(1) if empty else share.targets
         return BackboneOutput(hidden, targets, share.shape, empty)
@@ -338,8 +340,8 @@ class Backbone:
         chosen = getattr(text, "index_topk", None)
         if "indexed_attention" in (getattr(text, "layer_types", None) or ()) and chosen and width > chosen:
             raise ValueError(
-                f"{self.name} with rows of {width} tokens: its attention takes the best {chosen} keys (index_topk), "
-                "and transformers chooses others in a padded batch than in a row alone. Keep rows that short."
+                f"{self.name} with sequences of {width} tokens: its attention selects the best {chosen} keys "
+                "(index_topk), and transformers selects others in a padded batch. Use sequences of at most that length."
             )
         inputs = no_token_inputs(self.body, batch.token_ids)
         if batch.rows:
@@ -381,7 +383,7 @@ class Backbone:
         return BackboneOutput(hidden, targets, shape, empty, self._aux_loss(out, mask))
 
     def _aux_loss(self, out: Any, mask: Tensor | None) -> Tensor | None:
-        """Load-balancing loss as the model's own file defines it, if its configuration returns router logits."""
+        """Computes the load-balancing loss defined in the model's module, if its config returns router logits."""
         config = self.body.config.get_text_config()
         if not getattr(config, "output_router_logits", False) or getattr(out, "router_logits", None) is None:
             return None
@@ -394,9 +396,9 @@ class Backbone:
 
     @torch.no_grad()
     def check_logits(self, lm: Any, logit_map: LogitMap) -> None:
-        """Compares eight log-probs with the model's own forward, and with those next to a longer row.
+        """Compares eight log-probs with the model's own forward pass, and with those next to a longer sequence.
 
-        Catches models that change logits in unknown ways, or whose rows depend on the batch or on chance.
+        Detects models that change logits in unknown ways, or whose outputs depend on the batch or on randomness.
 
         Raises:
             ValueError: They differ.
@@ -416,7 +418,7 @@ class Backbone:
                 f"{self.name}: log-probs from its head differ by {worst:.3g} from its own forward pass, so it changes "
                 "logits in an unknown way. Use a model of another family."
             )
-        if router_modules(lm):  # rounding, which depends on a batch's shape, may choose other experts
+        if router_modules(lm):  # rounding, which depends on the batch shape, may change experts
             return
         rows = torch.stack([F.pad(ids, (0, 8)), longer.flip(0)])
         mask = torch.stack([F.pad(torch.ones_like(ids), (0, 8)), torch.ones_like(longer)])
@@ -426,15 +428,15 @@ class Backbone:
         usual = (own - batched).abs().median().item()
         if usual > max(0.02, 2.5 * tolerance):
             raise ValueError(
-                f"{self.name}: log-probs of a row differ by {usual:.3g} next to a longer row, so they depend on the "
-                "batch or on chance. Use a model of another family."
+                f"{self.name}: log-probs differ by {usual:.3g} next to a longer sequence, so they depend on the batch "
+                "or on randomness. Use a model of another family."
             )
 
 
 def no_token_inputs(body: Any, token_ids: Tensor) -> dict[str, Tensor]:
-    """`token_type_ids` of plain text, which vision-language models may require in training.
+    """Returns `token_type_ids` of plain text, which vision-language models may require in training.
 
-    A text model gets none: GPT-2 and similar ones would add the embedding of token 0 everywhere.
+    Text models get none: GPT-2 and similar models would add the embedding of token 0 everywhere.
     """
     insists = bool(placeholder_ids(body.config)) and TOKEN_INPUT in inspect.signature(body.forward).parameters
     return {TOKEN_INPUT: torch.full_like(token_ids, causal_type(body.config))} if insists else {}

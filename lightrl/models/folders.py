@@ -1,7 +1,7 @@
-"""Model directories: parts of weights read by each rank, and exported folders.
+"""Model directories: sharded loading by each rank, and export.
 
-No rank holds a whole model if it is built with its parameters on the meta device and sharded; each rank then reads the
-rows that it keeps. Buffers (of rotary embeddings) are computed when the model is built, and new heads drawn, as usual.
+To avoid loading the whole model on any rank, the model is built with parameters on the meta device and sharded. Each
+rank then reads the rows that it keeps. Buffers (of rotary embeddings) and new heads are initialized as usual.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 UNUSED = re.compile("pad|reserved|unused", re.IGNORECASE)
 
-# ---- reading parts -----------------------------------------------------------------------------------------------
+# ---- sharded loading ---------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def _meta_parameters() -> Iterator[None]:
-    """Puts the parameters of modules that are built within on the meta device; buffers stay where they are."""
+    """Context manager in which modules are built with parameters on the meta device; buffers are unaffected."""
 
     def to_meta(module: nn.Module, name: str, parameter: Any) -> Any:
-        if parameter is None or parameter.is_meta:  # a tied one stays the same object
+        if parameter is None or parameter.is_meta:  # tied parameters stay the same object
             return None
         return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
 
@@ -49,7 +49,7 @@ def _meta_parameters() -> Iterator[None]:
 
 
 def without_weights(auto_class: Any, config: Any, dtype: torch.dtype) -> PreTrainedModel | None:
-    """The model with parameters on the meta device, if `fill_shards` will find all of them."""
+    """Builds the model with parameters on the meta device, if `fill_shards` can find all of them."""
     with _meta_parameters():
         model: Any = auto_class.from_config(config, dtype=dtype)
     if not all(p.is_meta for p in model.parameters()) or _weight_places(model) is None:
@@ -60,12 +60,11 @@ def without_weights(auto_class: Any, config: Any, dtype: torch.dtype) -> PreTrai
 
 
 def _weight_places(model: PreTrainedModel) -> dict[str, tuple[str, str]] | None:
-    """Parameter name -> (safetensors file, name there). A base model finds its weights in files with a head, and vice
-    versa.
+    """Maps parameter names to (safetensors file, name there). Base models also read files with a head, and vice versa.
 
     Returns:
-        None if the files do not have all parameters under their names and in their shapes, as when transformers
-        converts what it loads; such a model is loaded whole.
+        None if the files don't have all parameters under their names and in their shapes, for example if transformers
+        converts them while loading. Such a model is loaded whole.
     """
     config: Any = model.config
     if persistent_buffers(model) or getattr(config, "quantization_config", None) is not None:
@@ -90,11 +89,11 @@ def _weight_places(model: PreTrainedModel) -> dict[str, tuple[str, str]] | None:
 
 @torch.no_grad()
 def fill_shards(wrapper: nn.Module, device: torch.device) -> None:
-    """Reads the parameters that are on the meta device, if any. Every rank independently.
+    """Loads the parameters on the meta device, if any. Every rank reads independently.
 
     Args:
-        wrapper: Holds the transformers model, sharded by `fully_shard` along the first dimension.
-        device: Of this rank's parts.
+        wrapper: Module with the transformers model, sharded by `fully_shard` along the first dimension.
+        device: Device of this rank's shards.
     """
     for model in wrapper.children():
         if isinstance(model, PreTrainedModel) and any(p.is_meta for p in model.parameters()):
@@ -110,7 +109,7 @@ def fill_shards(wrapper: nn.Module, device: torch.device) -> None:
 
 
 def _read(parameter: Any, rows: Any, device: torch.device) -> nn.Parameter:
-    """This rank's part of a sharded parameter, from a slice of a file."""
+    """Reads this rank's shard of a parameter from a slice of a file."""
     from torch.distributed.tensor import DTensor, Shard
 
     mesh, local = parameter.device_mesh, parameter.to_local()
@@ -124,7 +123,7 @@ def _read(parameter: Any, rows: Any, device: torch.device) -> nn.Parameter:
     return nn.Parameter(whole, requires_grad=parameter.requires_grad)
 
 
-# ---- writing -----------------------------------------------------------------------------------------------------
+# ---- export ------------------------------------------------------------------------------------------------------
 
 
 def save_hf_folder(
@@ -136,15 +135,15 @@ def save_hf_folder(
     processor_path: str | None = None,
     chat_template: str | None = None,
 ) -> None:
-    """Writes a folder that transformers and vLLM load: weights, configuration, tokenizer, generation settings.
+    """Writes a model directory for transformers and vLLM: weights, config, tokenizer, and generation settings.
 
     Args:
-        actor: The `PolicyModel` or `RewardModel`; only its configuration and buffers are read, so it may be sharded.
-        state: Hugging Face name -> full tensor, LoRA merged, from `named_hf_weights`.
-        folder: Created if missing.
-        tokenizer_path: Model directory or ID whose tokenizer is copied.
-        processor_path: The same for the media processor; defaults to `tokenizer_path`.
-        chat_template: Jinja text instead of the tokenizer's own.
+        actor: `PolicyModel` or `RewardModel`. Only its config and buffers are read, so it may be sharded.
+        state: Full tensors by Hugging Face name, LoRA merged, from `named_hf_weights`.
+        folder: Model directory to write. Created if missing.
+        tokenizer_path: Model directory or model ID of the tokenizer.
+        processor_path: Model directory or model ID of the media processor. Defaults to `tokenizer_path`.
+        chat_template: Jinja text of the chat template. Defaults to the tokenizer's.
     """
     lm = actor.lm
     buffers = {n: b.detach().cpu() for n, b in lm.named_buffers() if n in persistent_buffers(lm)}
@@ -162,17 +161,17 @@ def save_hf_folder(
     if getattr(tokenizer, "eos_token_id", None) is not None:
         _stop_at(Path(folder, "generation_config.json"), end_of_turn(tokenizer))
     if placeholder_ids(lm.config):
-        for name in PROCESSOR_FILES:  # as files, since building a processor may need packages that training does not
+        for name in PROCESSOR_FILES:  # copied as files, since processors may need packages that training doesn't
             file = cached_path(processor_path or tokenizer_path, name)
             if file is not None and Path(file).resolve() != Path(folder, name).resolve():
                 shutil.copyfile(file, Path(folder, name))
 
 
 def _with_padding(lm: Any, state: Mapping[str, Tensor], tokenizer: Any) -> tuple[Any, Mapping[str, Tensor]]:
-    """Configuration and weights of a reward model that transformers reads at the same tokens as LightRL.
+    """Returns the config and weights of a reward model that transformers reads at the same tokens as LightRL.
 
-    transformers reads a row at its last token that isn't padding, and tells padding by its ID. So the tokenizer gets a
-    pad token that ends no row: its own, a reserved one, or a new one, for which the embedding may get a row of 0.
+    transformers reads each sequence at its last token that is not padding, detected by ID. The tokenizer therefore gets
+    a pad token that ends no sequence: its own, a reserved one, or a new one. A new one may need an embedding row of 0.
     """
     ends, special = {tokenizer.eos_token_id, end_of_turn(tokenizer)}, tokenizer.added_tokens_decoder
     tokenizer.padding_side = "right"
@@ -193,7 +192,7 @@ def _with_padding(lm: Any, state: Mapping[str, Tensor], tokenizer: Any) -> tuple
 
 
 def _stop_at(file: Path, end: int) -> None:
-    """Adds the end of a turn to the tokens at which an exported model stops generating."""
+    """Adds the end-of-turn token to the tokens at which an exported model stops generating."""
     if not file.is_file():
         return
     config = json.loads(file.read_text())

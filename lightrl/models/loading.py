@@ -1,4 +1,4 @@
-"""Loads Hugging Face models the way training needs them: no dropout, fixed rotary factors, adapters, frozen parts."""
+"""Loads Hugging Face models for training: no dropout, fixed rotary factors, adapters, and frozen parts."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 CONFIG_KEYS = ("trust_remote_code", "revision", "token", "cache_dir", "local_files_only", "subfolder", "code_revision")
 WEIGHTS = {".safetensors", ".bin", ".gguf", ".pt", ".pth"}
 TABLES = ("biogpt", "codegen", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "openai-gpt", "opt")  # learned positions
-FIXED = "fixed"  # the `rope_type` of a rotary embedding that does not depend on the batch
+FIXED = "fixed"  # `rope_type` of rotary embeddings that don't depend on the batch
 
 
 def require_model(spec: ModelSpec) -> None:
-    """Checks that a model directory can be loaded, before anything heavy starts.
+    """Checks that a model directory can be loaded, before any heavy work.
 
     Raises:
-        ValueError: There is no model, or only a configuration, or files differ from the directory's `SHA256SUMS`.
+        ValueError: The model is missing, has only a config, or has files that differ from its `SHA256SUMS`.
     """
     require_model_folder(spec.path)
     folder = Path(spec.path).expanduser()
@@ -44,30 +44,31 @@ def require_model(spec: ModelSpec) -> None:
         return
     if not any(file.suffix in WEIGHTS for file in folder.rglob("*")):
         raise ValueError(
-            f"Model folder {spec.path!r} has a config.json and no weights (such as model.safetensors). Use a folder "
-            "that `save_pretrained` wrote, or set random_init: true to start with random ones."
+            f"Model directory {spec.path!r} has a config.json but no weights (such as model.safetensors). Use one "
+            "written by `save_pretrained`, or set random_init=true for randomly initialized weights."
         )
-    require_written(folder, f"Model folder {spec.path!r}")
+    require_written(folder, f"Model directory {spec.path!r}")
 
 
 # ---- loading -----------------------------------------------------------------------------------------------------
 
 
 def load_causal_lm(spec: ModelSpec, *, trainable: bool, in_shards: bool = False) -> PreTrainedModel:
-    """Loads a causal language model, or a model that takes images and text and has a language head.
+    """Loads a causal language model, or a model for images and text with a language head.
 
     Args:
-        spec: What to load.
-        trainable: False freezes every parameter and ignores `freeze`, `gradient_checkpointing`, and a new `lora`.
-        in_shards: Leave parameters on the meta device, for `fill_shards` to read once they are sharded. Models with
-            adapters, random weights, `kwargs`, or weights that transformers converts are still loaded whole.
+        spec: Model to load.
+        trainable: Whether to train it. False freezes every parameter and ignores `freeze`, `gradient_checkpointing`,
+            and a new `lora`.
+        in_shards: Leave parameters on the meta device for `fill_shards` to read after sharding. Models with adapters,
+            random weights, `kwargs`, or weights that transformers converts are still loaded whole.
 
     Returns:
-        The model in training mode, which gradient checkpointing needs, with all dropout set to 0, so that log-probs
-        equal the engine's. With LoRA only the adapter requires gradients.
+        The model in training mode, which gradient checkpointing needs, with all dropout set to 0 so that log-probs
+        equal the engine's. With LoRA, only the adapter requires gradients.
 
     Raises:
-        ValueError: The folder does not exist, or has no model.
+        ValueError: The directory doesn't exist, or has no model.
     """
     if trainable and spec.live is not None:
         return _prepared(spec.live, spec, trainable=True)
@@ -76,12 +77,12 @@ def load_causal_lm(spec: ModelSpec, *, trainable: bool, in_shards: bool = False)
 
 
 def load_backbone(spec: ModelSpec, *, trainable: bool, in_shards: bool = False) -> PreTrainedModel:
-    """Loads the model without its language head, for a critic. Arguments and result: `load_causal_lm`."""
+    """Loads the model without its language head, for a critic. See `load_causal_lm` for arguments and result."""
     return load_model(spec, AutoModel, trainable=trainable, in_shards=in_shards)
 
 
 def load_scalar(spec: ModelSpec, *, trainable: bool) -> PreTrainedModel:
-    """Loads a model with a head of one output. Otherwise as `load_causal_lm`.
+    """Loads a model with a single-output head. See `load_causal_lm`.
 
     Raises:
         ValueError: Also if the head has more outputs, or is missing and would not be trained.
@@ -92,7 +93,7 @@ def load_scalar(spec: ModelSpec, *, trainable: bool) -> PreTrainedModel:
     except RuntimeError as error:
         if "ignore_mismatched_sizes" not in str(error):
             raise
-        raise ValueError(f"Model {spec.path!r}: its head does not have one output (num_labels=1).") from error
+        raise ValueError(f"Model {spec.path!r}: must have a head with one output (num_labels=1).") from error
 
 
 def load_model(
@@ -104,11 +105,11 @@ def load_model(
     new_head: bool = False,
     **overrides: Any,
 ) -> PreTrainedModel:
-    """Loads a model of any auto class; `overrides` are set on the configuration. Otherwise as `load_causal_lm`.
+    """Loads a model of any auto class; `overrides` are set on the config. See `load_causal_lm`.
 
     Raises:
-        ValueError: Also if the files lack weights, or have some that are not finite; with `new_head` those of a head
-            that is trained may be missing.
+        ValueError: Also if files lack weights or have non-finite ones. With `new_head`, those of a trained head may be
+            missing.
     """
     require_model(spec)
     config = _config(spec)
@@ -129,7 +130,7 @@ def load_model(
         told: Any = {**kwargs, "output_loading_info": True}
         try:
             model, info = auto_class.from_pretrained(spec.path, config=config, dtype=dtype, **told)
-        except Exception as error:  # safetensors, pickle, and hub errors do not name the model
+        except Exception as error:  # safetensors, pickle, and Hub errors don't name the model
             error.add_note(f"Model {spec.path!r} could not be loaded.")
             raise
         _refuse_random(model, spec, info["missing_keys"], new_head=new_head and trainable)
@@ -155,9 +156,10 @@ def _quantization(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _refuse_random(model: Any, spec: ModelSpec, missing: set[str], *, new_head: bool) -> None:
-    """Rejects a model with weights that its files lack: transformers draws them, and says so in a log only.
+    """Rejects a model whose files lack weights: transformers initializes them randomly and only logs it.
 
-    With `new_head` only the backbone's are checked. An encoder's pooler belongs to a head; a critic reads none.
+    With `new_head`, only the backbone's weights are checked. An encoder's pooler belongs to the head, which critics
+    don't use.
     """
     body = model.base_model
     prefix = next((f"{name}." for name, child in model.named_children() if child is body), "")
@@ -168,12 +170,12 @@ def _refuse_random(model: Any, spec: ModelSpec, missing: set[str], *, new_head: 
         more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
         raise ValueError(
             f"Model {spec.path!r} has no weights for {', '.join(lacking[:3])}{more}, which would be random. Use a "
-            f"model that was trained with them, such as one that `save_pretrained` of {type(model).__name__} wrote."
+            f"model trained with them, such as one written by `save_pretrained` of {type(model).__name__}."
         )
 
 
 def _refuse_nonfinite(model: Any, spec: ModelSpec) -> None:
-    """Rejects NaN weights: as a reference or teacher, no update would reveal them."""
+    """Rejects non-finite weights, which no update would reveal in a reference or teacher."""
     for name, parameter in model.named_parameters():
         looked_at = parameter.dtype in (torch.float32, torch.bfloat16, torch.float16) and parameter.numel() > 0
         if looked_at and not all(bool(bound.isfinite()) for bound in parameter.detach().aminmax()):
@@ -181,7 +183,7 @@ def _refuse_nonfinite(model: Any, spec: ModelSpec) -> None:
 
 
 def _prepared(model: Any, spec: ModelSpec, *, trainable: bool) -> PreTrainedModel:
-    """A model as its spec asks for: no dropout, adapters, frozen parts."""
+    """Applies the spec to a model: no dropout, adapters, frozen parts."""
     _switch_dropout_off(model)
     fix_rope(model, long=spec.long_rope)
     lora = _used_lora(spec, trainable)
@@ -205,9 +207,9 @@ def _prepared(model: Any, spec: ModelSpec, *, trainable: bool) -> PreTrainedMode
 
 
 def _switch_dropout_off(model: nn.Module) -> None:
-    """Sets every dropout to 0, in modules and in the numbers that attention layers pass on.
+    """Sets every dropout to 0, in modules and in attributes that attention layers pass on.
 
-    Not `eval()`: transformers recomputes activations in training mode only.
+    `eval()` is not an option, since transformers recomputes activations only in training mode.
     """
     for module in model.modules():
         if isinstance(module, DROPOUTS):
@@ -220,7 +222,7 @@ def _switch_dropout_off(model: nn.Module) -> None:
 
 
 def _stay_in_eval(module: nn.Module, mode: bool = True) -> nn.Module:
-    """`train` of a part that chooses experts at random in training (Phi-MoE, or Mixtral's and DBRX's jitter)."""
+    """`train` for modules that choose experts randomly in training (Phi-MoE, or the jitter of Mixtral and DBRX)."""
     return nn.Module.train(module, False)
 
 
@@ -232,20 +234,20 @@ def _freeze(model: nn.Module, patterns: list[str]) -> None:
                 parameter.requires_grad_(False)
                 unused.discard(pattern)
     if unused:
-        raise ValueError(f"freeze={sorted(unused)}: no parameter or part has such a name. Use `*` for anything.")
+        raise ValueError(f"freeze={sorted(unused)}: matches no parameter or module. Use `*` as a wildcard.")
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ValueError(f"freeze={patterns}: leaves no parameter to train. Freeze less.")
+        raise ValueError(f"freeze={patterns}: leaves no parameters to train. Freeze fewer.")
 
 
 def return_router_logits(lm: PreTrainedModel) -> None:
-    """Makes a mixture-of-experts model return the router logits, from which its load-balancing loss is computed.
+    """Makes a mixture-of-experts model return router logits, from which its load-balancing loss is computed.
 
     Raises:
-        ValueError: The model has no routers, or no such loss (DeepSeek's balance themselves).
+        ValueError: The model has no routers, or no such loss (DeepSeek models balance experts themselves).
     """
     config: Any = lm.config.get_text_config()
     if not hasattr(config, "output_router_logits"):
-        raise ValueError(f"aux_loss_coef: {config.model_type} is not a mixture of experts. Set it to 0.")
+        raise ValueError(f"aux_loss_coef: {config.model_type} is not a mixture-of-experts model. Set it to 0.")
     if not hasattr(sys.modules[type(lm).__module__], "load_balancing_loss_func"):
         raise ValueError(f"aux_loss_coef: {config.model_type} defines no load-balancing loss. Set it to 0.")
     config.output_router_logits = True
@@ -255,7 +257,7 @@ def return_router_logits(lm: PreTrainedModel) -> None:
 
 
 def causal_class(config: Any) -> Any:
-    """The auto class with a language head: that of images or sound and text if the configuration belongs to one."""
+    """Returns the auto class with a language head: one for images or audio and text if the config requires it."""
     from transformers import AutoModelForImageTextToText, AutoModelForMultimodalLM
 
     classes = (AutoModelForImageTextToText, AutoModelForMultimodalLM)
@@ -263,10 +265,10 @@ def causal_class(config: Any) -> Any:
 
 
 def scalar_class(config: Any) -> Any:
-    """The class with a classification head.
+    """Returns the class with a classification head.
 
-    transformers has none for vision-language models. The one made here has the parts and names of those for text: the
-    backbone as `model`, read at the last token, and the linear layer `score`.
+    transformers has none for vision-language models. The class created here uses the same names as those for text: the
+    backbone `model`, read at the last token, and the linear layer `score`.
     """
     auto = AutoModelForSequenceClassification
     body = model_class(AutoModel, config)
@@ -283,13 +285,13 @@ def scalar_class(config: Any) -> Any:
 
 
 def require_vocabulary(tokenizer: Any, path: str, argument: str = "tokenizer") -> None:
-    """Rejects a tokenizer with tokens that the model has no embedding for.
+    """Rejects a tokenizer with tokens for which the model has no embedding.
 
-    Placeholders of media, and special tokens other than BOS and EOS, don't count. A model whose configuration can't be
-    read is left to the code that loads it.
+    Media placeholders, and special tokens other than BOS and EOS, are ignored. Models whose config can't be read are
+    not checked here.
 
     Raises:
-        ValueError: There is such a token; the message starts with `argument`.
+        ValueError: There is such a token. The message starts with `argument`.
     """
     config = _readable_config(path)
     size = None if config is None else getattr(config.get_text_config(), "vocab_size", None)
@@ -302,8 +304,8 @@ def require_vocabulary(tokenizer: Any, path: str, argument: str = "tokenizer") -
     if beyond:
         raise ValueError(
             f"{argument}={tokenizer.name_or_path!r}: {len(beyond)} of its tokens, such as {beyond[0][1]!r} "
-            f"({beyond[0][0]}), have no embedding in the model {path!r} of vocab_size={size}. Use the model's own "
-            "tokenizer, or call `resize_token_embeddings` on the model and save both in one folder."
+            f"({beyond[0][0]}), have no embedding in the model {path!r} (vocab_size={size}). Use the model's own "
+            "tokenizer, or call `resize_token_embeddings` on the model and save both in one directory."
         )
 
 
@@ -315,15 +317,15 @@ def _readable_config(path: str) -> Any:
 
 
 def longest_sequence(config: Any) -> int | None:
-    """Maximum sequence length in tokens that a model was made for; None if its configuration does not say."""
+    """Returns the maximum sequence length in tokens from the config; None if it is not specified."""
     longest: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     return longest
 
 
 def positions_of(path: str) -> tuple[int, bool] | None:
-    """`longest_sequence` of a model directory or ID, and whether longer ones are an error; None if unknown.
+    """Returns `longest_sequence` of a model, and whether longer sequences are an error; None if unknown.
 
-    They are an error with a table of positions; with rotary embeddings quality decreases.
+    They are an error for models with a table of positions. With rotary embeddings, quality decreases.
     """
     config = _readable_config(path)
     longest = None if config is None else longest_sequence(config)
@@ -334,17 +336,17 @@ def positions_of(path: str) -> tuple[int, bool] | None:
 
 
 def fix_rope(model: Any, *, long: bool = False) -> int | None:
-    """Makes a model rotate every row by the same factors, for the whole run. Idempotent.
+    """Makes a model use the same rotary factors for every sequence during the whole run. Idempotent.
 
-    transformers picks the factors of LongRoPE and dynamic NTK by the largest position of a batch, so that a row's
-    log-probs would depend on other rows. vLLM picks those of LongRoPE once, by its `max_model_len`.
+    transformers chooses the factors of LongRoPE and dynamic NTK by the largest position in a batch, so a sequence's
+    log-probs would depend on others. vLLM chooses those of LongRoPE once, by its `max_model_len`.
 
     Args:
         model: A transformers model.
         long: Use LongRoPE's factors for long sequences instead of those for short ones.
 
     Returns:
-        Maximum tokens of a row for which transformers, and vLLM by default, use the same factors; None for no limit.
+        Maximum sequence length for which transformers, and vLLM by default, use the same factors. None for no limit.
 
     Raises:
         ValueError: `long` with a family whose long factors transformers doesn't compute (Phi-MoE).
@@ -368,8 +370,8 @@ def _fix(module: Any, layer: str | None, kind: str, long: bool) -> str:
             module.rope_limit = original
         elif "long_mscale" in parameters:
             raise ValueError(
-                f"long_rope=True: transformers rotates long rows of {type(module).__name__} by the factors for short "
-                f"ones. Set long_rope to false and keep rows at {original} tokens."
+                f"long_rope=True: transformers uses short factors for long sequences of {type(module).__name__}. Set "
+                f"long_rope=false, and use sequences of at most {original} tokens."
             )
         else:
             name = "inv_freq" if layer is None else f"{layer}_inv_freq"
@@ -384,10 +386,10 @@ def _fix(module: Any, layer: str | None, kind: str, long: bool) -> str:
 
 
 def longrope_limit(model: Any) -> int | None:
-    """Maximum tokens that LongRoPE's factors for short sequences are for, of a configuration, model directory, or ID.
+    """Returns the maximum length for LongRoPE's short factors, from a config, model directory, or model ID.
 
     Returns:
-        None without LongRoPE, or if the configuration can't be read.
+        None without LongRoPE, or if the config can't be read.
     """
     config = _readable_config(model) if isinstance(model, str) else model
     parameters = (config is not None and getattr(config.get_text_config(), "rope_parameters", None)) or {}

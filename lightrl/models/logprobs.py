@@ -1,15 +1,15 @@
 """Log-probs and entropies of given tokens from hidden states, without a (tokens, vocabulary) matrix.
 
-Logits are computed for some tokens at a time, reduced, and dropped. The backward pass computes them again and turns
-them into gradients in place; on a CPU the first chunks are kept, since a second matrix product is slow.
-With z = logits / temperature, p = softmax(z), and H the entropy:
+Logits are computed in chunks of tokens, reduced, and dropped. The backward pass recomputes them and turns them into
+gradients in place. On a CPU, the first chunks are kept, since a second matrix product is slow. With
+z = logits / temperature, p = softmax(z), and H the entropy:
 
     d logprob(y) / dz_j = [j = y] - p_j          d H / dz_j = -p_j (log p_j + H)
 
-Logits have the dtype of the head's weight, as in inference engines, except on CUDA, whose products are float32;
-everything after them is float32. Unlike fused cross-entropy kernels (Liger, https://arxiv.org/abs/2410.10989; Cut
-Cross-Entropy, https://arxiv.org/abs/2411.09009), this uses plain matrix products, differentiates the entropy, and
-leaves the loss to the caller.
+Logits have the dtype of the head's weight, as in inference engines, except on CUDA, where products are float32. All
+later steps are float32. Unlike fused cross-entropy kernels (Liger, https://arxiv.org/abs/2410.10989; Cut Cross-Entropy,
+https://arxiv.org/abs/2411.09009), this uses plain matrix products, differentiates the entropy, and leaves the loss to
+the caller.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from torch.autograd.function import once_differentiable
 from lightrl.compat.arguments import above
 from lightrl.records import Support
 
-CHUNK_ELEMENTS = 1 << 25  # logits at once: 128 MiB in float32
+CHUNK_ELEMENTS = 1 << 25  # logits per chunk: 128 MiB in float32
 CUDA_CHUNK_ELEMENTS = 1 << 28  # on CUDA, where each chunk reads the whole weight: 1 GiB
-KEPT_ELEMENTS = 3 << 25  # on a CPU, logits that are kept for the backward pass: 384 MiB in float32
-CUT = -1e9  # the logit of a word outside the support: finite, since entropies would have 0 times infinity
+KEPT_ELEMENTS = 3 << 25  # on a CPU, logits kept for the backward pass: 384 MiB in float32
+CUT = -1e9  # logit outside the support: finite, since entropies would otherwise have 0 times infinity
 
 
 class LogitMap(NamedTuple):
-    """What some families do to the head's output z: `cap * tanh(scale * z / cap)`, without the tanh where cap is 0."""
+    """Transformation of the head's output z: `cap * tanh(scale * z / cap)`, without the tanh if cap is 0."""
 
     scale: float = 1.0
     cap: float = 0.0
@@ -59,29 +59,31 @@ def chunked_logprobs(
     support: Support | None = None,
     chunk_elements: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`log_softmax(logits / temperature)` at the targets, and its entropy.
+    """Computes `log_softmax(logits / temperature)` at the targets, and its entropy.
 
     Args:
-        hidden: (M, D), what the head reads.
-        weight: (V, D). bias: (V,) or None.
+        hidden: (M, D) input of the head.
+        weight: (V, D) weight of the head.
+        bias: (V,) bias of the head, or None.
         targets: (M,) int64 in [0, V).
-        temperature: Above 0.
+        temperature: Divisor of logits, above 0.
         entropy: Whether to compute entropies.
-        logit_map: Applied to logits before the temperature.
-        support: M entries, the words over which each softmax is taken; None takes all words.
-        chunk_elements: Maximum number of logits at once, at least those of one token, halved for entropies;
-            defaults to 2^28 on CUDA, 2^25 elsewhere.
+        logit_map: Transformation of logits before the temperature.
+        support: M entries, the tokens over which each softmax is computed. Defaults to all tokens.
+        chunk_elements: Maximum number of logits per chunk (at least those of one token), halved for entropies. Defaults
+            to 2^28 on CUDA, 2^25 elsewhere.
 
     Returns:
-        (M,) float32 log-probs and (M,) float32 entropies in nats or None; exact gradients for hidden, weight, and bias.
+        (M,) float32 log-probs and (M,) float32 entropies in nats or None. Gradients for hidden, weight, and bias are
+        exact.
 
     Raises:
-        ValueError: temperature is not above 0.
+        ValueError: `temperature` is not above 0.
     """
     above("temperature", temperature, note="; greedy decoding has no log-probs to train on")
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-    hidden, weight = hidden.to(dtype), weight.to(dtype)  # autocast stops at custom functions
+    hidden, weight = hidden.to(dtype), weight.to(dtype)  # autocast doesn't apply to custom functions
     if chunk_elements is None:
         chunk_elements = CUDA_CHUNK_ELEMENTS if device == "cuda" else CHUNK_ELEMENTS
     rows = max(1, (chunk_elements // 2 if entropy else chunk_elements) // len(weight))
@@ -96,19 +98,19 @@ def chunked_logprobs(
 
 
 def chunks(total: int, size: int) -> Iterator[slice]:
-    """Slices of at most `size` that cover `total` tokens."""
+    """Yields slices of at most `size` that cover `total` tokens."""
     return (slice(i, min(i + size, total)) for i in range(0, total, size))
 
 
 class Distribution(NamedTuple):
-    """What turns the head's output into scaled logits; see `chunked_logprobs`."""
+    """Settings that turn the head's output into scaled logits; see `chunked_logprobs`."""
 
     temperature: float
     logit_map: LogitMap
     support: Support | None
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: slice) -> Tensor:
-        """(C, V) scaled logits of some tokens, float32 or wider."""
+        """Returns (C, V) scaled logits of some tokens, float32 or wider."""
         wide = torch.promote_types(hidden.dtype, torch.float32)
         z = _product(hidden[rows], weight.T, wide)
         if bias is not None:
@@ -124,7 +126,7 @@ class Distribution(NamedTuple):
 
 
 def outside_support(support: Support, rows: slice, words: int) -> Tensor:
-    """(C, words) bool, True outside of each token's support."""
+    """Returns (C, words) bool, True outside each token's support."""
     counts, before = support.counts[rows], int(support.counts[: rows.start].sum())
     ids = support.ids[before : before + int(counts.sum())].long()
     owners = torch.repeat_interleave(torch.arange(len(counts), device=ids.device), counts)
@@ -154,10 +156,10 @@ class _Chunked(torch.autograd.Function):
                 z = z.sub_(lse[part, None])
             if entropy:
                 entropies[part] = -torch.linalg.vecdot(z.exp(), z)
-            del z  # before the next one is made
+            del z  # before the next chunk
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropies, *kept)
         ctx.distribution, ctx.rows = distribution, rows
-        ctx.set_materialize_grads(False)  # an entropy that is only logged costs nothing in the backward pass
+        ctx.set_materialize_grads(False)  # entropies that are only logged cost nothing in the backward pass
         return picked, entropies
 
     @staticmethod
@@ -170,13 +172,13 @@ class _Chunked(torch.autograd.Function):
         d_hidden = torch.zeros(hidden.shape, dtype=wide, device=hidden.device) if need_hidden else None
         d_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if need_weight else None
         d_bias = torch.zeros(len(weight), dtype=wide, device=weight.device) if need_bias else None
-        # Without entropy and cap the gradient is a factor of the token times p - [target]: it goes to the narrow side.
+        # Without entropy and cap, the gradient is a factor per token times p - [target], applied on the narrow side.
         narrow = grad_entropy is None and not cap
         factor = (-g if narrow else torch.ones_like(g)) * (scale / temperature)
         scaled = hidden * factor[:, None].to(hidden.dtype)
         for number, part in enumerate(chunks(len(hidden), ctx.rows)):
             logits = None if number < len(kept) else ctx.distribution.logits(hidden, weight, bias, part)
-            # Kept logits stay as they are, for a second backward pass.
+            # Kept logits are not changed, for a second backward pass.
             log_p = kept[number] - lse[part, None] if logits is None else logits.sub_(lse[part, None])
             place = targets[part, None]
             if narrow:
@@ -186,7 +188,7 @@ class _Chunked(torch.autograd.Function):
                 if cap:  # d tanh = 1 - tanh^2
                     slope = (log_p + lse[part, None]).mul_(temperature / cap).square_().neg_().add_(1.0)
                 dz = log_p.exp().mul_(-g[part, None])
-                if grad_entropy is not None:  # where p underflows to 0, log p is still finite
+                if grad_entropy is not None:  # log p is finite even if p underflows to 0
                     p = log_p.exp()
                     dz.sub_(log_p.add_(entropies[part, None]).mul_(grad_entropy[part, None]).mul_(p))
                 dz.scatter_add_(1, place, g[part, None])
@@ -198,7 +200,7 @@ class _Chunked(torch.autograd.Function):
                 d_hidden[part] = _product(dz, weight, wide)
             if d_weight is not None:
                 _add_product(d_weight, dz.T, scaled[part])
-            del logits, log_p, dz  # before the next ones are made
+            del logits, log_p, dz  # before the next chunk
         d_hidden = d_hidden.mul_(factor[:, None]).to(hidden.dtype) if d_hidden is not None else None
         d_weight = d_weight.to(weight.dtype) if d_weight is not None else None
         d_bias = d_bias.to(bias.dtype) if d_bias is not None else None
@@ -206,7 +208,7 @@ class _Chunked(torch.autograd.Function):
 
 
 def _wide_products(factor: Tensor) -> bool:
-    """Whether the device can put products of half precision out in float32, in which it sums them anyway."""
+    """Whether the device can return half-precision products in float32, in which it accumulates them anyway."""
     return factor.is_cuda and factor.dtype in (torch.bfloat16, torch.float16)
 
 
@@ -217,7 +219,7 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _add_product(target: Tensor, a: Tensor, b: Tensor) -> None:
-    """target += a b, without a temporary if the device can."""
+    """Computes target += a b, without a temporary if supported."""
     if target.dtype == a.dtype:
         target.addmm_(a, b)
     elif _wide_products(a):
@@ -229,8 +231,8 @@ def _add_product(target: Tensor, a: Tensor, b: Tensor) -> None:
 class TokenHead(nn.Linear):
     """A language head that returns log-probs if called with targets, and logits otherwise.
 
-    An existing `nn.Linear` becomes one by changing its class, which keeps its parameter, name, tying, and hooks. The
-    weight is used inside this module's call only: that is where ZeRO-3 gathers it.
+    Changing the class of an existing `nn.Linear` keeps its parameter, name, tying, and hooks. The weight is used only
+    inside this module's call, where ZeRO-3 gathers it.
     """
 
     def forward(  # type: ignore[override]
@@ -241,9 +243,9 @@ class TokenHead(nn.Linear):
         compute: Callable[..., Any] | None = None,
         **settings: Any,
     ) -> Any:
-        """Logits of (..., D) hidden states; with `targets`, `chunked_logprobs` of (M, D) hidden states.
+        """Returns logits of (..., D) hidden states or, with `targets`, `chunked_logprobs` of (M, D) hidden states.
 
-        `compute` is another function of (hidden, weight, bias); `settings` are the function's other arguments.
+        `compute` replaces it by another function of (hidden, weight, bias), with `settings` as its other arguments.
         """
         if targets is not None:
             return chunked_logprobs(hidden, self.weight, self.bias, targets, **settings)
@@ -251,17 +253,17 @@ class TokenHead(nn.Linear):
 
 
 def install_head(lm: Any) -> None:
-    """Makes the language head of a model a `TokenHead`, in place.
+    """Turns a model's language head into a `TokenHead`, in place.
 
     Raises:
-        ValueError: the head is not a plain linear layer.
+        ValueError: The head is not a plain linear layer.
     """
     head = lm.get_output_embeddings()
     if isinstance(head, TokenHead):
         return
     if type(head) is not nn.Linear:
         raise ValueError(
-            f"{type(lm).__name__} has a head of type {type(head).__name__}: log-probs need a plain nn.Linear. Leave "
-            "the head out of lora.target_modules and of quantisation, or load a model with a linear head."
+            f"{type(lm).__name__}: its head is a {type(head).__name__}, but log-probs need a plain nn.Linear. Exclude "
+            "the head from lora.target_modules and from quantization, or load a model with a linear head."
         )
     head.__class__ = TokenHead

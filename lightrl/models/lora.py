@@ -1,4 +1,4 @@
-"""LoRA adapters inside Hugging Face models, and the names and weights of a policy as others know them."""
+"""LoRA adapters in Hugging Face models, and a policy's weights under their Hugging Face names."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ Gather = Callable[[Tensor], AbstractContextManager[Tensor]]
 
 
 def add_lora(model: Any, spec: LoraSpec) -> None:
-    """Puts adapters into `model` in place; afterwards only they require gradients.
+    """Adds adapters to `model` in place. Afterward, only they require gradients.
 
-    peft's injection is used instead of its wrapper class, so the model keeps its type and its parameter names.
+    Uses PEFT's injection instead of its wrapper class, so the model keeps its type and parameter names.
 
     Raises:
-        ValueError: peft is not installed, no layer matches `target_modules`, or `adapter` has other tensors.
+        ValueError: PEFT is not installed, no layer matches `target_modules`, or `adapter` has other tensors.
     """
     targets = spec.target_modules
-    routed = {name.split(".")[-2] for name, _ in router_modules(model)}  # what their blocks call it, such as "mlp"
-    if targets == "all-linear" and routed:  # peft would take the parameters of experts and routers
+    routed = {name.split(".")[-2] for name, _ in router_modules(model)}  # the name in their blocks, such as "mlp"
+    if targets == "all-linear" and routed:  # PEFT would include the parameters of experts and routers
         linear = [(name, part) for name, part in model.named_modules() if isinstance(part, nn.Linear)]
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         targets = [name for name, part in linear if part is not head and not routed.intersection(name.split("."))]
@@ -42,7 +42,7 @@ def add_lora(model: Any, spec: LoraSpec) -> None:
         if not is_linear(layer):
             raise ValueError(
                 f"lora.target_modules={spec.target_modules!r}: {name.removesuffix('.base_layer')} is not a linear "
-                "layer. Use linear layers; in a mixture of experts those of its attention."
+                "layer. Use linear layers; in a mixture-of-experts model, those of attention."
             )
     if spec.adapter is not None:
         _read_adapter(model, spec.adapter)
@@ -50,7 +50,7 @@ def add_lora(model: Any, spec: LoraSpec) -> None:
 
 @torch.no_grad()
 def keep_reference(model: nn.Module, spec: LoraSpec) -> None:
-    """Freezes a copy of the current adapter, with which `as_reference` then runs the model."""
+    """Adds a frozen copy of the current adapter, which `as_reference` uses."""
     trained, layers = {p for p in model.parameters() if p.requires_grad}, adapter_layers(model)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Already found a `peft_config`")  # a second adapter is meant
@@ -75,7 +75,7 @@ def _inject(model: nn.Module, spec: LoraSpec, name: str) -> None:
         lora_alpha=spec.alpha,
         lora_dropout=spec.dropout,
         target_modules=spec.target_modules,
-        exclude_modules=["score"] if hasattr(model, "score") else None,  # a reward model's head is trained whole
+        exclude_modules=["score"] if hasattr(model, "score") else None,  # a reward model's head is fully trained
         bias="none",
     )
     with whole_parameters():
@@ -91,12 +91,12 @@ def _inject(model: nn.Module, spec: LoraSpec, name: str) -> None:
 
 @torch.no_grad()
 def _read_adapter(model: Any, folder: str) -> None:
-    """Copies the tensors of a peft folder into the adapter; a language model's also fit its backbone."""
+    """Loads the tensors of a PEFT directory into the adapter; a language model's also fit its backbone."""
     from safetensors.torch import load_file
 
     file = Path(folder).expanduser() / "adapter_model.safetensors"
     if not file.is_file():
-        raise ValueError(f"lora.adapter={folder!r}: has no {file.name}. Save it again with peft's save_pretrained.")
+        raise ValueError(f"lora.adapter={folder!r}: has no {file.name}. Save it again with PEFT's save_pretrained.")
     own = {n.replace(f".{ADAPTER}.", "."): p for n, p in model.named_parameters() if ".lora_" in n}
     require_written(file.parent, f"lora.adapter={folder!r}")
     given = {name.removeprefix("base_model.model."): tensor for name, tensor in load_file(file).items()}
@@ -105,15 +105,15 @@ def _read_adapter(model: Any, folder: str) -> None:
     wrong = sorted(own.keys() ^ given.keys()) or [n for n, p in own.items() if p.shape != given[n].shape]
     if wrong:
         raise ValueError(
-            f"lora.adapter={folder!r}: does not fit the model ({len(wrong)} missing, unknown, or misshapen tensors, "
-            f"such as {wrong[0]}). Set `path` to the base that it was trained on."
+            f"lora.adapter={folder!r}: doesn't match the model ({len(wrong)} missing, unknown, or misshapen tensors, "
+            f"such as {wrong[0]}). Set `path` to the base model it was trained on."
         )
     for name, parameter in own.items():
         parameter.copy_(given[name])
 
 
 def adapts_media(lm: Any) -> bool:
-    """Whether a LoRA adapter is on the vision or sound encoder."""
+    """Whether the vision or audio encoder has a LoRA adapter."""
     if not placeholder_ids(lm.config):
         return False
     language = {id(module) for module in (*lm.base_model.get_decoder().modules(), lm.get_output_embeddings())}
@@ -122,10 +122,10 @@ def adapts_media(lm: Any) -> bool:
 
 @contextmanager
 def as_reference(model: nn.Module) -> Iterator[None]:
-    """Runs `model` as the reference of a LoRA run: with the adapter of `keep_reference`, or without one.
+    """Context manager that runs `model` as the reference: with the adapter of `keep_reference`, or without adapter.
 
     Raises:
-        ValueError: The model has no adapter, so that this would be the policy itself.
+        ValueError: The model has no adapter.
     """
     layers = list(adapter_layers(model).values())
     if not layers:
@@ -150,19 +150,19 @@ def as_reference(model: nn.Module) -> Iterator[None]:
 def named_hf_weights(
     policy: Any, gather: Gather | None = None, *, trained_only: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter of the policy's language model under its Hugging Face name, LoRA merged, one at a time.
+    """Yields all parameters of the policy's language model under their Hugging Face names, LoRA merged, one at a time.
 
-    `W + alpha / r * B A` is computed for one layer at a time; the module is not changed. Tied parameters come once,
-    under their first name. A value head is left out.
+    `W + alpha / r * B A` is computed for one layer at a time, without changing the module. Tied parameters are yielded
+    once, under their first name. A value head is excluded.
 
     Args:
-        policy: A `PolicyModel` (anything with `lm`).
-        gather: Gives a context manager around the full tensor of a sharded parameter; None for unsharded ones. If it is
-            collective, every rank must iterate to the end.
-        trained_only: Leave out what cannot have changed: frozen parameters without an adapter.
+        policy: `PolicyModel` (or any object with `lm`).
+        gather: Returns a context manager around the full tensor of a sharded parameter. If it is collective, every rank
+            must iterate to the end. Defaults to none, for unsharded parameters.
+        trained_only: Skip frozen parameters without an adapter, which can't have changed.
 
     Yields:
-        (name, full tensor). The tensor may be a parameter itself and is valid until the next one is requested.
+        (name, full tensor). The tensor may be a parameter itself, and is valid until the next one is requested.
     """
     gather = gather or nullcontext
     layers = adapter_layers(policy.lm)
@@ -184,7 +184,7 @@ def named_hf_weights(
 
 
 def adapter_config(policy: Any, spec: LoraSpec) -> dict[str, Any]:
-    """peft's `adapter_config.json` of a policy's adapter."""
+    """Returns PEFT's `adapter_config.json` of a policy's adapter."""
     names = adapter_layers(policy.lm)
     return {
         "peft_type": "LORA",
@@ -199,7 +199,7 @@ def adapter_config(policy: Any, spec: LoraSpec) -> dict[str, Any]:
 
 @torch.no_grad()
 def named_adapter_weights(policy: Any, gather: Gather | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter of the policy's adapter under peft's name, one at a time; arguments: `named_hf_weights`."""
+    """Yields a policy's adapter parameters under PEFT's names, one at a time. See `named_hf_weights` for arguments."""
     gather = gather or nullcontext
     for name, parameter in policy.lm.named_parameters():
         if ".lora_" in name and f".{ADAPTER}." in name:

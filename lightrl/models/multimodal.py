@@ -1,7 +1,7 @@
-"""What images, videos, and sound add to a batch: model inputs, positions, and what sequences may share.
+"""Images, videos, and audio in a batch: model inputs, positions, and shared prefixes.
 
-Sequences carry the output of their model's processor, and nothing here knows a family: inputs per token are laid out
-like the tokens, all others end to end in the order of their rows. Positions come from the model's own code.
+Sequences carry the output of their model's processor, and this module is independent of model families. Inputs per
+token are laid out like the tokens, all others are concatenated in row order. Positions come from the model's own code.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from lightrl.records import HostRows
 
 Rows = Sequence[dict[str, Any]]
 
-TYPE_STEP = 1 << 26  # more than any vocabulary
+TYPE_STEP = 1 << 26  # larger than any vocabulary
 
 
 def video_timing(times: Sequence[float]) -> dict[str, Any]:
-    """Metadata that processors expect with a video whose frames are all used, from the evenly spread seconds of each
-    frame."""
+    """Returns the metadata that processors expect for a video whose frames are all used, from evenly spaced seconds."""
     step = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0
     rate = 1 / step if step else 2.0
     frames = {"total_num_frames": len(times), "frames_indices": list(range(len(times))), "do_sample_frames": False}
@@ -37,18 +36,18 @@ def video_timing(times: Sequence[float]) -> dict[str, Any]:
 def merged_inputs(
     rows: Rows, wanted: Sequence[int], shape: tuple[int, int], device: torch.device, plain: int = 0
 ) -> dict[str, Tensor]:
-    """The model inputs of a batch.
+    """Merges the model inputs of a batch.
 
     Args:
         rows: B dictionaries from each row's processor, `{}` for text.
-        wanted: Numbers of the rows whose media go through the model, in stream order.
+        wanted: Indices of the rows whose media are computed, in stream order.
         shape: (B, T).
-        device: Of the result.
+        device: Device of the result.
         plain: Token type of text, see `causal_type`.
 
     Returns:
-        Inputs per token as (B, T), `plain` by default; all others concatenated along their first dimension, with other
-        dimensions zero-padded to the largest, as processors do for a batch.
+        Inputs per token as (B, T), `plain` by default. All others are concatenated along their first dimension, with
+        other dimensions zero-padded to the largest, as processors do for a batch.
     """
     merged: dict[str, Tensor] = {}
     for name in dict.fromkeys(name for row in rows for name in row):
@@ -71,14 +70,14 @@ def _padded(part: Tensor, sizes: list[int]) -> Tensor:
 
 
 def marked_tokens(config: Any, rows: Rows, host: HostRows) -> tuple[Tensor, Tensor]:
-    """Token IDs for finding shared prefixes.
+    """Returns token IDs for finding shared prefixes.
 
-    A row's media go through the model once, at its first placeholder. So rows share that place only if all of their
-    media are the same, and no shared prefix ends between the first placeholder and the last.
+    A row's media are computed once, at its first placeholder. Rows therefore share that position only if all of their
+    media are equal, and no shared prefix ends between the first and the last placeholder.
 
     Returns:
         (B, T) token IDs with a negative number per distinct media at a row's first placeholder, other negative numbers
-        at sampled placeholders, and other numbers for other token types; and the (B, 2) places of the first and last
+        at sampled placeholders, and other numbers for other token types; and the (B, 2) positions of the first and last
         placeholder, -1 without media.
     """
     ids = host.token_ids.clone()
@@ -105,7 +104,7 @@ def marked_tokens(config: Any, rows: Rows, host: HostRows) -> tuple[Tensor, Tens
 
 
 def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two rows have the same media, whatever their texts."""
+    """Whether two rows have the same media, regardless of their text."""
     if one is other or one.keys() != other.keys():
         return one is other
     names = [name for name in one if not name.endswith(TOKEN_INPUT)]
@@ -113,13 +112,12 @@ def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def media_positions(body: Any, token_ids: Tensor, rows: Rows) -> Tensor | None:
-    """(K, B, T) positions as the model's own code computes them for each prompt; None if it has no such code.
+    """Computes (K, B, T) positions with the model's own code, per prompt; None if it has no such code.
 
-    Tokens after a prompt continue from its largest position, as in generation. A prompt that several rows share is
-    computed once.
+    Tokens after a prompt continue from its largest position, as in generation. A shared prompt is computed once.
 
     Raises:
-        ValueError: A row's inputs do not fit its tokens.
+        ValueError: A row's inputs don't match its tokens.
     """
     function = getattr(body, "get_rope_index", None)
     if function is None:
@@ -143,7 +141,7 @@ def media_positions(body: Any, token_ids: Tensor, rows: Rows) -> Tensor | None:
 
 
 def _prompt_positions(function: Any, prompt: Tensor, row: dict[str, Any], number: int) -> tuple[Tensor, int]:
-    """(K, L) positions of a prompt alone, and the position of the token after it."""
+    """Returns (K, L) positions of a prompt alone, and the position of the next token."""
     names = inspect.signature(function).parameters
     arguments = {name: x.to(prompt.device) for name, x in row.items() if name in names}
     try:
@@ -153,7 +151,7 @@ def _prompt_positions(function: Any, prompt: Tensor, row: dict[str, Any], number
     types = next((x[0] for name, x in row.items() if name.endswith(TOKEN_INPUT)), None)
     if types is not None:
         text = positions[:, types.to(positions.device) == 0]
-        if bool((text != text[:1]).any()):  # the placeholders are those of an image of another size
+        if bool((text != text[:1]).any()):  # placeholders of an image of another size
             raise _misfit(number, "placeholders and features have different shapes")
         positions = _after_media(positions, types.tolist())
     return positions, int(positions.max()) + 1
@@ -161,16 +159,16 @@ def _prompt_positions(function: Any, prompt: Tensor, row: dict[str, Any], number
 
 def _misfit(number: int, reason: str) -> ValueError:
     return ValueError(
-        f"row {number} of the batch: its images, videos, or sounds do not fit the placeholders among its tokens "
-        f"({reason}). Take both from the same run of the model's processor."
+        f"row {number} of the batch: its images, videos, or audio don't match the placeholders in its tokens "
+        f"({reason}). Use inputs and tokens from the same call of the model's processor."
     )
 
 
 def _after_media(positions: Tensor, types: list[int]) -> Tensor:
-    """(K, L) the same positions, with text after a video starting after the largest position in it.
+    """Returns (K, L) positions in which text after a video starts after the video's largest position.
 
-    The code that these models were trained with and vLLM do so. transformers continues from a video's height and width
-    alone, so that the text after a long video has positions inside it.
+    The models' training code and vLLM do the same. transformers continues only from a video's height and width, so text
+    after a long video gets positions inside it.
     """
     for i in range(1, len(types)):
         if types[i - 1] != 0 and types[i] != types[i - 1]:
@@ -180,11 +178,11 @@ def _after_media(positions: Tensor, types: list[int]) -> Tensor:
     return positions
 
 
-# ---- models that all ranks run together --------------------------------------------------------------------------
+# ---- collective media encoders ---------------------------------------------------------------------------------------
 
 
 def idle_parameters(body: Any) -> Tensor | float:
-    """0, with a graph over the trained parameters outside the language model.
+    """Returns 0 with a graph over the trained parameters outside the language model.
 
     DDP waits for the gradient of every parameter, and a batch of text uses none of the vision tower's.
     """
@@ -200,26 +198,26 @@ def _several_ranks() -> bool:
 
 
 def runs_on_all_ranks(body: Any) -> bool:
-    """Whether every rank calls this model at the same time, since it is sharded or its gradients will be reduced."""
+    """Whether every rank calls this model at the same time, since it is sharded or its gradients are reduced."""
     if not _several_ranks():
         return False
     return any(is_sharded(p) or (p.requires_grad and torch.is_grad_enabled()) for p in body.parameters())
 
 
 def lent_rows(config: Any, rows: Rows, host: HostRows, device: torch.device) -> list[tuple[list[int], dict[str, Any]]]:
-    """Rows of other ranks that make this rank run the same modules as they do. Collective.
+    """Returns rows of other ranks that make this rank run the same modules. Collective.
 
-    A vision tower that is sharded, or whose gradients are reduced as they arrive, has to run on all ranks. So a rank
-    without media of a kind that another rank has gets the shortest row of that rank.
+    A vision tower that is sharded, or whose gradients are reduced as they arrive, must run on all ranks. A rank without
+    media of a kind that another rank has gets the shortest row of that rank.
 
     Args:
-        config: Of the model.
+        config: Config of the model.
         rows: B dictionaries of model inputs, `{}` for text.
-        host: The same rows' tokens.
-        device: Of the model.
+        host: Tokens of the same rows.
+        device: Device of the model.
 
     Returns:
-        (token IDs, inputs) of each row to run, whose last token follows its media; none if all ranks have the same
+        (token IDs, inputs) of each row to run, whose last token follows its media. Empty if all ranks have the same
         kinds.
     """
     offers = _offers(config, rows, host)
@@ -240,7 +238,7 @@ def lent_rows(config: Any, rows: Rows, host: HostRows, device: torch.device) -> 
 
 
 def _offers(config: Any, rows: Rows, host: HostRows) -> dict[str, tuple[list[int], dict[str, Any]]]:
-    """Kind -> the shortest row with such media, up to the first token after all of its media."""
+    """Returns the shortest row with each kind of media, up to the first token after all of its media."""
     found: dict[str, tuple[int, int]] = {}
     placeholders = placeholder_ids(config)
     sampled = torch.zeros_like(host.attention_mask.bool()) if host.response_mask is None else host.response_mask.bool()
@@ -263,11 +261,11 @@ def _offers(config: Any, rows: Rows, host: HostRows) -> dict[str, tuple[list[int
     return offers
 
 
-# ---- placeholders that the policy sampled ------------------------------------------------------------------------
+# ---- sampled placeholders --------------------------------------------------------------------------------------------
 
 
 def sampled_placeholders(config: Any, token_ids: Tensor, response_mask: Tensor | None) -> Tensor | None:
-    """(B, T) bool, where the policy itself sampled a token that stands for a feature; None if it did not."""
+    """Returns (B, T) bool, True if the policy sampled a token that stands for a feature; None if it sampled none."""
     ids = list(placeholder_ids(config).values())
     if response_mask is None or not ids:
         return None
@@ -277,10 +275,10 @@ def sampled_placeholders(config: Any, token_ids: Tensor, response_mask: Tensor |
 
 @contextmanager
 def true_embeddings(body: Any, hidden: Tensor | None, token_ids: Tensor) -> Iterator[None]:
-    """Context in which the body embeds `token_ids` where `hidden` is set, whatever IDs it is called with there.
+    """Context manager in which the body embeds `token_ids` at `hidden`, regardless of the IDs it is called with.
 
-    A sampled placeholder is a token like any other in generation. A forward pass would take it for a feature, so the
-    body is called with another ID there, and its embedding layer gets the real one.
+    In generation, a sampled placeholder is an ordinary token. A forward pass would treat it as a feature, so the body
+    is called with another ID, and its embedding layer gets the real one.
     """
     if hidden is None:
         yield

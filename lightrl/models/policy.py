@@ -1,7 +1,7 @@
-"""The policy and the critic: (B, T) tensors in, (B, T) tensors out.
+"""Policy and critic: (B, T) tensors in, (B, T) tensors out.
 
-Everything is computed inside `forward`: FSDP2 shards these wrappers as roots, and ZeRO-3 gathers parameters in module
-calls.
+Everything is computed inside `forward`, since FSDP2 shards these wrappers as roots, and ZeRO-3 gathers parameters in
+module calls.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 
 class PolicyOutput(NamedTuple):
-    """Scores of given tokens, all float32, 0 off the response mask.
+    """Scores of given tokens, all float32, 0 outside the response mask.
 
     Attributes:
-        logprobs: (B, T) log-probability of each response token under the sampling distribution.
-        entropy: (B, T) entropy in nats of the distribution each was drawn from; None if not asked for.
-        values: (B, T) value of the state before each response token; None if not asked for.
-        aux_loss: Scalar load-balancing loss of a mixture of experts; None for other models.
-        divergence: (B, T) divergence of each response token's distribution from its teacher's; None without lessons.
+        logprobs: (B, T) log-probs of response tokens under the sampling distribution.
+        entropy: (B, T) entropies in nats of the sampling distribution. None if not requested.
+        values: (B, T) values of the state before each response token. None if not requested.
+        aux_loss: Scalar load-balancing loss of a mixture-of-experts model. None for other models.
+        divergence: (B, T) divergence of each response token's distribution from its teacher's. None without lessons.
     """
 
     logprobs: Tensor
@@ -44,7 +44,7 @@ class PolicyOutput(NamedTuple):
 
 
 class _StreamModel(nn.Module):
-    """A model with a backbone that runs (B, T) rows as a stream of tokens."""
+    """A model whose backbone runs (B, T) rows as a stream of tokens."""
 
     _backbone: Backbone
 
@@ -54,7 +54,7 @@ class _StreamModel(nn.Module):
         return self._backbone.layout
 
     def spread(self, group: Any) -> None:
-        """Turns on context parallelism; see `Backbone.spread`."""
+        """Enables context parallelism; see `Backbone.spread`."""
         self._backbone.spread(group)
 
 
@@ -62,12 +62,12 @@ class PolicyModel(_StreamModel):
     """A causal language model that scores tokens.
 
     Args:
-        lm: From `load_causal_lm`; its head becomes a `TokenHead`.
+        lm: Model from `load_causal_lm`. Its head becomes a `TokenHead`.
         value_head: Put a linear critic on the same backbone.
         layout: See `ModelSpec`.
 
     Raises:
-        ValueError: The head is not linear, or the model cannot run an explicit layout.
+        ValueError: The head is not linear, or the model doesn't support an explicitly requested layout.
     """
 
     def __init__(self, lm: Any, *, value_head: bool = False, layout: Layout = "auto") -> None:
@@ -76,7 +76,7 @@ class PolicyModel(_StreamModel):
         self.lm = lm
         self.value_head = new_value_head(lm) if value_head else None
         self.logit_map = LogitMap.of(lm.config.get_text_config())
-        body = lm.base_model if lm.base_model is not lm else lm.model  # Llama 4's prefix names nothing
+        body = lm.base_model if lm.base_model is not lm else lm.model  # Llama 4's prefix is not an attribute
         self._backbone = Backbone(lm, body, layout)
         self._checked = False
 
@@ -84,7 +84,7 @@ class PolicyModel(_StreamModel):
     def from_spec(
         cls, spec: ModelSpec, *, trainable: bool, in_shards: bool = False, value_head: bool = False
     ) -> PolicyModel:
-        """Loads a language model; arguments: `load_causal_lm`."""
+        """Loads a language model. See `load_causal_lm` for arguments."""
         lm = load_causal_lm(spec, trainable=trainable, in_shards=in_shards)
         return cls(lm, value_head=value_head, layout=spec.layout)
 
@@ -110,22 +110,22 @@ class PolicyModel(_StreamModel):
         Args:
             token_ids: (B, T) int64, right-padded.
             attention_mask: (B, T) bool.
-            response_mask: (B, T) bool; token 0 has nothing before it and gets 0.
-            group_ids: (B,) int64; None shares no prefixes; otherwise rows of all groups may share them.
-            host: The same four in host memory, so that planning does not wait for the device; None reads them.
-            temperature: Of the sampling distribution, above 0.
+            response_mask: (B, T) bool. Token 0 has no preceding token and gets 0.
+            group_ids: (B,) int64. None shares no prefixes. Otherwise, rows of all groups may share them.
+            host: The same four tensors in host memory, which avoids a synchronization. Defaults to copying them.
+            temperature: Temperature of the sampling distribution, above 0.
             entropy: Compute entropies.
-            values: Read the value head.
-            inputs: B dictionaries of further model inputs, `{}` for text.
-            supports: B supports of the tokens' distributions, as in `Rollouts`; log-probs and entropies are those over
-                the support. None, or an empty sequence, is the whole vocabulary.
-            routes: B records of the experts to use, as in `Rollouts`. None, or an empty sequence, leaves the choice to
-                the routers.
+            values: Compute values with the value head.
+            inputs: B dictionaries of additional model inputs, `{}` for text.
+            supports: B supports of the tokens' distributions, as in `Rollouts`, over which log-probs and entropies are
+                computed. None entries, or an empty sequence, use the whole vocabulary.
+            routes: B records of the experts to use, as in `Rollouts`. None entries, or an empty sequence, let the
+                routers choose.
             lessons: Teachers' distributions at response tokens, each in at most one lesson.
-            divergence: From the lessons, see `chunked_divergence`.
+            divergence: Divergence from the lessons, see `chunked_divergence`.
 
         Raises:
-            ValueError: `values` without a value head, rows that are not right-padded, or a bad temperature.
+            ValueError: `values` without a value head, rows that are not right-padded, or an invalid temperature.
         """
         if values and self.value_head is None:
             raise ValueError("values=True: this policy has no value head. Build it with value_head=True.")
@@ -161,9 +161,9 @@ class PolicyModel(_StreamModel):
 
     @torch.no_grad()
     def teach(self, rows: Any, top: int | None = None) -> Lesson:
-        """The model's distribution at the response tokens of B rows (`Experience` or `Rollouts`), as their teacher.
+        """Returns the model's distributions at the response tokens of B rows (`Experience`, `Rollouts`), as a teacher.
 
-        `top` asks for the top-k tokens only. The full distribution contains the head itself, so it must not be sharded.
+        With `top`, only the top-k tokens. The full distribution includes the head itself, which must not be sharded.
         """
         from lightrl.models.teachers import Lesson, TeacherStates, chunked_top
 
@@ -179,33 +179,33 @@ class PolicyModel(_StreamModel):
     def _head_settings(
         self, out: BackboneOutput, supports: Sequence[Support | None], temperature: float, here: Tensor | None = None
     ) -> dict[str, Any]:
-        """Settings of the tokens' sampling distribution, or of those `here`."""
+        """Settings of the sampling distribution of the tokens, or of those `here`."""
         targets = out.targets if here is None else out.targets[here]
         support = Support.at(supports, targets, out.shape[1]) if supports else None
         return {"temperature": temperature, "logit_map": self.logit_map, "support": support}
 
     @property
     def has_experts(self) -> bool:
-        """Whether it is a mixture of experts."""
+        """Whether it is a mixture-of-experts model."""
         return bool(router_modules(self.lm))
 
     def agreed_routes(self, token_ids: Tensor) -> list[Routes | None]:
-        """Arbitrary experts for (B, T) tokens, always the same ones, to compare engine and trainer with."""
+        """Returns arbitrary but fixed experts for (B, T) tokens, to compare engine and trainer."""
         return [Routes(experts) for experts in self._backbone.routers.arbitrary(*token_ids.shape)]
 
     def blocks(self) -> list[nn.Module]:
-        """The transformer blocks, as FSDP2 shards them."""
+        """Returns the transformer blocks, as FSDP2 shards them."""
         return transformer_blocks(self.lm)
 
     def as_reference(self) -> AbstractContextManager[None]:
-        """Context in which the policy is the reference of a LoRA run: its base, or with the adapter it started with."""
+        """Context manager in which the policy is its LoRA reference: the base, or with its initial adapter."""
         from lightrl.models.lora import as_reference
 
         return as_reference(self.lm)
 
 
 class ValueModel(_StreamModel):
-    """A critic with its own backbone, from `load_backbone`; `layout` as in `ModelSpec`."""
+    """A critic with a separate backbone, from `load_backbone`; `layout` as in `ModelSpec`."""
 
     def __init__(self, backbone: Any, *, layout: Layout = "auto") -> None:
         super().__init__()
@@ -215,7 +215,7 @@ class ValueModel(_StreamModel):
 
     @classmethod
     def from_spec(cls, spec: ModelSpec, *, in_shards: bool = False) -> ValueModel:
-        """Loads the backbone of a language model and puts a new head on it; `in_shards` as of `load_causal_lm`."""
+        """Loads the backbone of a language model with a new head; `in_shards` as in `load_causal_lm`."""
         backbone = load_backbone(spec, trainable=True, in_shards=in_shards)
         return cls(backbone, layout=spec.layout)
 
@@ -229,17 +229,17 @@ class ValueModel(_StreamModel):
         host: HostRows | None = None,
         inputs: list[dict[str, Any]] | None = None,
     ) -> Tensor:
-        """(B, T) float32 values of the state before each response token, 0 elsewhere; arguments as `PolicyModel`."""
+        """Returns (B, T) float32 values of the state before each response token, 0 elsewhere. See `PolicyModel`."""
         out = self._backbone(token_ids, attention_mask, response_mask, group_ids, inputs, host)
         return out.scatter(read_values(self.value_head, out.hidden))
 
     def blocks(self) -> list[nn.Module]:
-        """The transformer blocks, as FSDP2 shards them."""
+        """Returns the transformer blocks, as FSDP2 shards them."""
         return transformer_blocks(self.backbone)
 
 
 def new_value_head(model: Any) -> nn.Linear:
-    """A linear head whose first values are close to 0: weights of standard deviation 1 / (D + 1), bias 0."""
+    """Creates a linear head with initial values close to 0: weights with std 1 / (D + 1), bias 0."""
     size = model.config.get_text_config().hidden_size
     with whole_parameters():
         head = nn.Linear(size, 1)
@@ -250,13 +250,13 @@ def new_value_head(model: Any) -> nn.Linear:
 
 
 def read_values(head: Any, hidden: Tensor) -> Tensor:
-    """(M,) float32, values or rewards; in the head's precision also under autocast, which rounds close ones to ties."""
+    """Returns (M,) float32 values or rewards, in the head's precision: autocast would round close ones to ties."""
     with torch.autocast(hidden.device.type, enabled=False):
         values: Tensor = head(hidden.to(head.weight.dtype)).squeeze(-1).float()
     return values
 
 
 def transformer_blocks(model: Any) -> list[nn.Module]:
-    """Modules of the classes that the model declares indivisible."""
+    """Returns modules of the classes that the model declares indivisible."""
     names = block_class_names(model)
     return [module for module in model.modules() if type(module).__name__ in names]

@@ -24,8 +24,8 @@ class RewardModel(nn.Module):
     """Scores whole sequences.
 
     Args:
-        model: A sequence-classification model with one label.
-        tokenizer: For `score_texts`; None scores token IDs only.
+        model: Sequence-classification model with one label.
+        tokenizer: Tokenizer for `score_texts`. Defaults to none, which scores only token IDs.
         chat_template, max_length, layout: See `RewardModelSpec`.
 
     Raises:
@@ -49,7 +49,7 @@ class RewardModel(nn.Module):
         self.chat_template = chat_template
         config = model.config.get_text_config()
         self.max_length = max_length or getattr(config, "max_position_embeddings", None) or 1 << 30
-        # decoders read their `score` at the last token; encoders have heads of their own and are called as they are
+        # Decoders read their `score` at the last token. Encoders have their own heads and are called unchanged.
         own_head = not isinstance(_head(model), nn.Linear)
         self._backbone = None if own_head else Backbone(model, model.base_model, layout)
 
@@ -65,7 +65,7 @@ class RewardModel(nn.Module):
 
     @classmethod
     def for_training(cls, spec: ModelSpec) -> RewardModel:
-        """Loads a model whose weights (with LoRA: adapters) and head are trained; a missing head is drawn."""
+        """Loads a model whose weights (with LoRA, adapters) and head are trained; initializes a missing head."""
         model: Any = load_scalar(spec, trainable=True)
         if spec.lora is not None and isinstance(_head(model), nn.Linear):
             _head(model).requires_grad_(True)
@@ -77,7 +77,7 @@ class RewardModel(nn.Module):
         return self.model
 
     def head_parameters(self) -> list[nn.Parameter]:
-        """Trained parameters of the head; none if it is not a linear layer."""
+        """Returns the trained parameters of the head; empty if it is not a linear layer."""
         head = _head(self.model)
         return [p for p in head.parameters() if p.requires_grad] if isinstance(head, nn.Linear) else []
 
@@ -90,14 +90,14 @@ class RewardModel(nn.Module):
         group_ids: Tensor | None = None,
         inputs: list[dict[str, Any]] | None = None,
     ) -> Tensor:
-        """(B,) float32 scores, read at each row's last real token.
+        """Returns (B,) float32 scores, read at each row's last real token.
 
         Args:
             token_ids: (B, T) int64, right-padded.
             attention_mask: (B, T) bool.
-            response_mask: (B, T) bool, the end of each row that rows of its group do not share; with `group_ids`.
-            group_ids: (B,) int64; None shares nothing.
-            inputs: B dictionaries of media inputs, `{}` for text; None for text alone.
+            response_mask: (B, T) bool, the end of each row that is not shared within its group. Used with `group_ids`.
+            group_ids: (B,) int64. None shares nothing.
+            inputs: B dictionaries of media inputs, `{}` for text. Defaults to text only.
         """
         if self._backbone is None:
             logits = self.model(input_ids=token_ids, attention_mask=attention_mask.long()).logits
@@ -115,7 +115,7 @@ class RewardModel(nn.Module):
         groups: Tensor,
         inputs: list[dict[str, Any]] | None,
     ) -> Tensor:
-        """Adds a column: the last token's state is the one that would predict a token after it."""
+        """Adds a column, since the last token's state is read as if to predict a token after it."""
         rows, ends = torch.arange(len(token_ids), device=token_ids.device), attention_mask.sum(1)
         ids, attention, wanted = (F.pad(x, (0, 1)) for x in (token_ids, attention_mask, response & attention_mask))
         attention[rows, ends] = True
@@ -125,18 +125,18 @@ class RewardModel(nn.Module):
 
     @torch.no_grad()
     def score(self, rollouts: Any, micro_batch_tokens: int) -> Tensor:
-        """(B,) float32 scores of rollouts, from their texts or token IDs (`RewardModelSpec.tokenizer`).
+        """Returns (B,) float32 scores of rollouts, from their texts or token IDs (`RewardModelSpec.tokenizer`).
 
-        Collective: every rank runs equally many forwards, as sharded models need.
+        Collective: every rank runs equally many forward passes, as sharded models require.
 
         Raises:
-            ValueError: The rows have media, and the model reads texts.
+            ValueError: The rows have media, but the model reads text.
         """
         sees = any(getattr(rollouts, "inputs", None) or ())
         if self.tokenizer is not None and sees:
             raise ValueError(
-                f"reward_models.tokenizer='own': {type(self.model).__name__} would read the prompts' texts without "
-                "their images. Set tokenizer='policy' with a reward model of the policy's family."
+                f"reward_models.tokenizer='own': {type(self.model).__name__} would read prompts without their images. "
+                "Set tokenizer='policy' with a reward model of the policy's family."
             )
         if self.tokenizer is not None:
             templated = self.chat_template is not None and rollouts.raw_prompts
@@ -150,10 +150,10 @@ class RewardModel(nn.Module):
     def score_texts(
         self, prompts: Sequence[Any], completions: Sequence[str], micro_batch_tokens: int = 16384
     ) -> Tensor:
-        """(B,) float32 scores of texts with the own tokenizer; NaN for one without tokens.
+        """Returns (B,) float32 scores of texts with the model's tokenizer; NaN for texts without tokens.
 
         Args:
-            prompts: B strings, or with a chat template also conversations.
+            prompts: B strings or, with a chat template, conversations.
             completions: B strings.
             micro_batch_tokens: Maximum number of tokens per forward pass.
         """
@@ -172,7 +172,7 @@ class RewardModel(nn.Module):
         return self._score_tokens(token_ids, mask, micro_batch_tokens, groups).masked_fill(empty, float("nan"))
 
     def encode(self, prompt: Any, completion: str) -> list[int]:
-        """Token IDs of a row of `score_texts`; may be empty."""
+        """Returns the token IDs of a prompt and completion for `score_texts`; may be empty."""
         if self.chat_template is None:
             return text_ids(self.tokenizer, prompt + completion)
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
@@ -190,9 +190,9 @@ class RewardModel(nn.Module):
         response: Tensor | None = None,
         inputs: list[dict[str, Any]] | None = None,
     ) -> Tensor:
-        """(B,) scores, with shared prefixes computed once.
+        """Returns (B,) scores, with shared prefixes computed once.
 
-        `response` marks where rows of a group differ; None finds it.
+        `response` marks where rows of a group differ. Defaults to finding it.
         """
         response = own_ends(token_ids, mask, groups) if response is None else response
         ids = told_apart(token_ids.cpu(), inputs)
@@ -218,16 +218,16 @@ class RewardModel(nn.Module):
         return self._backbone is not None and self._backbone.layout not in ("packed", "padded")
 
     def blocks(self) -> list[nn.Module]:
-        """The transformer blocks, as FSDP2 shards them."""
+        """Returns the transformer blocks, as FSDP2 shards them."""
         return transformer_blocks(self.model)
 
 
 def require_reward_model(spec: RewardModelSpec) -> None:
-    """Checks a reward model's folder and tokenizer, before the model is loaded.
+    """Checks a reward model's directory and tokenizer before the model is loaded.
 
     Raises:
-        ValueError: The folder is missing, its tokenizer lacks the requested chat template, or has tokens that the model
-            has no embedding for.
+        ValueError: The directory is missing, its tokenizer lacks the requested chat template, or has tokens without an
+            embedding in the model.
     """
     require_model_folder(spec.path)
     if spec.tokenizer == "policy":
@@ -236,13 +236,13 @@ def require_reward_model(spec: RewardModelSpec) -> None:
     if spec.chat_template == "default" and not tokenizer.chat_template:
         raise ValueError(
             f"reward_models.{spec.name}.chat_template='default': the tokenizer of {spec.path!r} has no chat template. "
-            "Set chat_template to Jinja text or a file of it, or to null to score prompt + completion as plain text."
+            "Set chat_template to Jinja text or its file, or to null to score prompt + completion as plain text."
         )
     require_vocabulary(tokenizer, spec.path, f"reward_models.{spec.name}.path")
 
 
 def own_ends(token_ids: Tensor, mask: Tensor, groups: Tensor) -> Tensor:
-    """(B, T) bool, the real tokens of each row from the first on at which rows of its group differ."""
+    """Returns (B, T) bool, True on each row's real tokens from the first one at which rows of its group differ."""
     own = mask.clone()
     for group in groups.unique():
         rows = (groups == group).nonzero().squeeze(1)

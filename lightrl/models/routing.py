@@ -1,16 +1,16 @@
-"""Routing replay: a mixture of experts is trained on the experts that the engine chose.
+"""Routing replay: mixture-of-experts models are trained with the experts chosen by the engine.
 
-Rounding decides between experts that nearly tie, so engine and trainer may choose different ones, and log-probs and
-importance ratios jump. Per token and layer the engine records the set S of the K experts that it took. The trainer's
-routers take S instead of their own best K; everything else is the model's own. For softmax routers that renormalize,
+Rounding decides between experts with nearly equal scores, so engine and trainer may choose different ones, which makes
+log-probs and importance ratios jump. The engine records the set S of K chosen experts per token and layer. The
+trainer's routers use S instead of their own top K; everything else is unchanged. For softmax routers that renormalize,
 
     w_i = softmax(z)_i / sum_{j in S} softmax(z)_j,  i in S,
 
 so router and experts get the gradient of the function that was sampled from.
 
-Source: Ma et al. 2025 (R3), https://arxiv.org/abs/2510.11370. Here the model's own top-k returns S, so that whatever it
-does with the values (softmax before or after, sigmoid, renormalization, scaling) stays its own. Instead of keeping
-caches over turns, the engine takes S again when it computes the tokens of an earlier turn again.
+Source: Ma et al. 2025 (R3), https://arxiv.org/abs/2510.11370. Here, the model's own top-k returns S, so its use of the
+values (softmax before or after, sigmoid, renormalization, scaling) is unchanged. Instead of keeping caches over turns,
+the engine reuses S when it recomputes the tokens of earlier turns.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ _pass: ContextVar[RoutingPass | None] = ContextVar("routing_pass", default=None)
 
 
 class RoutingPass:
-    """Re-entrant context in which the routers of this thread record or replay their choice of experts.
+    """Re-entrant context manager in which the routers of this thread record or replay their expert choices.
 
     Args:
-        choices: L tensors (N, K) int64, the experts for each of N tokens, -1 for the router's own; None records only.
+        choices: L tensors (N, K) int64 of experts for N tokens, -1 to let the router choose. Defaults to recording
+            only.
     """
 
     def __init__(self, choices: tuple[Tensor, ...] | None = None) -> None:
@@ -51,7 +52,7 @@ class RoutingPass:
 
 
 class _TopK(TorchFunctionMode):
-    """Replaces the result of `topk` over experts within a router's forward."""
+    """Replaces the result of `topk` over experts within a router's forward pass."""
 
     def __init__(self, router: Any, choice: Tensor | None) -> None:
         super().__init__()
@@ -62,7 +63,7 @@ class _TopK(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func not in (torch.topk, Tensor.topk):  # others choose groups of experts, as DeepSeek's routers do
+        if func not in (torch.topk, Tensor.topk):  # other functions choose groups of experts, as in DeepSeek's routers
             return result
         scores: Tensor = args[0] if args else kwargs["input"]
         values, taken = result
@@ -76,10 +77,10 @@ class _TopK(TorchFunctionMode):
 
 
 class Routers:
-    """The routers of a model, in the order of its layers, with the hooks that record and replay their choice.
+    """The routers of a model in layer order, with hooks that record and replay their choices.
 
     Raises:
-        ValueError: The model has no router, or one that chooses in an unknown way.
+        ValueError: The model has no router, or one that chooses experts in an unknown way.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -95,19 +96,19 @@ class Routers:
             router.register_forward_hook(partial(self._end, place), always_call=True)
 
     def recorded(self, forward: RoutingPass) -> Tensor:
-        """(N, L, K) uint8 or int16, what the routers took for the N tokens of a pass."""
+        """Returns (N, L, K) uint8 or int16 experts that the routers chose for the N tokens of a pass."""
         if len(forward.taken) < len(self.layers):
             raise self._unknown()
         return torch.stack([forward.taken[place] for place in range(len(self.layers))], 1).to(self.dtype)
 
     def arbitrary(self, rows: int, width: int) -> Tensor:
-        """(rows, width, L, K) different experts for each token and layer, the same at every call."""
+        """Returns (rows, width, L, K) experts that differ per token and layer and are the same at every call."""
         generator = torch.Generator().manual_seed(0)
         order = torch.rand(rows, width, len(self.layers), self.num_experts, generator=generator).argsort(-1)
         return order[..., : self.top_k].to(self.dtype)
 
     def replaying(self, experts: Tensor) -> RoutingPass:
-        """A pass in which the routers take (N, L, K) int64 `experts`, from `Routes.at`."""
+        """Returns a pass in which the routers use (N, L, K) int64 `experts`, from `Routes.at`."""
         if experts.shape[1] != len(self.layers):
             if experts.shape[1] <= max(self.layers):
                 raise ValueError(
@@ -130,7 +131,7 @@ class Routers:
             return
         mode = forward.running.pop()
         mode.__exit__(None, None, None)
-        if output is None:  # it raised, which is also how recomputation stops early
+        if output is None:  # it raised, which also stops recomputation early
             return
         if len(mode.taken) == 1:
             forward.taken[place] = mode.taken[0]
@@ -138,9 +139,11 @@ class Routers:
             raise self._unknown()
 
     def _unknown(self) -> ValueError:
-        return ValueError(f"{self.name} does not choose experts in a way that routing replay knows.")
+        return ValueError(
+            f"{self.name}: chooses experts in a way that routing replay doesn't support. Use another model family."
+        )
 
 
 def recompute_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """`context_fn` of torch's checkpointing: recomputation, on any thread, takes the same experts."""
+    """`context_fn` of torch's checkpointing: recomputation, on any thread, uses the same experts."""
     return nullcontext(), _pass.get() or nullcontext()

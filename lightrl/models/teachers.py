@@ -1,4 +1,4 @@
-"""Whole distributions for distillation: what a teacher gives to a student, and the divergence between the two."""
+"""Full distributions for distillation: a teacher's output, and its divergence from the student's."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from torch.utils.checkpoint import checkpoint
 from lightrl.models.logprobs import CHUNK_ELEMENTS, CUT, Distribution, LogitMap, chunks, outside_support
 from lightrl.records import Support, TopTokens
 
-DIVERGENCE_ELEMENTS = 1 << 24  # logits of either model while distributions are compared; four times that on CUDA
+DIVERGENCE_ELEMENTS = 1 << 24  # logits of either model per chunk of a divergence; four times that on CUDA
 
 
 class TeacherStates(NamedTuple):
-    """A teacher's full distribution at M tokens, kept as the input of its head to save memory.
+    """A teacher's full distribution at M tokens, stored as the input of its head to save memory.
 
     Attributes:
-        hidden: (M, D'), what its head reads.
-        weight: (V', D'). bias: (V',) or None.
+        hidden: (M, D') input of its head.
+        weight: (V', D') weight of its head.
+        bias: (V',) bias of its head, or None.
         logit_map: As in `chunked_logprobs`.
     """
 
@@ -37,18 +38,18 @@ class Lesson:
     """A teacher's distribution at some tokens of a (B, T) batch.
 
     Attributes:
-        targets: (N,) int64, flat indices (row times T plus column) of these tokens; each once.
-        states: For these N tokens in that order: the full distribution, or the top-k tokens.
+        targets: (N,) int64 flat indices (row times T plus column) of these tokens, each once.
+        states: Distributions of these N tokens in that order: full, or the top-k tokens.
     """
 
     targets: Tensor
     states: TeacherStates | TopTokens
 
     def among(self, targets: Tensor, size: int) -> tuple[Tensor, TeacherStates | TopTokens]:
-        """The part that covers some of (M,) `targets`, flat indices below `size`.
+        """Selects the part that covers some of (M,) `targets`, flat indices below `size`.
 
         Returns:
-            (n,) the indices of the covered ones among the M, and their distributions.
+            (n,) indices of the covered targets among the M, and their distributions.
         """
         place = targets.new_full((size,), -1)
         place[self.targets] = torch.arange(len(self.targets), device=targets.device)
@@ -73,18 +74,18 @@ def chunked_divergence(
     support: Support | None = None,
     chunk_elements: int | None = None,
 ) -> Tensor:
-    """A divergence between the student's and a teacher's distribution at each of M tokens, over the vocabulary.
+    """Computes a divergence between the student's and a teacher's distribution at each of M tokens.
 
-    Logits are computed for some tokens at a time, and again in the backward pass. If the heads have different numbers
-    of words, both distributions are over those that both have. Against `TopTokens` there are K + 1 outcomes: each of
-    the teacher's top words and "any other". That is never above the divergence of the full distributions.
+    Logits are computed in chunks of tokens, and recomputed in the backward pass. If the vocabularies of the heads
+    differ, both distributions are over the common tokens. With `TopTokens`, there are K + 1 outcomes: each of the
+    teacher's top tokens, and "any other". The result is never above the divergence of the full distributions.
 
     Args:
-        hidden, weight, bias, temperature, logit_map, support: As in `chunked_logprobs`; temperature and support also
+        hidden, weight, bias, temperature, logit_map, support: As in `chunked_logprobs`. Temperature and support also
             apply to the teacher.
-        teacher: Of the same M tokens, without graph.
-        divergence: (C, W) log-probs of student and teacher to (C,), differentiable in the first.
-        chunk_elements: Maximum number of logits of either model at once; defaults to 2^26 on CUDA, 2^24 elsewhere.
+        teacher: Distributions at the same M tokens, without graph.
+        divergence: Function from (C, W) log-probs of student and teacher to (C,), differentiable in the first.
+        chunk_elements: Maximum number of logits of either model per chunk. Defaults to 2^26 on CUDA, 2^24 elsewhere.
 
     Returns:
         (M,) float32, with exact gradients for hidden, weight, and bias.
@@ -116,7 +117,7 @@ def chunked_divergence(
 
 
 def _with_rest(logprobs: Tensor) -> Tensor:
-    """(C, K) log-probs of some tokens, followed by that of all others together: (C, K + 1)."""
+    """Appends the log-prob of all other tokens to (C, K) log-probs: (C, K + 1)."""
     others = 1.0 - logprobs.exp().sum(-1, keepdim=True)
     return torch.cat([logprobs, others.clamp(min=torch.finfo(others.dtype).eps).log()], -1)
 
@@ -133,7 +134,7 @@ def chunked_top(
     support: Support | None = None,
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> TopTokens:
-    """The `count` most likely tokens at each of M positions; arguments as in `chunked_logprobs`."""
+    """Returns the `count` most likely tokens at each of M positions. See `chunked_logprobs` for arguments."""
     dtype = weight.dtype
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)

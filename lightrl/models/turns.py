@@ -1,4 +1,4 @@
-"""Special tokens, as data, engines, and models agree on them: the end of a turn, the BOS, placeholders of media."""
+"""Special tokens shared by data, engines, and models: end of turn, BOS, and media placeholders."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from lightrl.records import SamplingParams
 
 TOKEN_INPUT = "token_type_ids"
-"""Model inputs whose name ends like this have an entry per token; all others have entries per medium or feature."""
+"""Suffix of model inputs with an entry per token; all others have entries per medium or feature."""
 
 _SAID = "Qa7"
 
@@ -19,13 +19,13 @@ _SAID = "Qa7"
 
 
 def end_of_turn(tokenizer: Any) -> int:
-    """ID of the token that ends an assistant's turn.
+    """Returns the ID of the token that ends an assistant's turn.
 
-    It is the token that the chat template writes after the content of an assistant's message, both at the end of a
-    conversation and before the next message: `<|im_end|>`, `<end_of_turn>`, `<|eot_id|>`. The tokenizer's EOS wins if
-    the template writes it there; it is also the default for tokenizers without a template.
+    This is the token that the chat template writes after an assistant's message, both at the end of a conversation and
+    before another message: `<|im_end|>`, `<end_of_turn>`, `<|eot_id|>`. The tokenizer's EOS takes precedence if the
+    template writes it there. It is also the default for tokenizers without a template.
 
-    Example: Phi-3 writes `Hi<|end|>\\n<|endoftext|>` last and `Hi<|end|>\\n<|user|>` before another message, so that
+    Example: Phi-3 writes `Hi<|end|>\\n<|endoftext|>` last and `Hi<|end|>\\n<|user|>` before another message. So
     `<|end|>` ends a turn, although the EOS is `<|endoftext|>`.
     """
     return _end_of_turn(tokenizer, str(getattr(tokenizer, "chat_template", None) or ""))
@@ -50,12 +50,12 @@ def _end_of_turn(tokenizer: Any, template: str) -> int:
 
 
 def _tail(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> str | None:
-    """What the template writes after the last thing the assistant said; None if it rejects such a conversation."""
+    """Returns what the template writes after the last assistant message; None if it rejects the conversation."""
     blocks = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
     for said in (messages, blocks):
         try:
             text = str(tokenizer.apply_chat_template(list(said), tokenize=False))
-        except Exception:  # a template may raise anything
+        except Exception:  # templates may raise any error
             continue
         if _SAID in text:
             return text.rpartition(_SAID)[2]
@@ -68,19 +68,19 @@ def _is_special(tokenizer: Any, token_id: int) -> bool:
 
 
 def _first(text: str, tokens: Iterable[str]) -> str | None:
-    """The first of the tokens in a text, the longest at the same place; None without one."""
+    """Returns the first of the tokens in a text, the longest at the same position; None without one."""
     found = [(place, -len(token), token) for token in tokens if token and (place := text.find(token)) >= 0]
     return min(found)[2] if found else None
 
 
 def ended_turn(tokenizer: Any, token_ids: Sequence[int]) -> list[int]:
-    """The tokens of a rendered turn up to its end: what a policy would sample.
+    """Returns the tokens of a rendered turn up to its end, as a policy would sample them.
 
     Args:
-        tokenizer: Of the template that rendered it.
-        token_ids: What the template writes after the generation prompt. Tokens after the end of the turn, such as a
-            line break, are cut off. A turn that another special token ends, such as a call's, stays as it is; one
-            without an end gets it.
+        tokenizer: Tokenizer whose template rendered the turn.
+        token_ids: Tokens after the generation prompt. Tokens after the end of the turn, such as a line break, are
+            removed. A turn that ends with another special token, such as a call's, is unchanged. A turn without an end
+            gets one.
     """
     ids, end = list(token_ids), end_of_turn(tokenizer)
     if end in ids:
@@ -89,9 +89,9 @@ def ended_turn(tokenizer: Any, token_ids: Sequence[int]) -> list[int]:
 
 
 def ending_turns(sampling: SamplingParams, tokenizer: Any) -> SamplingParams:
-    """The settings with the tokens at which every engine must end a completion: end of turn and EOS.
+    """Adds the tokens at which every engine must end a completion: end of turn and EOS.
 
-    Engines know the EOS tokens of the model directory; the run's tokenizer and chat template may have others.
+    Engines know the EOS tokens of the model directory. The run's tokenizer and chat template may have others.
     """
     own, ends = sampling.stop_token_ids or (), {end_of_turn(tokenizer), tokenizer.eos_token_id}
     if sampling.ignore_eos or ends <= {*own}:
@@ -100,16 +100,16 @@ def ending_turns(sampling: SamplingParams, tokenizer: Any) -> SamplingParams:
 
 
 def text_ids(tokenizer: Any, text: str) -> list[int]:
-    """Token IDs of a text with the special tokens that the tokenizer adds, and a single BOS.
+    """Returns the token IDs of a text with the special tokens that the tokenizer adds, and a single BOS.
 
-    A text that a chat template rendered may begin with the BOS, to which the tokenizer would add another.
+    A text rendered by a chat template may already begin with the BOS, and the tokenizer would add another.
     """
     ids = list(tokenizer(text, add_special_tokens=True)["input_ids"])
     return ids[1:] if begins_with_bos(tokenizer, text) and ids[:2] == [tokenizer.bos_token_id] * 2 else ids
 
 
 def begins_with_bos(tokenizer: Any, text: str) -> bool:
-    """Whether a text begins with the BOS written out."""
+    """Whether a text begins with the BOS as text."""
     bos = getattr(tokenizer, "bos_token", None)
     return bool(bos) and text.startswith(str(bos))
 
@@ -118,10 +118,10 @@ def begins_with_bos(tokenizer: Any, text: str) -> bool:
 
 
 def placeholder_ids(config: Any) -> dict[str, int]:
-    """Kind of media -> ID of the token that stands for each of its features; {} for text models.
+    """Returns the ID of the token that stands for each feature, by kind of media; {} for text models.
 
     Args:
-        config: A model's configuration, with `image_token_id` or, in older families, `image_token_index`.
+        config: Model config, with `image_token_id` or, in older families, `image_token_index`.
     """
     found = {}
     for kind in ("image", "video", "audio"):
@@ -133,10 +133,10 @@ def placeholder_ids(config: Any) -> dict[str, int]:
 
 
 def harmless_id(config: Any) -> int:
-    """A token ID that is not a placeholder."""
+    """Returns a token ID that is not a placeholder."""
     return next(i for i in range(4) if i not in placeholder_ids(config).values())
 
 
 def causal_type(config: Any) -> int:
-    """Token type of text that attends to earlier tokens alone: 1 for PaliGemma, whose type 0 is a two-way prefix."""
+    """Token type of text with causal attention: 1 for PaliGemma, whose type 0 is a bidirectional prefix."""
     return int(config.model_type == "paligemma")

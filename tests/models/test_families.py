@@ -128,5 +128,5 @@ def test_attention_that_depends_on_the_batch_is_refused(batch: Batch) -> None:
     torch.testing.assert_close(policy(*batch[:3]).logprobs, expected, atol=1e-5, rtol=1e-5)
     with pytest.warns(UserWarning, match="indexed_attention"):
         policy = PolicyModel(build("DeepseekV32", {**settings, "index_topk": 4}))
-    with pytest.raises(ValueError, match=r"takes the best 4 keys"):
+    with pytest.raises(ValueError, match="best 4 keys"):
         policy(*batch[:3])

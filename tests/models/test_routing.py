@@ -366,13 +366,13 @@ def test_routers_of_another_kind_are_named() -> None:
     class Dense(torch.nn.Module):
         pass
 
-    with pytest.raises(ValueError, match="Dense does not choose experts in a way that routing replay knows"):
+    with pytest.raises(ValueError, match="Dense: "):
         Routers(Dense())
     model = moe("Phimoe", num_local_experts=EXPERTS, num_experts_per_tok=2)  # without a top-k
     policy = PolicyModel(model, layout="padded")
     ids = torch.ones(1, 3, dtype=torch.long)
     routes = [Routes(torch.zeros(2, 2, 2, dtype=torch.uint8))]
-    with pytest.raises(ValueError, match="PhimoeTopKRouter does not choose experts in a way that routing replay knows"):
+    with pytest.raises(ValueError, match="PhimoeTopKRouter: "):
         policy(ids, ids.bool(), ids.bool(), routes=routes)
     other = PolicyModel(moe("Mixtral"), layout="padded")
     with pytest.raises(ValueError, match="1 layers were recorded, but the model has 2 with a MixtralTopKRouter"):

@@ -247,7 +247,7 @@ def test_a_model_without_a_head_of_one_output_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"lm' has no weights for score.weight, which would be random"):
         ModelReward(str(tmp_path / "lm"))
     save_model(tmp_path / "two", "Qwen2ForSequenceClassification", labels=2)
-    with pytest.raises(ValueError, match=r"two': its head does not have one output \(num_labels=1\)"):
+    with pytest.raises(ValueError, match=r"two': .*num_labels=1"):
         ModelReward(str(tmp_path / "two"))
 
 

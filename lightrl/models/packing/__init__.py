@@ -1,1 +1,1 @@
-"""Layouts of sequences in a forward pass: streams, attention over them, micro-batches by tokens."""
+"""Sequence layouts of a forward pass: token streams, attention over them, and micro-batches by tokens."""

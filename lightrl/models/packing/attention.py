@@ -1,12 +1,12 @@
 """Attention over token streams, registered with transformers under the name "lightrl".
 
-Three ways to the same numbers:
+Three implementations with equal results:
 
-- CUDA: torch's variable-length flash kernel for half precision without shared prefixes, else compiled FlexAttention
-  with a block mask made from the stream.
-- Anywhere else: scaled-dot-product attention with a mask, per batch of segments.
+- CUDA: torch's variable-length flash kernel for half precision without shared prefixes, otherwise compiled
+  FlexAttention with a block mask built from the stream.
+- Other devices: scaled-dot-product attention with a mask, per batch of segments.
 
-Without a stream it is transformers' ordinary SDPA attention.
+Without a stream, it is transformers' regular SDPA attention.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ IMPLEMENTATION = "lightrl"
 
 
 def unsupported_reason(lm: Any, body: Any) -> str | None:
-    """Why a model cannot run packed, as far as its class and configuration tell; None if it can."""
+    """Returns why a model can't run packed, according to its class and config; None if it can."""
     config = lm.config.get_text_config()
     layer_types = set(getattr(config, "layer_types", None) or ())
     checks = {
-        "its attention cannot be replaced": not supports_sdpa(lm),
-        "it keeps a recurrent state": has_recurrent_state(lm),
+        "its attention can't be replaced": not supports_sdpa(lm),
+        "it has a recurrent state": has_recurrent_state(lm),
         f"it has layers of type {sorted(layer_types)}": not layer_types <= {"full_attention", "sliding_attention"},
-        "it takes no position_ids": "position_ids" not in inspect.signature(body.forward).parameters,
-        "its attention has a bias by distance (ALiBi)": bool(getattr(config, "alibi", False)),
+        "it doesn't accept position_ids": "position_ids" not in inspect.signature(body.forward).parameters,
+        "its attention has a distance bias (ALiBi)": bool(getattr(config, "alibi", False)),
         "it caps attention logits": getattr(config, "attn_logit_softcapping", None) is not None,
-        "it attends in chunks": getattr(config, "attention_chunk_size", None) is not None,
-        "it attends in both directions": bool(getattr(config, "use_bidirectional_attention", False))
+        "it uses chunked attention": getattr(config, "attention_chunk_size", None) is not None,
+        "it uses bidirectional attention": bool(getattr(config, "use_bidirectional_attention", False))
         or not getattr(config, "is_causal", True),
         "it is an encoder-decoder": getattr(config, "is_encoder_decoder", False),
     }
@@ -51,14 +51,14 @@ def unsupported_reason(lm: Any, body: Any) -> str | None:
 
 
 def keep_attention_caps(lm: Any) -> None:
-    """Switches to eager attention if the model caps attention logits, which transformers' SDPA ignores silently."""
+    """Switches to eager attention if the model caps attention logits, which transformers' SDPA silently ignores."""
     config = lm.config.get_text_config()
     if getattr(config, "attn_logit_softcapping", None) is not None and attention_implementation(config) == "sdpa":
         lm.set_attn_implementation(text_attention(lm.config, "eager"))
 
 
 def text_attention(config: Any, attention: str) -> str | dict[str, str]:
-    """An attention implementation for the language model alone, not for a vision or sound encoder."""
+    """Returns an attention implementation only for the language model, not for vision or audio encoders."""
     text = config.get_text_config()
     if text is config:
         return attention
@@ -74,18 +74,18 @@ def attention(
     stream: TokenStream | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The function transformers calls: (1, H, N, D) queries in, (1, N, H, D) out."""
+    """Attention function called by transformers: (1, H, N, D) queries in, (1, N, H, D) out."""
     if stream is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     for name in ("s_aux", "softcap", "position_bias"):
         if kwargs.get(name) is not None:
-            raise LayoutError(f"its attention takes {name}")
-    if attention_mask is not None and attention_mask.numel() > 1:  # the stream comes with a blank one
-        raise LayoutError("its layers make their own attention masks")
+            raise LayoutError(f"its attention uses {name}")
+    if attention_mask is not None and attention_mask.numel() > 1:  # streams come with an empty mask
+        raise LayoutError("its layers build their own attention masks")
     stream.num_calls += 1
     window = _window(module, kwargs.get("sliding_window"), stream)
     scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
-    device = query.device.type  # under autocast rotary embeddings leave queries and keys wider than values
+    device = query.device.type  # under autocast, rotary embeddings leave queries and keys wider than values
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
     q, k, v = (x.squeeze(0).transpose(0, 1).to(dtype) for x in (query, key, value))
     if stream.group is None:
@@ -102,27 +102,29 @@ AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
 
 
 def _window(module: Any, window: int | None, stream: TokenStream) -> int | None:
-    """The sliding window of this layer, None if every row fits into it."""
+    """Returns the sliding window of this layer; None if every row fits into it."""
     config = getattr(module, "config", None)
     if window is None and config is not None:
         types, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
         slides = types[index] == "sliding_attention" if types and index is not None else True
         configured = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
         if slides and configured is not None and configured < stream.max_length:
-            raise LayoutError("its sliding window does not reach the attention function")
+            raise LayoutError("its sliding window is not passed to the attention function")
     return window if window is not None and window < stream.max_length else None
 
 
 def stream_attention(
     q: Tensor, k: Tensor, v: Tensor, stream: TokenStream, scale: float, window: int | None = None
 ) -> Tensor:
-    """Attention of every stream token to its segment up to itself and to all ancestors of the segment.
+    """Attention of every stream token to the tokens up to itself in its segment, and to all ancestors of the segment.
 
     Args:
-        q: (N, H, D). k, v: (N, K, D), K divides H.
-        stream: The stream.
-        scale: Of the dot products.
-        window: Number of last tokens of its row that a token sees, itself included; None sees all.
+        q: (N, H, D) queries.
+        k: (N, K, D) keys, where K divides H.
+        v: (N, K, D) values.
+        stream: Token stream.
+        scale: Scale of the dot products.
+        window: Number of last tokens of its row visible to a token, including itself. Defaults to all.
 
     Returns:
         (N, H, D).
@@ -134,17 +136,19 @@ def stream_attention(
     return _masked_sdpa(q, k, v, stream, scale, window)
 
 
-# ---- anywhere: SDPA with a mask ----------------------------------------------------------------------------------
+# ---- all devices: SDPA with a mask -----------------------------------------------------------------------------------
 
 
 @dataclass
 class _Batch:
-    """Segments as right-padded matrices, in which pads point at token 0.
+    """Segments as right-padded matrices, in which padding points to token 0.
 
     Attributes:
-        queries: (S, L) stream tokens. keys: (S, K) the same with all ancestors in front.
-        real: (n,) places of real tokens in the flattened queries. tokens: (n,) the stream tokens there.
-        mask: (S, 1, L, K) bool, which keys each query sees.
+        queries: (S, L) stream tokens.
+        keys: (S, K) stream tokens, preceded by all ancestors.
+        real: (n,) positions of real tokens in the flattened queries.
+        tokens: (n,) stream tokens at these positions.
+        mask: (S, 1, L, K) bool, the keys visible to each query.
     """
 
     queries: Tensor
@@ -161,11 +165,11 @@ def _cached(stream: TokenStream, name: Any, make: Any) -> Any:
 
 
 def _masked_sdpa(q: Tensor, k: Tensor, v: Tensor, stream: TokenStream, scale: float, window: int | None) -> Tensor:
-    """Each segment's queries against its ancestors' keys and its own, batched, with a boolean mask."""
+    """Attends each segment's queries to its own and its ancestors' keys, in batches with a boolean mask."""
     repeat = q.shape[1] // k.shape[1]
 
     def taken(x: Tensor, index: Tensor) -> Tensor:
-        """(N, H, D) to (S, H, L, D)."""
+        """Maps (N, H, D) to (S, H, L, D)."""
         return x.index_select(0, index.view(-1)).view(*index.shape, *x.shape[1:]).transpose(1, 2)
 
     parts, tokens = [], []
@@ -179,7 +183,7 @@ def _masked_sdpa(q: Tensor, k: Tensor, v: Tensor, stream: TokenStream, scale: fl
 
 
 def _masked_batches(stream: TokenStream, window: int | None, device: torch.device) -> list[_Batch]:
-    paths: list[Tensor] = []  # of each segment, all stream tokens that it may see
+    paths: list[Tensor] = []  # stream tokens visible to each segment
     for start, length, parent in zip(stream.starts, stream.lengths, stream.parents, strict=True):
         own = torch.arange(start, start + length)
         paths.append(own if parent < 0 else torch.cat([paths[parent], own]))
@@ -190,7 +194,7 @@ def _masked_batches(stream: TokenStream, window: int | None, device: torch.devic
         queries = pad_sequence([paths[i][-stream.lengths[i] :] for i in bucket], batch_first=True)
         keys = pad_sequence([paths[i] for i in bucket], batch_first=True)
         slots = torch.arange(queries.shape[1])
-        place = slots[:, None] + (seen - lengths)[:, None, None]  # (S, L, 1), of each query among its keys
+        place = slots[:, None] + (seen - lengths)[:, None, None]  # (S, L, 1), position of each query among its keys
         columns = torch.arange(keys.shape[1])
         mask = columns <= place
         if window is not None:
@@ -202,11 +206,11 @@ def _masked_batches(stream: TokenStream, window: int | None, device: torch.devic
 
 
 def buckets(sizes: list[tuple[int, int]], new_bucket: int = 1 << 17) -> list[list[int]]:
-    """Indices of (queries, keys) stretches, in buckets in which padding to the longest wastes little.
+    """Groups (queries, keys) segments into buckets in which padding to the longest wastes little.
 
     Args:
-        sizes: Queries and keys of each stretch.
-        new_bucket: Query-key pairs that take the time of a new bucket's kernel calls.
+        sizes: Queries and keys of each segment.
+        new_bucket: Number of query-key pairs that take as long as the kernel calls of a new bucket.
     """
     order = sorted(range(len(sizes)), key=lambda i: (sizes[i][1], sizes[i][0]), reverse=True)
     result: list[list[int]] = []
@@ -228,7 +232,7 @@ def buckets(sizes: list[tuple[int, int]], new_bucket: int = 1 << 17) -> list[lis
 
 
 def _varlen_fits(q: Tensor, v: Tensor, stream: TokenStream) -> bool:
-    """Whether torch's variable-length flash kernel computes this stream: nothing shared, half precision, Ampere on."""
+    """Whether torch's variable-length flash kernel supports this stream: unshared, half precision, Ampere or later."""
     return (
         varlen_attention() is not None
         and not any(parent >= 0 for parent in stream.parents)
@@ -236,12 +240,12 @@ def _varlen_fits(q: Tensor, v: Tensor, stream: TokenStream) -> bool:
         and q.shape[-1] == v.shape[-1] <= 256
         and q.shape[-1] % 8 == 0
         and torch.cuda.get_device_capability(q.device) >= (8, 0)
-        and not torch.are_deterministic_algorithms_enabled()  # its backward adds in no fixed order
+        and not torch.are_deterministic_algorithms_enabled()  # its backward pass sums in no fixed order
     )
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, stream: TokenStream, scale: float, window: int | None) -> Tensor:
-    """Flash attention over segments side by side."""
+    """Flash attention over adjacent segments."""
 
     def ends() -> Tensor:
         return torch.tensor([0, *stream.lengths]).cumsum(0).to(q.device, torch.int32, non_blocking=True)
@@ -257,10 +261,10 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, stream: TokenStream, scale: float, 
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, stream: TokenStream, scale: float, window: int | None) -> Tensor:
-    """FlexAttention over the whole stream; blocks that the stream leaves empty are never computed.
+    """FlexAttention over the whole stream. Empty blocks are skipped.
 
-    The stream is padded to whole blocks, at least two, and every stream has a window, possibly unbounded, so that
-    compiled graphs do not depend on the stream.
+    The stream is padded to at least two whole blocks, and always has a window, possibly unbounded, so that compiled
+    graphs don't depend on the stream.
     """
     mask = _cached(stream, ("flex", window), lambda: _block_mask(stream, window, q.device))
     size = mask.seq_lengths[0]
@@ -271,10 +275,10 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, stream: TokenStream, scale: float, wi
 
 
 def _block_mask(stream: TokenStream, window: int | None, device: torch.device) -> Any:
-    """FlexAttention's mask; which blocks are empty and which are full is worked out from the segments, on the host."""
+    """Builds FlexAttention's block mask. Empty and full blocks are computed from segments on the host."""
     count = stream.num_tokens
     size = max(2, -(-count // BLOCK)) * BLOCK
-    # A segment's keys are seen up to where its family ends. What fills the last block up is a segment of its own.
+    # A segment's keys are visible up to the end of its family. The padding of the last block is a separate segment.
     lengths = torch.tensor([*stream.lengths, size - count])
     first, last = (
         torch.tensor(column).repeat_interleave(lengths)
@@ -294,7 +298,7 @@ def _block_mask(stream: TokenStream, window: int | None, device: torch.device) -
 
 
 def _blocks_seen(family_ends: Tensor, positions: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
-    """(blocks, blocks) bool each: where some query sees some key (or might), and where all queries see all keys."""
+    """Returns two (blocks, blocks) bool tensors: some query may see some key, and all queries see all keys."""
     ends, places = (x.view(-1, BLOCK) for x in (family_ends, positions))
     key = torch.arange(len(ends))
     query = key[:, None]

@@ -1,9 +1,9 @@
-"""Context parallelism: the ranks of a group run the micro-batches of all of them as one stream of tokens.
+"""Context parallelism: the ranks of a group run all their micro-batches as one stream of tokens.
 
-Each rank takes an equal stretch of the stream through the model. Around attention, which alone looks across tokens, an
-all-to-all trades stretches for heads, and back (Jacobs et al. 2023, DeepSpeed-Ulysses,
-https://arxiv.org/abs/2309.14509). In the end the hidden states go to the rank that the row belongs to, whose head and
-loss are those of a run without it. So a row may be as long as the group's memory allows, and ranks have equal work.
+Each rank computes an equal part of the stream. Only attention looks across tokens. Around it, an all-to-all exchanges
+tokens for heads and back (Jacobs et al. 2023, DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509). Finally, hidden
+states go to the rank of their row, whose head and loss are unchanged. So a row may be as long as the group's memory
+allows, and ranks have equal work.
 
 Unlike in DeepSpeed-Ulysses, the ranks have different rows, and key-value heads fewer than ranks are repeated.
 """
@@ -30,15 +30,16 @@ class SharedStream:
     """A rank's part of its group's stream.
 
     Attributes:
-        stream: Of all the group's rows, padded so that stretches are equally long.
-        ids: (n,) int64, token IDs of this rank's stretch.
-        positions: (n,) int64.
-        taken: (m,) int64, which of the stretch's states are read, in the order of the ranks that get them.
-        sent, received: Number of states to and from each rank of the group.
-        order: (M,) int64, puts received states into the order of `targets`.
-        targets: (M,) int64, index in this rank's flattened (B, T) batch of the token that each belongs to, ascending.
+        stream: Stream of all the group's rows, padded to equal parts.
+        ids: (n,) int64 token IDs of this rank's part.
+        positions: (n,) int64 positions.
+        taken: (m,) int64 indices of read states in the part, ordered by receiving rank.
+        sent: Number of states sent to each rank of the group.
+        received: Number of states received from each rank of the group.
+        order: (M,) int64 permutation of received states to the order of `targets`.
+        targets: (M,) int64 index of each state's token in this rank's flattened (B, T) batch, ascending.
         shape: (B, T) of this rank.
-        experts: (n, L, K) of the stretch, see `Routes.at`; None if nothing was recorded.
+        experts: (n, L, K) experts of the part, see `Routes.at`. None if nothing was recorded.
     """
 
     stream: TokenStream
@@ -53,16 +54,16 @@ class SharedStream:
     experts: Tensor | None
 
     def collect(self, hidden: Tensor) -> Tensor:
-        """(n, D) states of this rank's stretch to the (M, D) of this rank's `targets`. Collective."""
+        """Maps (n, D) states of this rank's part to the (M, D) states of its `targets`. Collective."""
         part = hidden.index_select(0, self.taken)
         return _traded(part, self.sent, self.received, self.stream.group).index_select(0, self.order)
 
 
 def refuse_heads(config: Any, group: Any) -> int:
-    """The number of ranks of a group, which has to divide the number of heads.
+    """Returns the number of ranks of a group.
 
     Raises:
-        ValueError: It does not.
+        ValueError: It doesn't divide the number of heads.
     """
     ranks, heads = dist.get_world_size(group), config.get_text_config().num_attention_heads
     if heads % ranks:
@@ -86,8 +87,8 @@ def share_stream(
         host: This rank's rows, with a response mask.
         group: Process group.
         share: Compute shared prefixes once.
-        routes: The recorded experts of this rank's rows; empty if nothing was recorded.
-        device: Of the result.
+        routes: Recorded experts of this rank's rows. Empty if nothing was recorded.
+        device: Device of the result.
     """
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     taken_by = list(routes) or [None] * len(host.token_ids)
@@ -115,7 +116,7 @@ def share_stream(
     )
     experts = Routes.at(all_routes, source[stretch], width)
     by_place = place[mine].argsort(stable=True)
-    if ranks * each > count:  # what fills the last stretch up is a segment of its own
+    if ranks * each > count:  # the padding of the last part is a separate segment
         stream = replace(
             stream,
             starts=[*stream.starts, count],
@@ -148,9 +149,9 @@ def share_stream(
 
 
 def heads_for_tokens(x: Tensor, group: Any) -> Tensor:
-    """(n, H, D) of this rank's tokens to (P n, H / P, D) of all tokens of a group of P ranks. Collective.
+    """Maps (n, H, D) of this rank's tokens to (P n, H / P, D) of all tokens of a group of P ranks. Collective.
 
-    Heads that P does not divide are repeated, each in place, up to the least common multiple.
+    If P doesn't divide the heads, each is repeated in place up to the least common multiple.
     """
     ranks = dist.get_world_size(group)
     tokens, heads, width = x.shape
@@ -160,7 +161,7 @@ def heads_for_tokens(x: Tensor, group: Any) -> Tensor:
 
 
 def tokens_for_heads(x: Tensor, group: Any) -> Tensor:
-    """The way back: (P n, H / P, D) to (n, H, D). Collective."""
+    """Reverses `heads_for_tokens`: (P n, H / P, D) to (n, H, D). Collective."""
     ranks = dist.get_world_size(group)
     parts = x.reshape(ranks, len(x) // ranks, *x.shape[1:]).contiguous()
     traded = _traded(parts, [1] * ranks, [1] * ranks, group)
@@ -168,7 +169,7 @@ def tokens_for_heads(x: Tensor, group: Any) -> Tensor:
 
 
 def _traded(x: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
-    """`sent[r]` rows of x go to rank r, in their order, and `received[r]` come from it; so do their gradients back."""
+    """Sends `sent[r]` rows of x to rank r, in order, and receives `received[r]` from it. Differentiable."""
     result: Tensor = _Trade.apply(x, sent, received, group)  # type: ignore[no-untyped-call]
     return result
 

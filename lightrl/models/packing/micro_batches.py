@@ -1,4 +1,4 @@
-"""Cuts rows into micro-batches by tokens instead of by rows."""
+"""Splits sequences into micro-batches by tokens."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lightrl.compat.arguments import at_least
 from lightrl.models.packing.streams import Prefixes, no_prefixes, shared_prefixes
 from lightrl.models.spec import Layout
 
-PAIRS_PER_TOKEN = 6144  # query-key pairs that cost what one token's linear layers cost: 6 x hidden size, here 1024
+PAIRS_PER_TOKEN = 6144  # query-key pairs that cost as much as a token's linear layers: 6 x hidden size, here 1024
 
 
 @dataclass
 class _Block:
-    """Rows that stay together: a tree, or as much of it as fits the budget. A prefix is counted once."""
+    """Rows that stay together: a tree, or as much of it as fits the budget. Prefixes count once."""
 
     rows: list[int]
     tokens: int
@@ -35,27 +35,28 @@ def micro_batches(
     layout: Layout = "auto",
     units: Tensor | None = None,
 ) -> list[Tensor]:
-    """Row indices of micro-batches of at most `budget` tokens, balanced by cost.
+    """Returns row indices of micro-batches of at most `budget` tokens, balanced by cost.
 
-    A shared prefix is counted once in a micro-batch, as the shared-prefix layout computes it. A tree that exceeds the
-    budget is cut into branches that fit; what they all depend on is then computed in each micro-batch. Cost is the
-    number of tokens plus that of query-key pairs / 6144. The largest parts go first, each into the cheapest bin that
-    has room (longest processing time first). In the packed layout rows count in full. In the padded one a micro-batch
-    counts as its rectangle, rows x longest row, and takes rows of similar length.
+    A shared prefix counts once per micro-batch, as the shared-prefix layout computes it. A tree that exceeds the budget
+    is split into branches that fit, and their common prefix is computed in each micro-batch. The cost is the number of
+    tokens plus the number of query-key pairs / 6144. Parts are assigned largest first to the cheapest micro-batch with
+    room (longest processing time first). In the packed layout, rows count in full. In the padded layout, a micro-batch
+    counts as rows x longest row, and has rows of similar length.
 
     Args:
-        token_ids: (B, T) int64; rows whose IDs differ share nothing.
-        attention_mask: (B, T) bool. response_mask: (B, T) bool.
-        budget: Maximum tokens of a micro-batch, at least 1; a longer row (or unit) gets its own.
-        num_bins: Exact number of micro-batches, some possibly empty; None takes as few as the budget allows.
-        layout: In which the rows will be run.
-        units: (B,) int64; rows of one unit, such as a trajectory, stay in one micro-batch, even above the budget.
+        token_ids: (B, T) int64. Rows with different IDs share nothing.
+        attention_mask: (B, T) bool.
+        response_mask: (B, T) bool.
+        budget: Maximum number of tokens per micro-batch, at least 1. A longer row (or unit) gets its own.
+        num_bins: Exact number of micro-batches, some possibly empty. Defaults to as few as the budget allows.
+        layout: Layout in which the rows will run.
+        units: (B,) int64. Rows of one unit, such as a trajectory, stay in one micro-batch, even above the budget.
 
     Returns:
-        int64 index tensors on the CPU, ascending within each; together every row once. Deterministic.
+        int64 index tensors on the CPU, each ascending, which together cover every row once. Deterministic.
 
     Raises:
-        ValueError: `budget` is below 1, or `num_bins` micro-batches cannot hold the rows.
+        ValueError: `budget` is below 1, or `num_bins` micro-batches can't hold the rows.
     """
     at_least("micro_batch_tokens", budget, 1)
     lengths = attention_mask.sum(1).clamp(min=1).cpu()
@@ -73,15 +74,15 @@ def micro_batches(
     if wanted < len(fewest):
         raise ValueError(f"num_bins={num_bins}: these rows need {len(fewest)} of {budget} tokens. Raise it.")
     chosen = _balanced(blocks, budget, wanted)
-    if chosen is None:  # balancing needs more room than first fit, which packs tighter
+    if chosen is None:  # balancing needs more room than first fit
         chosen = fewest + [[] for _ in range(wanted - len(fewest))]
     return [torch.tensor(sorted(row for i in bin_ for row in blocks[i].rows), dtype=torch.long) for bin_ in chosen]
 
 
 def told_apart(token_ids: Tensor, inputs: Sequence[dict[str, Any]] | None) -> Tensor:
-    """Token IDs for cutting micro-batches: rows with media share a prefix only if their inputs are the same object.
+    """Returns token IDs for splitting micro-batches, in which rows share media only if inputs are the same object.
 
-    So at least as many tokens are counted as the stream will compute, without a look at any pixels.
+    This counts at least as many tokens as the stream computes, without comparing pixels.
     """
     if not inputs or not any(inputs):
         return token_ids
@@ -94,7 +95,7 @@ def told_apart(token_ids: Tensor, inputs: Sequence[dict[str, Any]] | None) -> Te
 
 
 def _by_unit(rows: Iterable[int], units: Tensor | None) -> list[list[int]]:
-    """The rows of each unit, in order of first occurrence."""
+    """Returns the rows of each unit, in order of first occurrence."""
     members: dict[int, list[int]] = {}
     names = None if units is None else units.tolist()
     for row in rows:
@@ -103,9 +104,9 @@ def _by_unit(rows: Iterable[int], units: Tensor | None) -> list[list[int]]:
 
 
 def _rectangles(lengths: list[int], units: list[list[int]], budget: int, num_bins: int | None) -> list[list[int]]:
-    """Longest units first, as many into a bin as its longest row leaves room for; the fullest are halved for more."""
+    """Fills bins with the longest units first, up to the budget; then halves the fullest to get `num_bins`."""
     longest = [max(lengths[row] for row in unit) for unit in units]
-    bins: list[list[int]] = []  # of numbers of units
+    bins: list[list[int]] = []  # unit indices
     rows = 0  # in the last bin
     for i in sorted(range(len(units)), key=lambda i: -longest[i]):
         rows += len(units[i])
@@ -125,12 +126,12 @@ def _rectangles(lengths: list[int], units: list[list[int]], budget: int, num_bin
 
 
 def _blocks(prefixes: Prefixes, lengths: list[int], budget: int, units: Tensor | None) -> list[_Block]:
-    """Trees, or parts of them that fit the budget; without shared prefixes single units."""
+    """Returns trees, or parts of them that fit the budget; single units without shared prefixes."""
     order, shared = prefixes
     sizes = [lengths[row] for row in order]
 
     def total(places: list[int], weigh: Callable[[int], float]) -> float:
-        """The sum of `weigh` over the rows at these places, ascending, a prefix once."""
+        """Sums `weigh` over the rows at these positions, ascending, counting prefixes once."""
         own = sum(weigh(sizes[i]) for i in places)
         return own - sum(weigh(min(shared[a + 1 : b + 1])) for a, b in pairwise(places))
 
@@ -161,7 +162,7 @@ def _blocks(prefixes: Prefixes, lengths: list[int], budget: int, units: Tensor |
 
 
 def _branches(sizes: list[int], shared: list[int], budget: int) -> list[list[int]]:
-    """Places of the largest branches that fit the budget with their ancestors; a row that does not is alone."""
+    """Returns the positions of the largest branches that fit the budget with their ancestors, or single rows."""
     branches: list[list[int]] = []
     waiting = [(0, len(sizes))]
     while waiting:
@@ -177,7 +178,7 @@ def _branches(sizes: list[int], shared: list[int], budget: int) -> list[list[int
 
 
 def _first_fit(blocks: list[_Block], budget: int) -> list[list[int]]:
-    """First-fit decreasing: blocks into as few bins as it finds, by tokens."""
+    """Assigns blocks to as few bins as possible by tokens (first-fit decreasing)."""
     bins: list[list[int]] = []
     room: list[int] = []
     for i in sorted(range(len(blocks)), key=lambda i: -blocks[i].tokens):
@@ -193,7 +194,7 @@ def _first_fit(blocks: list[_Block], budget: int) -> list[list[int]]:
 
 
 def _balanced(blocks: list[_Block], budget: int, num_bins: int) -> list[list[int]] | None:
-    """Most expensive first into the cheapest bin with room; None where one does not fit."""
+    """Assigns the most expensive blocks first, each to the cheapest bin with room; None if one doesn't fit."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     cost, room = [0.0] * num_bins, [budget] * num_bins
     for i, block in enumerate(blocks):

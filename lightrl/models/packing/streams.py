@@ -1,21 +1,22 @@
-"""Turns a (B, T) batch into the cheapest stream of tokens that gives the same results.
+"""Turns a (B, T) batch into the smallest stream of tokens with the same results.
 
-The stream consists of *segments*, each a stretch of one row:
+The stream consists of *segments*, each a part of one row:
 
     packed         [row 0][row 1][row 2]...
     shared prefix  [system prompt][prompt of group 0][rest of row 0][turn of rows 1, 2][rest of 1][rest of 2][prompt...
 
-A token attends to its own segment up to itself and to all of the segment's ancestors: a shared prefix is computed once,
-however often rows branch. Positions restart with every row and continue from a parent, so each token sees exactly what
-it sees in a plain forward pass; results differ by rounding only. Outputs are read by row: a token of a shared segment
-may be trained in one row and be context in another. Tokens that no wanted output depends on are left out: padding, and
-everything from a row's last response token on.
+A token attends to the tokens up to itself in its segment, and to all of the segment's ancestors. A shared prefix is
+computed once, however often rows branch. Positions restart with every row and continue from a parent. Each token
+therefore sees exactly what it sees in a plain forward pass, and results differ only by rounding.
 
-Prefixes are cut at whole multiples of `GRID` tokens, so that rows which agree by chance for a few tokens stay in one
-piece; also where a prompt ends that both rows start with, and where one row is a prefix of another.
+Outputs are read by row: a token of a shared segment may be trained in one row and be context in another. Tokens that no
+output depends on are dropped: padding, and everything from a row's last response token on.
+
+Prefixes end at multiples of `GRID` tokens, so that rows with a few equal tokens by chance are not split. They also end
+where a shared prompt ends, and where one row is a prefix of another.
 
 Source: Wang et al. 2025 (tree training), https://arxiv.org/abs/2511.00413, who restore the gradients of prefixes that
-are run once. Here a prefix has one place in the stream, and autograd adds up what its descendants send back.
+are computed once. Here, a prefix has one position in the stream, and autograd sums its descendants' gradients.
 """
 
 from __future__ import annotations
@@ -35,25 +36,26 @@ GRID = 32
 
 
 class LayoutError(ValueError):
-    """A model does something that the packed layouts cannot do the same way."""
+    """A model does something that packed layouts don't support."""
 
 
 @dataclass
 class TokenStream:
-    """The stream of one batch and how to read it.
+    """The stream of one batch, and how to read it.
 
     Attributes:
-        source: (N,) int64, index of each stream token in the flattened (B, T) batch.
-        position_ids: (N,) int64, position of each token in its row.
-        read: (M,) int64, index in the stream of the token whose output is read, for each of `targets`.
-        targets: (M,) int64, index in the flattened (B, T) batch to which that output belongs.
-        starts, lengths, parents: S integers, segments in stream order, each directly before its descendants; a parent
-            is a segment's index, -1 for none.
-        shown: Rows whose media go through the model, in stream order.
+        source: (N,) int64 index of each stream token in the flattened (B, T) batch.
+        position_ids: (N,) int64 position of each token in its row.
+        read: (M,) int64 index in the stream of the token whose output is read, for each of `targets`.
+        targets: (M,) int64 index in the flattened (B, T) batch to which that output belongs.
+        starts: S first tokens of segments, in stream order. Each segment directly precedes its descendants.
+        lengths: S lengths of segments.
+        parents: S indices of parent segments, -1 for none.
+        shown: Rows whose media are computed, in stream order.
         shape: (B, T).
-        group: Process group over whose ranks the stream is spread (`context.py`), or None.
-        num_calls: Number of attention layers that have used the stream, to detect a model that ignores it.
-        cache: What attention functions derive from the stream, kept for the next layer.
+        group: Process group whose ranks share the stream (`context.py`), or None.
+        num_calls: Number of attention layers that have used the stream, to detect models that ignore it.
+        cache: Results that attention functions derive from the stream, reused by later layers.
     """
 
     source: Tensor
@@ -71,7 +73,7 @@ class TokenStream:
 
     @property
     def num_tokens(self) -> int:
-        """N, the tokens that go through the model."""
+        """N, the number of computed tokens."""
         return len(self.source)
 
     @property
@@ -84,12 +86,12 @@ class TokenStream:
 
     @property
     def max_length(self) -> int:
-        """Tokens of the longest row, ancestors included."""
+        """Number of tokens of the longest row, including ancestors."""
         return max(offset + length for offset, length in zip(self.offsets, self.lengths, strict=True))
 
     @property
     def family_ends(self) -> list[int]:
-        """Where the last descendant of each segment ends in the stream, S integers."""
+        """End of the last descendant of each segment in the stream, S integers."""
         ends = [start + length for start, length in zip(self.starts, self.lengths, strict=True)]
         for i in range(len(ends) - 1, -1, -1):
             if self.parents[i] >= 0:
@@ -98,7 +100,7 @@ class TokenStream:
 
 
 class _Segment(NamedTuple):
-    """A stretch of `row`, and of all rows in places `first` to `last` (excluded) of the order."""
+    """A part of `row`, and of all rows at positions `first` to `last` (exclusive) of the order."""
 
     row: int
     offset: int
@@ -121,14 +123,14 @@ def make_stream(
     """Plans the stream for outputs that are read one token early: those of response tokens, or of the last token.
 
     Args:
-        token_ids: (B, T) int64; of rows with media from `multimodal.marked_tokens`.
+        token_ids: (B, T) int64. For rows with media, from `multimodal.marked_tokens`.
         attention_mask: (B, T) bool, True on real tokens, which start at 0 without gaps.
-        response_mask: (B, T) bool, tokens whose outputs are wanted; that of token t is read at t - 1, token 0 has none.
-            None wants one output per row, at its last token.
+        response_mask: (B, T) bool, tokens whose outputs are read. That of token t is read at t - 1; token 0 has none.
+            None reads one output per row, at its last token.
         share: Compute shared prefixes once.
         spans: (B, 2), see `shared_prefixes`.
-        routes: B records of experts: only tokens with the same ones are shared.
-        device: Of the stream; defaults to that of `token_ids`. Tensors on a device are copied to the host.
+        routes: B records of experts. Only tokens with the same experts are shared.
+        device: Device of the stream. Defaults to that of `token_ids`. Device tensors are copied to the host.
 
     Raises:
         ValueError: Rows are not right-padded.
@@ -136,7 +138,7 @@ def make_stream(
     device = token_ids.device if device is None else device
     attention = attention_mask.to("cpu", torch.bool)
     if bool((attention[:, 1:] & ~attention[:, :-1]).any()):
-        raise ValueError("attention_mask: has gaps or starts late. Pad rows on the right.")
+        raise ValueError("attention_mask: has gaps or is not True at the start. Pad rows on the right.")
     if response_mask is None:
         wanted = torch.zeros_like(attention)
         needed, prompts = attention.sum(1).clamp(min=1), torch.zeros(len(attention), dtype=torch.long)
@@ -146,7 +148,7 @@ def make_stream(
         needed, prompts = _extents(wanted)
     ids = Routes.told_apart(token_ids.cpu(), routes)
     prefixes = shared_prefixes(ids, needed, prompts, spans) if share else no_prefixes(needed)
-    # If nothing is wanted, one token keeps the graph and the collectives alive.
+    # If no output is read, one token keeps the graph and the collectives alive.
     segments = _segments(prefixes, needed.tolist()) or [_Segment(0, 0, 1, -1, 0, 0)]
     rows, offsets, lengths, parents, _, _ = (list(column) for column in zip(*segments, strict=True))
     sizes = torch.tensor(lengths)
@@ -155,7 +157,7 @@ def make_stream(
     positions = torch.arange(len(segment_of)) - (starts - torch.tensor(offsets))[segment_of]
     width = token_ids.shape[1]
     source = torch.tensor(rows)[segment_of] * width + positions
-    where = torch.full(attention.shape, -1)  # the place in the stream of each row's tokens
+    where = torch.full(attention.shape, -1)  # position in the stream of each row's tokens
     order = torch.tensor(prefixes.order, dtype=torch.long)
     for segment, start in zip(segments, starts.tolist(), strict=True):
         own = order[segment.first : segment.last]
@@ -177,7 +179,7 @@ def make_stream(
 
 
 def _extents(wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Per row: how many tokens must go through, and how many come before the first wanted one; 0 for neither."""
+    """Returns the number of tokens to compute per row, and the number before the first read output; 0 for neither."""
     positions = torch.arange(wanted.shape[1])
     last = torch.where(wanted, positions, 0).amax(1)
     first = torch.where(wanted, positions, wanted.shape[1]).amin(1)
@@ -185,7 +187,7 @@ def _extents(wanted: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _segments(prefixes: Prefixes, lengths: list[int]) -> list[_Segment]:
-    """The nodes of the trie, each before its descendants; a node ends where rows part."""
+    """Returns the nodes of the trie, each before its descendants; a node ends where rows diverge."""
     order, shared = prefixes
     segments: list[_Segment] = []
     waiting = [(0, len(order), 0, -1)] if order else []
@@ -198,7 +200,7 @@ def _segments(prefixes: Prefixes, lengths: list[int]) -> list[_Segment]:
             parts = [(a, b) for a, b in pairwise(bounds) if b - a > 1 or lengths[order[a]] > end]
             if len(parts) != 1:
                 break
-            low, high = parts[0]  # the others end here, so they need no cut
+            low, high = parts[0]  # the other rows end here, so no split is needed
         if end > offset:
             segments.append(_Segment(order[low], offset, end - offset, parent, first, last))
             parent = len(segments) - 1
@@ -210,13 +212,13 @@ def _segments(prefixes: Prefixes, lengths: list[int]) -> list[_Segment]:
 
 
 class Prefixes(NamedTuple):
-    """The trie of some rows, as an order in which rows that share more are closer together.
+    """The trie of some rows, as an order in which rows with longer shared prefixes are closer together.
 
     Any two rows share the minimum of `shared` between them.
 
     Attributes:
-        order: R row numbers; among rows that share equally much, by number.
-        shared: R integers: tokens that a row shares with the one before it in `order`; 0 for the first.
+        order: R row indices; among rows that share equally much, ascending.
+        shared: R numbers of tokens that a row shares with the previous one in `order`; 0 for the first.
     """
 
     order: list[int]
@@ -224,19 +226,19 @@ class Prefixes(NamedTuple):
 
 
 def no_prefixes(lengths: Tensor) -> Prefixes:
-    """Rows in their own order that share nothing; those of length 0 are left out."""
+    """Returns rows in their own order without shared prefixes, excluding those of length 0."""
     rows = lengths.nonzero().squeeze(1).tolist()
     return Prefixes(rows, [0] * len(rows))
 
 
 def shared_prefixes(token_ids: Tensor, lengths: Tensor, prompts: Tensor, spans: Tensor | None = None) -> Prefixes:
-    """The trie of rows, those of length 0 left out.
+    """Returns the trie of rows, excluding those of length 0.
 
     Args:
         token_ids: (B, T) int64 below 2^31 in magnitude, in host memory.
-        lengths: (B,) int64, tokens of each row that count.
-        prompts: (B,) int64, tokens before the first that was sampled; 0 for none.
-        spans: (B, 2) int64, first and last placeholder, -1 for none; no prefix ends between them. None: no media.
+        lengths: (B,) int64 number of computed tokens.
+        prompts: (B,) int64 number of tokens before the first sampled one; 0 for none.
+        spans: (B, 2) int64 first and last placeholder, -1 for none. No prefix ends between them. Defaults to no media.
     """
     rows = lengths.nonzero().squeeze(1)
     if len(rows) < 2:
@@ -250,7 +252,7 @@ def shared_prefixes(token_ids: Tensor, lengths: Tensor, prompts: Tensor, spans: 
 
 
 def _cut(ids: np.ndarray, lengths: Tensor, prompts: Tensor, spans: Tensor | None) -> list[int]:
-    """How many tokens each row is to share with the next one."""
+    """Returns the number of tokens that each row shares with the next one."""
     differ = ids[:-1] != ids[1:]
     common = torch.from_numpy(np.where(differ.any(1), differ.argmax(1), ids.shape[1]))
     shorter = torch.minimum(lengths[:-1], lengths[1:])
@@ -267,9 +269,9 @@ def _cut(ids: np.ndarray, lengths: Tensor, prompts: Tensor, spans: Tensor | None
 
 
 def _prompt_ends(prompts: list[int], common: list[int]) -> list[int]:
-    """Of each row and the next one, the longest prompt of any row with which both start. 0 for none.
+    """Returns, for each row and the next one, the longest prompt of any row that both start with. 0 for none.
 
-    Their own are not enough: in a row that branches off another, more comes before the first sampled token.
+    Their own prompts are not enough: in a row that branches off another, more precedes the first sampled token.
     """
 
     def reached(own: list[int], shared: list[int]) -> list[set[int]]:
@@ -284,7 +286,7 @@ def _prompt_ends(prompts: list[int], common: list[int]) -> list[int]:
 
 
 def _in_own_order(rows: list[int], cut: list[int]) -> Prefixes:
-    """Sorts what shares equally much by row number."""
+    """Sorts rows that share equally much by index."""
     order: list[int] = []
     shared: list[int] = []
     waiting = [(0, len(rows), 0)]
