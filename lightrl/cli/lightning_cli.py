@@ -35,7 +35,12 @@ from lightrl.callbacks import ThroughputMonitor
 from lightrl.checkpoints.redaction import plain_secrets, redact, redact_arguments, remember_secret, resolve_environment
 from lightrl.checkpoints.rollout_checkpoint import RolloutCheckpoint, preempt, preemptions
 from lightrl.checkpoints.run_folder import LOCK, RunGuard, take_whole_ones
-from lightrl.compat.jsonargparse import keep_lists, prefer_own_names, start_from_own_defaults
+from lightrl.compat.jsonargparse import (
+    copy_tried_dictionaries,
+    keep_lists,
+    prefer_own_names,
+    start_from_own_defaults,
+)
 from lightrl.compat.lightning import YamlCLI, begin_table
 from lightrl.data import PromptSource
 from lightrl.distributed.strategies import refuse_crowd
@@ -75,6 +80,7 @@ Common options, in the file or on the command line:
 
 Run `lightrl {command} --model.help PPOLightningModule` for the arguments of a class. All options:"""
 set_parsing_settings(subclasses_enabled=[PromptSource, LRSchedule])  # dataclasses whose class YAML may name, and keeps
+copy_tried_dictionaries()
 keep_lists()
 prefer_own_names()
 start_from_own_defaults(Engine, AdvantageEstimator, Aggregation, KLPenalty, PolicyLoss)

@@ -67,3 +67,21 @@ def prefer_own_names() -> None:
 
     paths.wrapped = original  # type: ignore[attr-defined]
     _typehints.get_all_subclass_paths = paths
+
+
+def copy_tried_dictionaries() -> None:
+    """Copies dictionaries before jsonargparse tries the next type of a union, such as `evaluation.prompts` by name.
+
+    jsonargparse copies namespaces only. In a dictionary of dataclasses, a failed try turns empty dictionaries into
+    namespaces, which the right type then rejects. This wraps its function once per process.
+    """
+    from jsonargparse import Namespace, _typehints
+
+    original: Any = _typehints.pristine_value
+    original = getattr(original, "wrapped", original)
+
+    def copied(value: Any) -> Any:
+        return Namespace(value=value).clone().value if isinstance(value, dict) else original(value)
+
+    copied.wrapped = original  # type: ignore[attr-defined]
+    _typehints.pristine_value = copied

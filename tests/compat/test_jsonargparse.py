@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from jsonargparse import ArgumentParser, _typehints
 
-from lightrl.compat.jsonargparse import keep_lists, prefer_own_names, start_from_own_defaults
+from lightrl.compat.jsonargparse import (
+    copy_tried_dictionaries,
+    keep_lists,
+    prefer_own_names,
+    start_from_own_defaults,
+)
 
 
 class Base:
@@ -82,3 +88,32 @@ def test_a_short_name_that_a_dependency_has_too_is_ours(monkeypatch: pytest.Monk
     prefer_own_names()  # wraps once
     found = _typehints.resolve_class_path_by_name(Callback, "ThroughputMonitor")
     assert _typehints.import_object(found) is lightrl.callbacks.ThroughputMonitor
+
+
+@dataclass
+class Rows:
+    path: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+class Named:
+    def __init__(self, rows: Rows | dict[str, Rows]) -> None:
+        self.rows = rows
+
+
+def named_rows() -> Any:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(Named, "named")
+    rows = {"a": {"path": "1"}, "b": {"path": "2"}}
+    config = {"named": {"class_path": f"{__name__}.Named", "init_args": {"rows": rows}}}
+    return parser.instantiate(parser.parse_object(config)).named.rows
+
+
+def test_dictionaries_of_dataclasses_are_copied_between_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    function = _typehints.pristine_value
+    monkeypatch.setattr(_typehints, "pristine_value", getattr(function, "wrapped", function))
+    with pytest.raises(Exception, match=r"Expected a <class 'dict'>. Got value: Namespace\(\)"):
+        named_rows()  # when this passes, jsonargparse has changed, and the wrapper may go
+    copy_tried_dictionaries()
+    copy_tried_dictionaries()  # wraps once
+    assert named_rows() == {"a": Rows("1"), "b": Rows("2")}
