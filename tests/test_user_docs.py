@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import doctest
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ import torch
 import yaml
 from lightning.pytorch import Trainer
 
-from lightrl.cli import main
+from lightrl.cli import COMMANDS, RUNS, main
+from lightrl.environments import ToolEnvironment
 from tests.toys import quickstart_model
 
 SMALL = [
@@ -66,6 +69,29 @@ def test_the_tutorial_runs_as_written(root: Path, tmp_path: Path, monkeypatch: p
 
 def blocks(page: Path, kind: str) -> list[str]:
     return re.findall(rf"```{kind}\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+def test_the_commands_that_new_users_read_exist(root: Path) -> None:
+    docs = root / "docs"
+    names = ("index", "installation", "quickstart", "tutorial", "concepts", "grpo", "faq")
+    pages = [root / "README.md", root / "AGENTS.md", *(docs / f"{name}.md" for name in names), *docs.rglob("SKILL.md")]
+    found = set()
+    for page in pages:
+        code = re.findall(r"```bash\n(.*?)```|`(lightrl [^`]+)`", page.read_text(), re.DOTALL)
+        found |= {(page.name, name) for part in code for name in re.findall(r"\blightrl ([a-z-]+)\b", "".join(part))}
+    assert len(found) > 20
+    assert {name for _, name in found} <= {*COMMANDS, *RUNS}, found
+
+
+def test_the_tools_of_the_skill_are_offered_to_the_policy(root: Path) -> None:
+    skills = root / "docs" / "skills"
+    names: dict[str, Any] = {}
+    exec(textwrap.dedent(blocks(skills / "write-an-environment" / "SKILL.md", " *python")[0]), names)
+    environment = ToolEnvironment(factory=names["Shop"])
+    asyncio.run(environment.reset({"prompt": "Sell two apples.", "apples": 3}, seed=0))
+    assert [tool["function"]["name"] for tool in environment.tools] == ["sell"]
+    exec(textwrap.dedent(blocks(skills / "train-on-your-data" / "SKILL.md", " *python")[0]), names)
+    assert names["correct"](completions=[" 7\n", "8", ""], answer=[7, 7, 7]) == [1.0, 0.0, 0.0]
 
 
 def test_the_script_of_the_grpo_page_has_the_settings_of_the_quickstart(
