@@ -1,4 +1,4 @@
-"""Engines: own a copy of the policy's weights and sample from it. Importing this package loads no engine's library."""
+"""Engines, which sample from a copy of the policy. Importing this package does not import vLLM or transformers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = [
     "VLLMEngine",
 ]
 
-_LAZY = {  # an engine that is added: here, in `__all__`, and in the imports above
+_LAZY = {  # to add an engine, add it here, in `__all__`, and in the imports above
     "EngineContext": "lightrl.records",
     "ServerEngine": "lightrl.engines.server.engine",
     "ServerTeacher": "lightrl.engines.server.teacher",

@@ -1,4 +1,4 @@
-"""Daemon threads: an event loop in one, or a function that may take long or never return."""
+"""Daemon threads for event loops and for functions that may block."""
 
 from __future__ import annotations
 
@@ -14,33 +14,34 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 WAIT_SECONDS = 0.5
-"""Length of one wait of `patient_result`."""
+"""Polling interval of `patient_result`."""
 
 
 def in_background(work: Callable[[], object], name: str) -> threading.Thread:
-    """Starts a thread that does not keep the process alive."""
+    """Starts a daemon thread."""
     thread = threading.Thread(target=work, name=name, daemon=True)
     thread.start()
     return thread
 
 
 async def in_thread(work: Callable[[], T], name: str) -> tuple[T, None] | tuple[None, BaseException]:
-    """The result of `work` in a new thread, or what it raised, including SystemExit and StopIteration.
+    """Runs `work` in a new thread and returns (result, None) or (None, error), including SystemExit and StopIteration.
 
-    A pool would lose a worker to each call that never returns, and wait for it at exit. Cancelling leaks the thread.
+    A thread pool would lose a worker to each call that never returns, and would wait for it at exit. Canceling leaks
+    the thread.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 
     def settle(outcome: Any) -> None:
-        if not future.done():  # it was cancelled
+        if not future.done():  # not canceled
             future.set_result(outcome)
 
     def run() -> None:
         outcome: Any
         try:
             outcome = work(), None
-        except BaseException as error:  # SystemExit would end the thread without an answer
+        except BaseException as error:  # SystemExit would end the thread without a result
             outcome = None, error
         with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(settle, outcome)
@@ -50,7 +51,7 @@ async def in_thread(work: Callable[[], T], name: str) -> tuple[T, None] | tuple[
 
 
 async def outcome_of(call: Callable[[], Awaitable[T]]) -> tuple[T, None] | tuple[None, BaseException]:
-    """The result of the awaited call, or what it raised, including SystemExit, which would end the event loop."""
+    """Returns (result, None) or (None, error) of an async call. Catches SystemExit, which would end the event loop."""
     try:
         return await call(), None
     except asyncio.CancelledError:
@@ -60,7 +61,7 @@ async def outcome_of(call: Callable[[], Awaitable[T]]) -> tuple[T, None] | tuple
 
 
 async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of concurrent coroutines. If one fails, the others are cancelled and have ended."""
+    """Returns the results of concurrent coroutines. If one fails, cancels the others and waits for them."""
     tasks = [asyncio.ensure_future(each) for each in work]
     try:
         return list(await asyncio.gather(*tasks))
@@ -71,10 +72,10 @@ async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 class FairLock(AbstractContextManager[None]):
-    """A reentrant lock that goes to a waiting thread before the one that released it."""
+    """A reentrant lock that prefers waiting threads over the one that releases it."""
 
     def __init__(self) -> None:
-        self._turn = threading.Lock()  # held while waiting, so that who releases the lock comes after who waits
+        self._turn = threading.Lock()  # held while waiting, so that waiting threads go first
         self._lock = threading.Lock()
         self._holder: int | None = None
         self._depth = 0
@@ -94,11 +95,11 @@ class FairLock(AbstractContextManager[None]):
 
 
 def patient_result(future: Future[T], meanwhile: Callable[[], object] = lambda: None) -> T:
-    """A future's result. Ctrl-C just before a wait does not end it, but the next short wait does.
+    """Waits for a future's result in short intervals, so that Ctrl-C is handled promptly.
 
     Args:
-        future: What to wait for.
-        meanwhile: Called between two waits.
+        future: The future to wait for.
+        meanwhile: Function to call after each interval.
     """
     while True:
         try:
@@ -110,9 +111,9 @@ def patient_result(future: Future[T], meanwhile: Callable[[], object] = lambda: 
 
 
 class BackgroundLoop:
-    """An event loop in a thread, started by the first call, also after `close`.
+    """An event loop in a daemon thread. Starts on first use, also after `close`.
 
-    A task that raises SystemExit or KeyboardInterrupt ends like any other: its caller gets it, the loop continues.
+    SystemExit and KeyboardInterrupt in a task are passed to its caller and don't stop the loop.
     """
 
     def __init__(self, name: str) -> None:
@@ -123,18 +124,18 @@ class BackgroundLoop:
 
     @property
     def started(self) -> bool:
-        """Whether it was called, and not closed since."""
+        """Whether the loop is running."""
         return self._loop is not None
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Starts a coroutine there."""
+        """Starts a coroutine on the loop and returns its future."""
         if self._loop is None:
             self._loop, self._ends = loop, ends = asyncio.new_event_loop(), threading.Event()
             self._thread = in_background(lambda: _serve(loop, ends), self.name)
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Waits for the result of a coroutine there; cancels it if the wait is interrupted."""
+        """Runs a coroutine on the loop and returns its result. Cancels it if the wait is interrupted."""
         future = self.submit(coroutine)
         try:
             return patient_result(future)
@@ -143,16 +144,16 @@ class BackgroundLoop:
             raise
 
     def call(self, function: Callable[..., object], *args: Any) -> None:
-        """Has the loop call a function soon, unless the loop was closed."""
+        """Schedules a function call on the loop, unless it is closed."""
         if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # closed between the two lines
+            with contextlib.suppress(RuntimeError):  # closed in the meantime
                 self._loop.call_soon_threadsafe(function, *args)
 
     def close(self, last: Callable[[], Coroutine[Any, Any, None]] | None = None, timeout: float = 5.0) -> None:
-        """Cancels what runs, runs `last`, and ends the thread, in at most about `timeout` seconds.
+        """Cancels all tasks, runs `last`, and stops the thread within about `timeout` seconds.
 
         Raises:
-            concurrent.futures.TimeoutError: A coroutine blocks the loop, whose thread is leaked.
+            concurrent.futures.TimeoutError: If a coroutine blocks the loop. The thread is then leaked.
         """
         loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
         if loop is None or thread is None:
@@ -176,11 +177,11 @@ class BackgroundLoop:
 
 
 def _serve(loop: asyncio.AbstractEventLoop, ends: threading.Event) -> None:
-    """Runs the loop until it is to end, whatever stops it."""
+    """Runs the loop until `ends` is set."""
     asyncio.set_event_loop(loop)
     try:
         while not ends.is_set():
-            with contextlib.suppress(SystemExit, KeyboardInterrupt):  # its task has it
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):  # passed to the task's caller
                 loop.run_forever()
     finally:
         loop.close()

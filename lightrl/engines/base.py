@@ -1,4 +1,4 @@
-"""The contract of an engine, which owns a copy of the policy's weights and samples from it."""
+"""Base classes of inference engines, which sample from a copy of the policy's weights."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from lightrl.engines.background import BackgroundLoop, FairLock, in_background
 from lightrl.records import CompletionGroup, EngineContext, GenerationRequest, Routes, SamplingParams
 
 TOLERANCE = {"float32": 5e-4, "float16": 0.05, "bfloat16": 0.5}
-"""dtype -> largest mean difference of log-probs, in nats per token, that rounding explains between equal weights."""
+"""Maximum mean log-prob difference between equal weights that rounding explains, in nats per token, by dtype."""
 
 LEAVE_SECONDS = 2.5
-"""How long `close` waits for the driver thread to leave a step."""
+"""Time limit of `close` for the driver thread to finish a step."""
 
-_LINGER_SECONDS = 5.0  # how long an idle driver thread waits for requests before it ends
+_LINGER_SECONDS = 5.0  # idle time after which the driver thread ends
 
 
 class EngineDiedError(RuntimeError):
-    """An engine process is gone. No further sampling is possible until the engine is started again."""
+    """An engine process died. Sampling is not possible until the engine is started again."""
 
 
 class EngineRestartedError(EngineDiedError):
-    """An engine process was gone and runs again without weights: push them, then repeat the lost requests."""
+    """An engine process died and was restarted without weights. Push the weights and repeat the lost requests."""
 
 
 class StaleWeightsError(RuntimeError):
-    """The engine would sample with weights that are not the trainer's."""
+    """The engine's weights differ from the trainer's."""
 
 
 class ExtraKeys(NamedTuple):
-    """Which keys of `SamplingParams.extra` an engine takes.
+    """Keys of `SamplingParams.extra` that an engine supports.
 
     Attributes:
-        harmless: keys that leave the distribution of each token alone; training takes no others.
-        evaluation: further keys for evaluation; None allows all.
-        own: keys that LightRL sets itself -> the setting to use.
+        harmless: Keys that don't change the sampling distribution, the only ones allowed in training.
+        evaluation: Additional keys allowed in evaluation. None allows all.
+        own: Keys that LightRL sets, mapped to the setting to use instead.
     """
 
     harmless: frozenset[str] = frozenset()
@@ -54,115 +54,115 @@ class ExtraKeys(NamedTuple):
 
 
 class Engine(ABC):
-    """Samples completions from its own copy of the policy.
+    """Base class of engines, which sample completions from a separate copy of the policy.
 
-    An engine whose library is asynchronous implements the abstract methods below. One whose library computes step by
-    step derives from `SteppingEngine`. Everything else has a default. YAML names it by its dotted path:
-    `data.init_args.engine: my_file.MyEngine`.
+    For an asynchronous inference library, implement the abstract methods. For a library that computes step by step,
+    derive from `SteppingEngine`. In YAML, use the dotted path: `data.init_args.engine: my_file.MyEngine`.
 
-    Life: built from YAML without touching a device; `start(context)` on all ranks together after Lightning has set up
-    the strategy; then any number of `load_weights` and `generate`; `close()`, which may come twice and before `start`.
+    The constructor must not use a device. `start(context)` is called on all ranks after Lightning has set up the
+    strategy, followed by any number of `load_weights` and `generate` calls. `close()` may be called repeatedly, and
+    before `start`.
     """
 
     policy_version: int = -1
-    """Version of the loaded weights, -1 until the first `load_weights`. Only the engine sets it."""
+    """Version of the loaded weights, or -1 before the first `load_weights`. Set only by the engine."""
 
     dtype: str | None = None
-    """Data type of the started engine's weights: "float32", "bfloat16", or "float16"; None if unknown. Checks of
-    log-probs then allow the gap of float32 (`WeightSync`) or, with a warning, of bfloat16 (`LogprobMonitor`)."""
+    """Dtype of the started engine's weights: "float32", "bfloat16", or "float16". None if unknown. Log-prob checks then
+    use the tolerance of float32 (`WeightSync`) or, with a warning, bfloat16 (`LogprobMonitor`)."""
 
     moved: float = 0.0
-    """`time.monotonic()` of the last step, for engines with steps: a rollout whose engine steps has not stalled."""
+    """`time.monotonic()` of the last step. A rollout has not stalled while its engine steps."""
 
     extra: ExtraKeys = ExtraKeys()
-    """Keys of `SamplingParams.extra` that it takes."""
+    """Supported keys of `SamplingParams.extra`."""
 
     records_support: bool = False
-    """Whether completions come with the IDs that top-p, top-k, and min-p left for each token (`Completion.support`)."""
+    """Whether completions contain the token IDs kept by top-p, top-k, and min-p (`Completion.support`)."""
 
     replays_routes: bool = False
-    """Whether the started engine's model has experts and `logprobs` takes the `routes` of sequences."""
+    """Whether the model has experts and `logprobs` accepts the `routes` of sequences. Known after `start`."""
 
     takes_parts: bool = False
-    """Whether `load_weights` takes `partial=True`."""
+    """Whether `load_weights` supports `partial=True`."""
 
     pushes: Literal["parameters", "checkpoint", "adapter"] = "parameters"
-    """What a push brings to the started engine: the parameters of transformers' model; those under the names and shapes
-    of checkpoints on disk, where each expert has its own matrices; or a LoRA adapter for the engine's own base."""
+    """Weight format of a push: "parameters" of the transformers model; "checkpoint", the names and shapes of checkpoint
+    files, with separate matrices per expert; or "adapter", a LoRA adapter for the engine's base weights."""
 
     # ---- before the start --------------------------------------------------------------------------------------
 
-    def check(self, context: EngineContext) -> None:  # noqa: B027 - most engines find out when they start
-        """Raises a ValueError about what would make `start` fail, before any model is loaded, on every rank."""
+    def check(self, context: EngineContext) -> None:  # noqa: B027 - optional
+        """Raises a ValueError for settings that would make `start` fail. Called on all ranks before loading a model."""
 
     def check_overlap(self, *, in_flight: bool) -> None:
-        """Raises a ValueError unless it can sample while the trainer computes.
+        """Raises a ValueError unless the engine can sample during updates.
 
         Args:
-            in_flight: weights also change within completions.
+            in_flight: Whether the weights also change in the middle of completions.
         """
         raise ValueError(
-            f"engine={type(self).__name__} in the trainer's process: it can't sample while the trainer computes. Use "
-            "VLLMEngine(in_process=False), or sample on-policy."
+            f"engine={type(self).__name__} in the trainer's process: can't sample during updates. Use "
+            "VLLMEngine(in_process=False), or schedule=OnPolicy."
         )
 
     def check_sampling(self, sampling: SamplingParams, name: str = "sampling", *, trained: bool) -> None:
-        """Rejects settings that the engine does not serve and, for training, those that the trainer cannot score.
+        """Rejects settings that the engine doesn't support or, in training, that the trainer can't score.
 
-        Training needs the distribution that each token was drawn from. An engine that changes it in another way
-        extends this method.
+        Training needs the distribution that each token was sampled from. Extend this method in engines that change the
+        distribution in other ways.
 
         Args:
-            sampling: the settings.
-            name: argument that they come from.
-            trained: whether completions are trained on.
+            sampling: Sampling settings.
+            name: Name of the argument, for error messages.
+            trained: Whether the completions are trained on.
 
         Raises:
-            ValueError: the message names the setting.
+            ValueError: If a setting is not supported.
         """
         engine, plain = type(self).__name__, SamplingParams()
         for key, value in (sampling.extra or {}).items():
             if key in self.extra.own:
-                raise ValueError(f"{name}.extra.{key}={value!r}: {engine} sets it. Use {self.extra.own[key]} instead.")
+                raise ValueError(f"{name}.extra.{key}={value!r}: set by {engine}. Use {self.extra.own[key]} instead.")
             if key in self.extra.harmless:
                 continue
             if self.extra.evaluation is not None and key not in self.extra.evaluation:
-                raise ValueError(
-                    f"{name}.extra.{key}={value!r}: {engine} has no such setting, or LightRL sets it. Remove it."
-                )
+                raise ValueError(f"{name}.extra.{key}={value!r}: {engine} does not support this key. Remove it.")
             if trained:
                 raise ValueError(
-                    f"{name}.extra.{key}={value!r}: the trainer would score another distribution than tokens are drawn "
-                    f"from ({engine}.extra does not list it as harmless). Remove it, or set it in evaluation.sampling."
+                    f"{name}.extra.{key}={value!r}: the trainer can't reproduce this sampling distribution. Remove it, "
+                    f"set it in evaluation.sampling, or list it in {engine}.extra.harmless."
                 )
         if not trained:
             return
         if sampling.temperature == 0:
-            raise ValueError(f"{name}.temperature=0: greedy completions of a prompt are all equal; train above 0.")
+            raise ValueError(
+                f"{name}.temperature=0: greedy completions of a prompt are all equal. Set it above 0 for training."
+            )
         fixes = {
             "repetition_penalty": "Set it to 1 and use the reward RepetitionPenalty, or set it in evaluation.sampling",
             "regex": "Remove it and use the reward RegexFormat, or set it in evaluation.sampling",
             "json_schema": "Remove it and reward valid JSON, or set it in evaluation.sampling",
         }
         if not self.records_support:
-            cut = f"{engine} does not record what it leaves. Leave it off, or use TransformersEngine"
+            cut = f"{engine} does not record the kept tokens. Remove the setting, or use TransformersEngine"
             fixes |= dict.fromkeys(("top_p", "top_k", "min_p"), cut)
         for field, fix in fixes.items():
             if getattr(sampling, field) != getattr(plain, field):
                 raise ValueError(
-                    f"{name}.{field}={getattr(sampling, field)!r}: the trainer would score another distribution than "
-                    f"tokens are drawn from. {fix}."
+                    f"{name}.{field}={getattr(sampling, field)!r}: the trainer can't reproduce this sampling "
+                    f"distribution. {fix}."
                 )
 
     def known_model_len(self, model_path: str) -> int | None:
-        """What `max_model_len` will be for a model directory or ID; None if unknown before the start."""
+        """Returns `max_model_len` for a model directory or ID, or None if it is unknown before the start."""
         return None
 
     # ---- sampling ----------------------------------------------------------------------------------------------
 
     @abstractmethod
     def start(self, context: EngineContext) -> None:
-        """Loads the model. Collective: every rank calls it. Calling it on a started engine does nothing."""
+        """Loads the model. Does nothing if already started. Collective."""
 
     @property
     @abstractmethod
@@ -172,29 +172,29 @@ class Engine(ABC):
     @property
     @abstractmethod
     def max_model_len(self) -> int:
-        """Maximum number of tokens, prompt and completion together, of one sequence."""
+        """Maximum sequence length in tokens, including prompt and completion."""
 
     @abstractmethod
     def check_request(self, request: GenerationRequest) -> None:
-        """Raises a ValueError, with the fix, if the started engine cannot serve a request."""
+        """Raises a ValueError if the started engine can't serve a request."""
 
     @abstractmethod
     async def generate(self, request: GenerationRequest) -> CompletionGroup:
-        """Samples a request's completions. Cancelling the task that awaits it cancels the request.
+        """Samples a request's completions. Canceling the awaiting task cancels the request.
 
-        Completion g is drawn with a seed derived from (request.seed, g) alone, so the result depends neither on the
-        order nor on the number of requests. `request.begun` continues from there.
+        The seed of completion g depends only on (request.seed, g), so the result is independent of the order and number
+        of requests. Partial completions in `request.begun` are continued.
 
         Raises:
-            ValueError: see `check_request`.
-            EngineRestartedError: push the weights and ask again, which gives the same.
-            EngineDiedError: an engine process is gone.
+            ValueError: If the request is invalid. See `check_request`.
+            EngineRestartedError: If the engine was restarted. Push the weights and repeat the request.
+            EngineDiedError: If an engine process died.
         """
 
     def generate_all(self, requests: Iterable[GenerationRequest]) -> Iterator[CompletionGroup]:
-        """Samples requests and yields each group when it finishes, for tests, benchmarks, and weight-sync checks.
+        """Samples requests and yields each group when it finishes. For tests, benchmarks, and weight-sync checks.
 
-        Leaving the iterator early cancels the rest. Raises as `generate`; a ValueError comes at the call.
+        Closing the iterator cancels the remaining requests. Raises the errors of `generate`.
         """
         asked = list(requests)
         for request in asked:
@@ -214,28 +214,28 @@ class Engine(ABC):
                 yield _patiently(done).result()
         finally:
             loop.close()
-            while not done.empty():  # else asyncio tells of errors that were not asked for
+            while not done.empty():  # otherwise asyncio logs unretrieved errors
                 if not (left := done.get()).cancelled():
                     left.exception()
 
     def pause(self) -> list[CompletionGroup]:
-        """Stops sampling between two tokens, until `resume`; requests stay, and others may be made.
+        """Stops sampling until `resume`. Keeps pending requests and accepts new ones.
 
         Returns:
-            what has come of each request under way; completions that are not over are "suspended".
+            The partial groups of all pending requests. Unfinished completions have the finish reason "suspended".
         """
         raise NotImplementedError(f"{type(self).__name__} does not pause within completions.")
 
     def resume(self) -> None:  # noqa: B027 - as `pause`
-        """Undoes `pause`."""
+        """Resumes sampling after `pause`."""
 
     @abstractmethod
     def logprobs(self, sequences: Sequence[Sequence[int]], routes: Sequence[Routes | None] = ()) -> list[list[float]]:
-        """Log-probs at temperature 1 of tokens 1..n-1 of each sequence given those before, for weight-sync checks.
+        """Returns the log-probs at temperature 1 of tokens 1..n-1 of each sequence, for weight-sync checks.
 
         Args:
-            sequences: token IDs, at least one each.
-            routes: experts that each sequence's tokens go to, if the engine `replays_routes`.
+            sequences: Token IDs, at least one per sequence.
+            routes: Experts of each sequence's tokens, if the engine `replays_routes`.
         """
 
     # ---- weights -----------------------------------------------------------------------------------------------
@@ -244,73 +244,73 @@ class Engine(ABC):
     def load_weights(
         self, named_tensors: Iterable[tuple[str, Tensor]], *, policy_version: int, partial: bool = False
     ) -> None:
-        """Replaces the weights; caches of the old ones (prefix, encoder) are dropped.
+        """Replaces the weights and drops caches of the old ones (prefix, encoder).
 
-        Requests under way continue with the new weights; their keys and values are recomputed, or kept with
-        `EngineContext.keep_cache`. If it raises, `policy_version` is -1.
+        Pending requests continue with the new weights. Their KV cache is recomputed, or kept with
+        `EngineContext.keep_cache`. After an error, `policy_version` is -1.
 
         Args:
-            named_tensors: (name, full tensor) as `pushes` states, streamed: a tensor may be freed or overwritten when
-                the next one is requested. Tied parameters come once.
-            policy_version: value of `self.policy_version` afterwards.
-            partial: parameters that do not come keep their values; only if `takes_parts`.
+            named_tensors: Iterator of (name, full tensor) in the format of `pushes`. A tensor may be freed or
+                overwritten when the next one is requested. Tied parameters appear once.
+            policy_version: Value of `self.policy_version` afterwards.
+            partial: Whether missing parameters keep their values. Requires `takes_parts`.
         """
 
     def load_adapter(
         self, named_tensors: Iterable[tuple[str, Tensor]], config: Mapping[str, Any], *, policy_version: int
     ) -> None:
-        """Replaces the LoRA adapter, if `pushes` is "adapter". As `load_weights` otherwise.
+        """Replaces the LoRA adapter if `pushes` is "adapter". Otherwise behaves like `load_weights`.
 
         Args:
-            named_tensors: (parameter name in peft's format, full tensor).
-            config: peft's `adapter_config.json`.
-            policy_version: value of `self.policy_version` afterwards.
+            named_tensors: Iterator of (PEFT parameter name, full tensor).
+            config: Contents of PEFT's `adapter_config.json`.
+            policy_version: Value of `self.policy_version` afterwards.
         """
-        raise NotImplementedError(f"{type(self).__name__} takes merged weights.")
+        raise NotImplementedError(f"{type(self).__name__} supports only merged weights.")
 
     def mark_stale(self) -> None:
-        """Resets the policy version, so that the next sync pushes the weights even if the version is the same."""
+        """Resets the policy version to -1, so that the next sync always pushes the weights."""
         self.policy_version = -1
 
     def sleep(self) -> None:  # noqa: B027 - optional
-        """Frees memory between rollouts, until `wake`. `policy_version` is -1 afterwards if weights were dropped."""
+        """Frees memory between rollouts. Sets `policy_version` to -1 if weights are dropped."""
 
     def wake(self) -> None:  # noqa: B027
-        """Undoes `sleep`."""
+        """Restores the engine after `sleep`."""
 
     @abstractmethod
     def close(self) -> None:
-        """Ends the engine and every process it started, in a few seconds even if it hangs."""
+        """Stops the engine and all its processes within a few seconds, even if it hangs."""
 
 
 class SteppingEngine(Engine):
-    """An engine whose library computes in steps. The base class owns the thread that steps and what waits for answers.
+    """Base class of engines whose library computes in steps. Runs the steps in a driver thread.
 
-    A subclass implements `start`, `started`, `max_model_len`, `check_request`, `logprobs`, and `load_weights` as any
-    engine, and the four methods below, which the driver thread calls one at a time, holding `self.lock`::
+    Subclasses implement `start`, `started`, `max_model_len`, `check_request`, `logprobs`, and `load_weights` of
+    `Engine`, and the four methods below. The driver thread calls them one at a time and holds `self.lock`::
 
         class MyEngine(SteppingEngine):
-            def add(self, requests):                # these begin with the next step
+            def add(self, requests):                # start requests with the next step
                 for request in requests:
                     self.library.submit(request.token_ids, ...)
 
-            def step(self):                         # one token for each; what is done
+            def step(self):                         # sample one token each, return finished groups
                 return [self.group(done) for done in self.library.step()]
 
-            def abort(self, requests): ...          # forget these
-            def partials(self): ...                 # what has come of all others, as groups
+            def abort(self, requests): ...          # cancel requests
+            def partials(self): ...                 # return unfinished groups
 
-    Other methods take `self.lock`, which waits for the end of a step, before they touch the library. `close` ends with
-    `self.end_driver()`. Requests made in the same tick of an event loop are added together, so that batches do not
-    depend on the timing of threads.
+    Other methods must acquire `self.lock`, which waits for the end of a step, before they use the library. `close` must
+    call `self.end_driver()`. Requests of one event-loop tick are added together, so that batches don't depend on
+    thread timing.
     """
 
     device: str = "cpu"
-    """Of the started engine; the driver thread makes a GPU its current one."""
+    """Device of the started engine. The driver thread selects it if it is a GPU."""
 
     def __init__(self) -> None:
         self.lock = FairLock()
-        self._news = threading.Condition()  # for what follows
+        self._news = threading.Condition()  # guards the attributes below
         self._made: dict[asyncio.AbstractEventLoop, list[GenerationRequest]] = defaultdict(list)  # in this tick
         self._asked: dict[GenerationRequest, asyncio.Future[CompletionGroup]] = {}
         self._waiting: list[GenerationRequest] = []  # not added yet
@@ -323,19 +323,19 @@ class SteppingEngine(Engine):
 
     @abstractmethod
     def add(self, requests: list[GenerationRequest]) -> None:
-        """Begins requests, all of one tick of the event loop or more."""
+        """Starts requests from one or more event-loop ticks."""
 
     @abstractmethod
     def step(self) -> list[CompletionGroup]:
-        """Samples on, for a moment; groups that are done, each with the request that was added."""
+        """Runs one step and returns the finished groups, each with the request that was added."""
 
     @abstractmethod
     def abort(self, requests: list[GenerationRequest]) -> None:
-        """Forgets requests that were added."""
+        """Cancels requests that were added."""
 
     @abstractmethod
     def partials(self) -> list[CompletionGroup]:
-        """What has come of each request that was added and is not done."""
+        """Returns the partial groups of all unfinished requests."""
 
     async def generate(self, request: GenerationRequest) -> CompletionGroup:
         if self.policy_version >= 0:
@@ -359,7 +359,7 @@ class SteppingEngine(Engine):
         self._tell(lambda: self._waiting.extend(made))
 
     def _tell(self, change: Callable[[], object]) -> None:
-        """Makes a change and has the driver look."""
+        """Applies a change and wakes the driver thread."""
         with self._news:
             change()
             if self._driver is None and not self._ending:
@@ -367,7 +367,7 @@ class SteppingEngine(Engine):
             self._news.notify_all()
 
     def _drive(self) -> None:
-        torch.get_num_threads()  # gives this thread the process's number of threads
+        torch.get_num_threads()  # initializes this thread with the process's number of threads
         if self.device.startswith("cuda"):
             torch.cuda.set_device(self.device)
         while True:
@@ -395,7 +395,7 @@ class SteppingEngine(Engine):
                         self._running.difference_update(group.request for group in groups)
             except Exception as error:
                 self.lose(error)
-            except BaseException as error:  # SystemExit would vanish with the thread, or end the loop of who waits
+            except BaseException as error:  # SystemExit would be lost, or end the caller's event loop
                 self.lose(RuntimeError(f"{type(self).__name__}.step raised {type(error).__name__}: {error}"))
             self.moved = time.monotonic()
             self._answer([(group.request, group) for group in groups])
@@ -404,7 +404,7 @@ class SteppingEngine(Engine):
         return bool(self._ending or self._cancelled or (not self._paused and (self._waiting or self._running)))
 
     def _answer(self, answers: Iterable[tuple[GenerationRequest, CompletionGroup | Exception]]) -> None:
-        """Settles futures; those of one event loop together, so that what they ask next is added together."""
+        """Settles futures, together for each event loop, so that follow-up requests are also added together."""
         told = defaultdict[Any, list[Any]](list)
         for request, answer in answers:
             if (future := self._asked.pop(request, None)) is not None:
@@ -414,8 +414,8 @@ class SteppingEngine(Engine):
                 loop.call_soon_threadsafe(_settle, settled)
 
     def lose(self, error: Exception) -> None:
-        """Raises an error in whoever awaits a request. One that ended the engine is also raised in later `generate`
-        until weights are loaded."""
+        """Raises an error in all pending requests. An `EngineDiedError` also fails later requests until weights are
+        loaded."""
         with self._news:
             if isinstance(error, EngineDiedError):
                 self._lost = error
@@ -440,11 +440,11 @@ class SteppingEngine(Engine):
 
     @property
     def ending(self) -> bool:
-        """Whether `end_driver` waits for a step that is under way."""
+        """Whether `end_driver` is waiting for a step to finish."""
         return self._ending
 
     def end_driver(self) -> bool:
-        """Ends the driver thread and what waits for it; False if the thread hangs in a step and is left behind."""
+        """Stops the driver thread and fails pending requests. Returns False if the thread hangs and is leaked."""
         with self._news:
             self._ending = True
             self._news.notify_all()
@@ -468,7 +468,7 @@ def _settle(answers: list[tuple[asyncio.Future[CompletionGroup], CompletionGroup
 
 
 def _patiently(items: queue.SimpleQueue[Any]) -> Any:
-    """The next item. A Ctrl-C that comes just before a wait does not end it, but the next short wait does."""
+    """Returns the next item. Waits in short intervals, so that Ctrl-C is handled promptly."""
     while True:
         with contextlib.suppress(queue.Empty):
             return items.get(timeout=0.5)

@@ -155,7 +155,7 @@ def test_a_dead_server_is_left_out_and_all_dead_end_the_run(start: Start, tied_f
     assert len(servers[1].requests) == asked + 4
     push(engine, tied_folder, version=1)  # goes to the one that is left
     servers[1].stop()
-    with pytest.raises(EngineDiedError, match=r"All servers are gone.*Start them again"):
+    with pytest.raises(EngineDiedError, match=r"All servers are gone.*Restart them"):
         sample(engine)
     with pytest.raises(EngineDiedError, match="All servers are gone"):
         push(engine, tied_folder, version=2)
@@ -198,7 +198,7 @@ def test_a_key_is_sent(start: Start, tied_folder: Path, tmp_path: Path, monkeypa
     servers[0].key = "secret"
     engine.close()
     here = EngineContext(str(tied_folder), max_new_tokens=6)
-    with pytest.raises(ValueError, match=r"http://.*answered 401: no key. Set LIGHTRL_SERVER_API_KEY"):
+    with pytest.raises(ValueError, match=r"http://.*returned 401: no key. Set LIGHTRL_SERVER_API_KEY"):
         engine.start(here)
     monkeypatch.setenv("LIGHTRL_SERVER_API_KEY", "secret")
     engine.start(here)
@@ -245,10 +245,10 @@ def test_an_error_is_tried_again_and_a_refusal_is_the_users(start: Start, tied_f
     servers[0].faults = [500, 503]
     assert sample(engine) == first
     servers[0].faults = servers[1].faults = [500] * 99
-    with pytest.raises(RuntimeError, match=r"/generate answered 500: .*as told"):
+    with pytest.raises(RuntimeError, match=r"/generate returned 500: .*as told"):
         sample(engine)
     servers[0].faults, servers[1].faults = [400] * 9, [400] * 9
-    with pytest.raises(ValueError, match=r"answered 400.*refuses prompt \d or the sampling settings"):
+    with pytest.raises(ValueError, match=r"returned 400.*rejects prompt \d or the sampling settings"):
         sample(engine)
 
 
@@ -262,7 +262,7 @@ def test_weights_that_somebody_else_changed_are_not_used(
     asked = len(servers[1].requests)
     assert sample(engine) == first
     assert len(servers[1].requests) == asked + 4  # all groups, also those that the first had sampled
-    assert "holds weights 'another run'" in caplog.text and "left out until the next push" in caplog.text
+    assert "holds weights 'another run'" in caplog.text and "Skipping it until the next push" in caplog.text
     servers[1].version = "another run"
     with pytest.raises(StaleWeightsError, match="No living server holds the policy's weights"):
         sample(engine)
@@ -293,7 +293,7 @@ def test_servers_that_disagree_are_named(start: Start, tied_folder: Path) -> Non
     engine, servers = start()
     push(engine, tied_folder)
     change(servers[1].model, seed=5)
-    with pytest.raises(StaleWeightsError, match=r"http://.* and http://.* got the same weights, but .* differ by"):
+    with pytest.raises(StaleWeightsError, match=r"http://.* and http://.* received the same weights, but .* differ by"):
         engine.logprobs([[3, 9, 14, 20]])
     assert engine.policy_version == -1
 
@@ -301,10 +301,10 @@ def test_servers_that_disagree_are_named(start: Start, tied_folder: Path) -> Non
 def test_weights_that_do_not_fit_are_refused(start: Start, tied_folder: Path, tmp_path: Path) -> None:
     engine, _ = start()
     wide = build_model(tmp_path / "wide", tied=True, vocab_size=60)
-    with pytest.raises(ValueError, match=r"http://.* could not take the weights .*size mismatch"):
+    with pytest.raises(ValueError, match=r"http://.* could not load the weights .*size mismatch"):
         engine.load_weights(wide.named_parameters(), policy_version=0)
     names = [pair for pair in load(tied_folder).named_parameters() if "norm" not in pair[0]]
-    with pytest.raises(ValueError, match=r"could not take the weights .*layernorm"):
+    with pytest.raises(ValueError, match=r"could not load the weights .*layernorm"):
         engine.load_weights(names, policy_version=0)
     assert engine.policy_version == -1 and list((tmp_path / "weights").iterdir()) == []
     with pytest.raises(StaleWeightsError):
@@ -373,10 +373,10 @@ def test_a_teacher_asks_again_after_an_error_and_not_after_a_refusal(tied_folder
         server.faults = [500, 503, 500]
         assert teacher.scores([[3, 4, 5]]) == [first]
         server.faults = [500] * 9
-        with pytest.raises(RuntimeError, match="/generate answered 500"):
+        with pytest.raises(RuntimeError, match="/generate returned 500"):
             teacher.scores([[3, 4, 5]])
         server.faults = [400]
-        with pytest.raises(ValueError, match=r"answered 400.*refuses a row of 3 tokens"):
+        with pytest.raises(ValueError, match=r"returned 400.*rejects a sequence of 3 tokens"):
             teacher.scores([[3, 4, 5]])
     finally:
         teacher.close()
@@ -390,7 +390,7 @@ def test_what_served_teachers_cannot_do_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"temperature=0.5"):
         data = sums_data(sampling=SamplingParams(max_new_tokens=4, temperature=0.5))
         quiet_trainer().fit(DistillLightningModule(student, {"far": teacher}), data)
-    with pytest.raises(ValueError, match=r"No healthy server at http://127.0.0.1:9 after 0.1 s"):
+    with pytest.raises(ValueError, match=r"start_timeout=0.1: no healthy server at http://127.0.0.1:9"):
         quiet_trainer().fit(DistillLightningModule(student, {"far": teacher}), sums_data())
     with pytest.raises(ValueError, match="max_requests=0"):
         ServerTeacher(["http://a:1"], max_requests=0)
@@ -400,12 +400,12 @@ def test_what_served_teachers_cannot_do_is_refused(tmp_path: Path) -> None:
 
 def test_arguments_are_checked(tmp_path: Path) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"urls": []}, "name at least one server"),
+        ({"urls": []}, "must list at least one server"),
         ({"urls": ["http://a:1", "http://a:1/"]}, "each once"),
         ({"urls": ["10.0.0.1:8000"]}, "ServerEngine.urls"),
         ({"api_key": "tökén"}, "The key in ServerEngine.api_key"),
-        ({"shared_folder": None}, "shared_folder=None: weights: path needs a folder"),
-        ({"weights": "transfer", "kind": "sglang"}, "vLLM only"),
+        ({"shared_folder": None}, "shared_folder=None: required for weights: path"),
+        ({"weights": "transfer", "kind": "sglang"}, "requires vLLM"),
         ({"max_groups": 0}, "max_groups=0: must be at least 1"),
         ({"timeout": 0}, "timeout=0: must be above 0"),
         ({"progress_timeout": 0}, "progress_timeout=0: must be above 0"),
@@ -420,7 +420,7 @@ def test_prompts_are_checked(start: Start, tied_folder: Path) -> None:
     push(engine, tied_folder)
     with pytest.raises(ValueError, match=r"Prompt 0 has 60 tokens.*max_model_len=64"):
         ask(engine, Prompts([[3] * 60], [""]), SAMPLING, num_completions=1, seeds=[0])
-    with pytest.raises(ValueError, match="serves text only"):
+    with pytest.raises(ValueError, match="supports only text"):
         ask(engine, Prompts([[3]], [""], inputs=[{"image": 1}]), SAMPLING, num_completions=1, seeds=[0])
     with pytest.raises(ValueError, match=r"fire_temperature=10.*VLLMEngine"):
         engine.generate_all([PROMPTS.request(0, SamplingParams(fire_temperature=10.0), 0, 1)])

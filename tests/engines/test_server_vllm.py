@@ -179,7 +179,7 @@ def test_seeds_and_settings(engine: ServerEngine, tied_folder: Path) -> None:
     for _, group in ask(engine, PROMPTS, stopped, num_completions=2, seeds=[1, 2, 3, 4]):
         assert all(c.text[-1] in "ae1" for c in group.completions if c.finish_reason == "stop")
     wrong = SamplingParams(max_new_tokens=4, extra={"presence_penalty": 9.0})
-    with pytest.raises(ValueError, match=r"answered 400.*presence_penalty.*refuses prompt"):
+    with pytest.raises(ValueError, match=r"returned 400.*presence_penalty.*rejects prompt"):
         list(ask(engine, PROMPTS, wrong, num_completions=2, seeds=[0] * 4))
 
 
@@ -194,7 +194,7 @@ def test_as_teachers_they_name_the_likeliest_words(servers: Servers, engine: Ser
         likeliest = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1).topk(5)
         assert [[word for word, _ in top] for top in scores.top] == likeliest.indices.tolist()
         assert torch.allclose(torch.tensor([[p for _, p in top] for top in scores.top]), likeliest.values, atol=5e-5)
-    with pytest.raises(ValueError, match=r"refuses a row of 9 tokens"):
+    with pytest.raises(ValueError, match=r"rejects a sequence of 9 tokens"):
         teacher.scores(rows[:1], 30)  # above --max-logprobs
     teacher.close()
 
@@ -213,13 +213,21 @@ def test_what_a_server_lacks_is_said_before_models_load(servers: Servers, tied_f
         (
             {"urls": ["http://127.0.0.1:9"], "start_timeout": 0.1},
             here,
-            r"No healthy server at http://127.0.0.1:9 after",
+            r"no healthy server at http://127.0.0.1:9 after",
         ),
         ({"model": "gpt"}, here, r"model='gpt': http.* serves .*--served-model-name"),
-        ({}, EngineContext(str(other), max_new_tokens=8), r"serves another model: vocab_size is 50 there and 60 here"),
-        ({}, EngineContext(str(tokens), max_new_tokens=8), r"has another tokenizer than .*'12 \+ 34 = 46' is \[4, 5"),
+        (
+            {},
+            EngineContext(str(other), max_new_tokens=8),
+            r"a different model: vocab_size is 50 there and 60 here",
+        ),
+        (
+            {},
+            EngineContext(str(tokens), max_new_tokens=8),
+            r"a different tokenizer than .*'12 \+ 34 = 46' is \[4, 5",
+        ),
         ({}, EngineContext(str(tied_folder), max_new_tokens=300), r"needs 300. Start it with --max-model-len 300"),
-        ({"kind": "sglang"}, here, r"/get_model_info answered 404"),
+        ({"kind": "sglang"}, here, r"/get_model_info returned 404"),
     ]
     for arguments, context, message in cases:
         with pytest.raises(ValueError, match=message):

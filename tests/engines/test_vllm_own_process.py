@@ -130,7 +130,7 @@ def test_restart_with_weights_pushed_again(tied: VLLMEngine, tied_folder: Path, 
         stream = ask(tied, PROMPTS, LONG, num_completions=60, seeds=range(16))
         next(stream)
         os.kill(commands(before)["core"], signal.SIGKILL)
-        with pytest.raises(EngineRestartedError, match="push them"):
+        with pytest.raises(EngineRestartedError, match="Push them"):
             list(stream)
         assert not any(psutil.pid_exists(pid) for pid in before)
     assert tied.started and tied.policy_version == -1

@@ -383,7 +383,7 @@ def test_what_vllm_returns_is_replayed_and_on_a_cpu_refused(batch: Batch) -> Non
     context = EngineContext("a model", device="cpu")
     with pytest.raises(ValueError, match=r"enable_return_routed_experts on a CPU: .*TransformersEngine"):
         VLLMEngine(engine_args={"enable_return_routed_experts": True}).check(context)
-    with pytest.raises(ValueError, match=r"return_sampling_mask: what vLLM returns there is not read"):
+    with pytest.raises(ValueError, match=r"return_sampling_mask: not supported"):
         VLLMEngine(engine_args={"return_sampling_mask": True}).check(EngineContext("a model", device="cuda:0"))
     # It numbers all layers, the one without experts too, and leaves the last token out.
     recorded = some_routes(batch)[2]

@@ -206,7 +206,7 @@ def test_what_failed_for_good_has_no_reward_and_is_not_scored(collector: Any) ->
 
 def test_too_many_failures_stop_the_run_with_the_cause(collector: Any) -> None:
     episode = TwoTurns(fails=lambda task, attempt: task.seed == 11 or attempt == 0)
-    with pytest.raises(RuntimeError, match=r"3 of 4 .* each 3 times.*TwoTurns allows max_failed=0.5.*sandbox is gone"):
+    with pytest.raises(RuntimeError, match=r"max_failed=0.5 .TwoTurns.: 3 of 4 .* each 3 times.*sandbox is gone"):
         collector(episode=episode).start(tasks()).finish()
 
 

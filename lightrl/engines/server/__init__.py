@@ -1,4 +1,4 @@
-"""`ServerEngine`: rollouts from inference servers on other machines."""
+"""The server engine, which samples on separate inference servers."""
 
 from lightrl.engines.server.engine import ServerEngine
 

@@ -1,8 +1,7 @@
-"""HTTP to engine servers, the connection to a set of them, and what is checked before any model is loaded.
+"""HTTP client of inference servers, connections to several servers, and checks before a model is loaded.
 
-A single request has no time limit, since nothing tells how long a good completion takes. What ends it is the server's
-death: each server is asked for its health all the time, and all that waits for one that stopped answering, or that
-answered no request for too long, fails at once.
+Requests have no time limit, because the duration of a completion is unknown. Instead, each server's health is polled.
+If a server stops responding or makes no progress for too long, all its requests fail.
 """
 
 from __future__ import annotations
@@ -27,40 +26,41 @@ from lightrl.records import EngineContext
 log = logging.getLogger(__name__)
 
 API_KEY = "LIGHTRL_SERVER_API_KEY"
-"""Environment variable with the servers' key."""
+"""Environment variable of the servers' API key."""
 
-_KEEPALIVE_SECONDS = 2.0  # below the 5 s after which uvicorn closes an idle connection
-_PROBES = ("12 + 34 = 46", "The quick brown fox.", "def f(x):\n    return x")  # that tell tokenizers apart
+_KEEPALIVE_SECONDS = 2.0  # uvicorn closes idle connections after 5 s
+_PROBES = ("12 + 34 = 46", "The quick brown fox.", "def f(x):\n    return x")  # distinguish tokenizers
 
 
 class ServerError(RuntimeError):
-    """A server that is alive answered with an error."""
+    """A live server returned an error."""
 
     def __init__(self, url: str, path: str, status: int, text: str) -> None:
-        super().__init__(f"{url}{path} answered {status}: {redact_text(text)[:500]}")
+        super().__init__(f"{url}{path} returned {status}: {redact_text(text)[:500]}")
         self.status = status
         self.text = text
 
 
 class ServerLostError(RuntimeError):
-    """A server stopped answering."""
+    """A server stopped responding."""
 
 
 class Server:
-    """One server. Everything but the constructor runs in the loop's thread.
+    """A server. All methods run in the loop's thread.
 
     Args:
-        url: e.g. http://10.0.0.2:8000, without a path.
-        headers: sent with every request.
-        patience: seconds within which a living server answers that it is healthy.
-        progress_timeout: seconds for which it may answer no request while some are outstanding; None for no limit.
+        url: URL without a path, such as http://10.0.0.2:8000.
+        headers: Headers of all requests.
+        patience: Seconds within which a healthy server must answer a health check.
+        progress_timeout: Seconds without a response while requests are pending after which the server counts as lost.
+            None for no limit.
 
     Attributes:
-        lost: why the server counts as dead; None while it lives.
-        loaded: token of the weights that it holds; None if it must not be used.
-        outstanding: groups that it works on for this process.
-        facts: what the protocol learned about it.
-        life: address, and how often the server came back.
+        lost: Why the server counts as dead, or None.
+        loaded: Token of its weights, or None if it must not be used.
+        outstanding: Number of this process's pending groups.
+        facts: Properties that the server reported.
+        life: URL and the number of times the server came back.
     """
 
     def __init__(self, url: str, headers: dict[str, str], patience: float, progress_timeout: float | None) -> None:
@@ -75,16 +75,16 @@ class Server:
         limits = httpx.Limits(max_connections=None, keepalive_expiry=_KEEPALIVE_SECONDS)
         self._client = httpx.AsyncClient(base_url=self.url, headers=headers, limits=limits)
         self._gone = asyncio.Event()
-        self._num_open = 0  # requests without an answer
-        self._last_progress = 0.0  # when it last answered one, or had none to answer
+        self._num_open = 0  # pending requests
+        self._last_progress = 0.0  # time of the last response, or when requests became pending
         self._watch: asyncio.Task[None] | None = None
 
     async def call(self, method: str, path: str, **arguments: Any) -> Any:
-        """Sends a request and returns the decoded answer; None for an empty one.
+        """Sends a request and returns the decoded response, or None if it is empty.
 
         Raises:
-            ServerError: the server lives and answered with an error, or dropped the connection.
-            ServerLostError: it does not answer any more.
+            ServerError: If the live server returned an error or dropped the connection.
+            ServerLostError: If the server stopped responding.
         """
         if self.lost is not None:
             raise ServerLostError(f"{self.url}: {self.lost}")
@@ -101,7 +101,7 @@ class Server:
             response = request.result()
             self._last_progress = time.monotonic()
         except httpx.TransportError as error:
-            if await self.healthy():  # an idle connection that the server closed, not the server's end
+            if await self.healthy():  # the server only closed an idle connection
                 raise ServerError(self.url, path, 503, f"{type(error).__name__}: {error}") from error
             self.lose(f"{type(error).__name__} {error}".strip())
             raise ServerLostError(f"{self.url}: {self.lost}") from error
@@ -111,27 +111,27 @@ class Server:
                 task.cancel()
         if response.status_code >= 300:
             if response.status_code >= 500 and not await self.healthy():
-                self.lose(f"{path} answered {response.status_code}: {redact_text(response.text)[:200]}")
+                self.lose(f"{path} returned {response.status_code}: {redact_text(response.text)[:200]}")
                 raise ServerLostError(f"{self.url}: {self.lost}")
             raise ServerError(self.url, path, response.status_code, response.text)
         try:
             return response.json() if response.content else None
         except (ValueError, RecursionError) as error:
-            raise ServerError(self.url, path, 502, f"a body that is not JSON: {response.text[:200]!r}") from error
+            raise ServerError(self.url, path, 502, f"response is not JSON: {response.text[:200]!r}") from error
 
     async def get(self, path: str, **arguments: Any) -> Any:
-        """GET."""
+        """Sends a GET request."""
         return await self.call("GET", path, **arguments)
 
     async def post(self, path: str, body: Any = None, **arguments: Any) -> Any:
-        """POST with a JSON body."""
+        """Sends a POST request with a JSON body."""
         return await self.call("POST", path, json=body, **arguments)
 
     async def healthy(self) -> bool:
-        """Whether the server reports that it is healthy; waits for a network that is down, but not longer than that."""
+        """Returns whether the server is healthy. Retries up to `patience` seconds while the network is down."""
         end = time.monotonic() + self.patience
         while True:
-            try:  # httpx's own limit starts over with every byte
+            try:  # httpx's timeout restarts with every byte
                 answer = await asyncio.wait_for(self._client.get("/health", timeout=self.patience), self.patience)
                 return answer.status_code == 200
             except asyncio.TimeoutError:
@@ -149,12 +149,12 @@ class Server:
         self._gone.set()
 
     async def revive(self) -> bool:
-        """Checks whether the server answers (again), and monitors it from then on. Its weights are not ours yet."""
+        """Checks whether the server is healthy and starts to monitor it. Doesn't change its weights."""
         if not await self.healthy():
             self.lose("does not answer /health")
             return False
         if self.lost is not None:
-            log.warning("Server %s is back; it is used again after the next push of weights.", self.url)
+            log.warning("Server %s is back. It will be used after the next weight push.", self.url)
             self.life = (self.url, self.life[1] + 1)
         self.lost = None
         self._gone.clear()
@@ -166,20 +166,20 @@ class Server:
         while self.lost is None:
             await asyncio.sleep(self.patience / 6)
             if self.lost is None and not await self.healthy():
-                self.lose(f"no healthy answer within {self.patience:g} s")
+                self.lose(f"no healthy response within {self.patience:g} s")
             waited = time.monotonic() - self._last_progress if self._num_open else 0.0
             if self.lost is None and self.progress_timeout is not None and waited > self.progress_timeout:
-                self.lose(f"no answer to any request for {waited:.0f} s (progress_timeout)")
+                self.lose(f"no response to any request for {waited:.0f} s (progress_timeout)")
 
     async def close(self) -> None:
-        """Ends the watch and the connections."""
+        """Stops monitoring and closes the connections."""
         if self._watch is not None:
             self._watch.cancel()
         await self._client.aclose()
 
 
 def _unreachable(error: BaseException | None) -> bool:
-    """Whether the network failed, not the server: one that ended refuses connections, which shows at once."""
+    """Whether the network failed. A stopped server refuses connections instead."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN):
             return True
@@ -189,18 +189,20 @@ def _unreachable(error: BaseException | None) -> bool:
 
 @dataclass(eq=False)
 class Connection:
-    """The servers at some addresses, and the event loop in which they are asked.
+    """Connections to servers and the event loop that runs their requests.
+
+    See `ServerEngine` for the arguments not listed here.
 
     Args:
-        owner: class whose arguments the others are (see `ServerEngine`), for messages.
-        protocols: kind -> `ServerProtocol`.
+        owner: Name of the class that has the arguments, for error messages.
+        protocols: `ServerProtocol` by kind.
 
     Attributes:
-        servers: none until `open`.
-        loop: runs requests; None while closed.
+        servers: The servers. Empty until `open`.
+        loop: Event loop of the requests, or None while closed.
 
     Raises:
-        ValueError: an argument is out of range.
+        ValueError: If an argument is out of range.
     """
 
     owner: str
@@ -216,10 +218,10 @@ class Connection:
 
     def __post_init__(self) -> None:
         if not self.urls or len({url.rstrip("/") for url in self.urls}) < len(self.urls):
-            raise ValueError(f"{self.owner}.urls={self.urls}: name at least one server, each once.")
+            raise ValueError(f"{self.owner}.urls={self.urls}: must list at least one server, each once. Fix the list.")
         for url in self.urls:
             if not url.startswith(("http://", "https://")):
-                raise ValueError(f"{self.owner}.urls={url!r}: must start with http:// or https://.")
+                raise ValueError(f"{self.owner}.urls={url!r}: must start with http:// or https://. Add the scheme.")
         self.protocol = self.protocols[one_of(f"{self.owner}.kind", self.kind, *self.protocols)]()
         above(f"{self.owner}.timeout", self.timeout)
         at_least(f"{self.owner}.start_timeout", self.start_timeout, 0)
@@ -227,13 +229,13 @@ class Connection:
         self._key()
 
     def open(self, look_at: Callable[[Server], Awaitable[Any]]) -> None:
-        """Waits for servers that are still starting, and looks at each.
+        """Waits for servers that are still starting, and checks each.
 
         Args:
-            look_at: fills in a server's `facts`; raises a ValueError for one that does not fit.
+            look_at: Function that sets a server's `facts` and raises a ValueError if the server is incompatible.
 
         Raises:
-            ValueError: a server cannot be reached, or does not fit.
+            ValueError: If a server is unreachable or incompatible.
         """
         headers = {"Authorization": f"Bearer {key}"} if (key := self._key()) else {}
         self.servers = [Server(url, headers, self.timeout, self.progress_timeout) for url in self.urls]
@@ -246,7 +248,7 @@ class Connection:
 
     def _key(self) -> str | None:
         key = self.api_key or os.environ.get(API_KEY)
-        remember_secret(key or "")  # a server may quote it
+        remember_secret(key or "")  # servers may include it in responses
         return bearer_token(f"The key in {self.owner}.api_key or ${API_KEY}", key)
 
     async def _meet(self, look_at: Callable[[Server], Awaitable[Any]]) -> None:
@@ -255,8 +257,8 @@ class Connection:
             names = ", ".join(server.url for server in missing)
             if time.monotonic() > deadline:
                 raise ValueError(
-                    f"No healthy server at {names} after {self.start_timeout:g} s ({self.owner}.start_timeout). Start "
-                    f"it there, correct {self.owner}.urls, or look at its log; docs/scaling.md has the command line."
+                    f"{self.owner}.start_timeout={self.start_timeout:g}: no healthy server at {names} after that many "
+                    f"seconds. Start it as in docs/scaling.md, correct {self.owner}.urls, or check the server's log."
                 )
             if not told:
                 log.warning("Waiting for %s.", names)
@@ -268,7 +270,7 @@ class Connection:
                 await look_at(server)
             except ServerError as error:
                 fix = f" Set {API_KEY} or {self.owner}.api_key to its key." if error.status == 401 else ""
-                raise ValueError(f"{error}.{fix} Is it a server of {self.owner}.kind={self.kind!r}?") from error
+                raise ValueError(f"{error}.{fix} Check {self.owner}.kind={self.kind!r}.") from error
 
     def close(self) -> None:
         """Disconnects from the servers, which keep running."""
@@ -280,7 +282,7 @@ class Connection:
 
 
 async def check_tokenizer(server: Server, protocol: Any, path: str) -> None:
-    """Raises a ValueError for a server whose tokenizer, if it can be asked, is not that of `path`."""
+    """Raises a ValueError if the server reports token IDs that differ from those of the tokenizer at `path`."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(path)
@@ -289,29 +291,29 @@ async def check_tokenizer(server: Server, protocol: Any, path: str) -> None:
         ours = tokenizer.encode(text, add_special_tokens=False)
         if theirs is not None and theirs != ours:
             raise ValueError(
-                f"{server.url} has another tokenizer than {path}: {text!r} is {theirs} there and {ours} here. Start it "
-                "with the policy's model and tokenizer."
+                f"{server.url} uses a different tokenizer than {path}: {text!r} is {theirs} there and {ours} here. "
+                "Start it with the policy's model and tokenizer."
             )
 
 
 def check_length(servers: Sequence[Server], context: EngineContext) -> None:
-    """Raises a ValueError for servers that cannot hold the run's longest sequence, or would use other rotary factors.
+    """Raises a ValueError if a server's maximum length is too short or implies different rotary factors.
 
     Args:
-        servers: whose facts are known.
-        context: of the run.
+        servers: Servers with known facts.
+        context: Context of the run.
     """
     original = longrope_limit(context.model_path)
     for server in servers:
         longest, limit = (context.max_prompt_tokens or 0) + context.max_new_tokens, server.facts.max_model_len
         if limit and longest > limit:
             raise ValueError(
-                f"{server.url} holds max_model_len={limit} tokens; the longest prompt with max_new_tokens="
+                f"{server.url} has max_model_len={limit}, but the longest prompt with max_new_tokens="
                 f"{context.max_new_tokens} needs {longest}. Start it with --max-model-len {longest}."
             )
         if original is not None and limit and (limit > original) != context.long_rope:
             raise ValueError(
-                f"actor.long_rope={context.long_rope}: {server.url} holds max_model_len={limit} tokens, and above "
-                f"{original} it uses LongRoPE's factors for long sequences. Set long_rope to {not context.long_rope}, "
-                "or start it with another --max-model-len."
+                f"actor.long_rope={context.long_rope}: {server.url} has max_model_len={limit} and uses the long "
+                f"LongRoPE factors above {original} tokens. Set long_rope to {not context.long_rope}, or change its "
+                "--max-model-len."
             )

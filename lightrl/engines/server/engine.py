@@ -1,7 +1,7 @@
-"""`ServerEngine`: rollouts from servers on other nodes.
+"""The server engine, which samples on separate inference servers.
 
-`client` sends requests and keeps the servers, `protocols` knows the routes of each kind, `weights` brings the weights,
-and `worker` runs inside vLLM's servers.
+`client` sends requests and monitors the servers, `protocols` implements each server kind, `weights` pushes the weights,
+and `worker` runs inside vLLM servers.
 """
 
 from __future__ import annotations
@@ -35,45 +35,45 @@ from lightrl.records import CompletionGroup, EngineContext, GenerationRequest, R
 log = logging.getLogger(__name__)
 
 MAX_ABORTED = 100
-"""Times that a group is repeated because servers died, were pushed to, or aborted it."""
+"""Maximum number of times a group is repeated because a server died, got new weights, or aborted it."""
 
 
 class ServerEngine(Engine):
-    """Samples on vLLM or SGLang servers, which may run on other machines and come and go.
+    """Samples on separate vLLM or SGLang inference servers.
 
-    Each group goes to the server with the fewest outstanding ones. A server that dies is left out, its groups are
-    sampled again by the others, and it is used again after the first push of weights that finds it back. With the
-    same weights a group does not depend on the server that samples it, beyond rounding.
+    Each group is sent to the server with the fewest pending groups. If a server dies, the other servers repeat its
+    groups. Once it is back, it is used again after the next weight push. Except for rounding, results don't depend on
+    the server.
 
-    Every push gives the weights a version of their own on every server, and the version is asked for again after each
-    group: a group whose server changed its weights in between is sampled again, never used. With several ranks, rank 0
-    pushes, and each rank samples its own prompts on all servers.
+    Each push assigns a unique weight version, which is checked again after each group. A group is repeated if the
+    server's weights changed in the meantime. With several ranks, rank 0 pushes the weights, and each rank samples its
+    prompts on all servers.
 
-    How servers are started, and why only in a private network: docs/scaling.md.
+    See docs/scaling.md for how to start servers. Use them only in a private network.
 
     Args:
-        urls: of the servers, e.g. [http://10.0.0.2:8000].
+        urls: Server URLs, such as [http://10.0.0.2:8000].
         kind: "vllm" or "sglang".
-        weights: how weights are pushed: "path", as files in `shared_folder`; or "transfer", vLLM's weight transfer
-            over NCCL from the trainer's GPU, which needs vLLM installed beside the trainer.
-        shared_folder: a folder that trainer and servers see under the same path; for `weights: path`.
-        transfer_address: address under which the servers reach the trainer, for `weights: transfer`; None takes that
-            of the interface through which the trainer reaches them.
-        model: name under which the servers serve the model; the first they name where None.
-        dtype: "float32", "bfloat16" or "float16" of the servers' weights; None asks them (SGLang: the trainer's).
-        api_key: sent as bearer token; the environment variable LIGHTRL_SERVER_API_KEY where None, which keeps it out
-            of saved configurations.
-        max_groups: most groups that one rank has outstanding at one server; more wait here.
-        retries: times a group is sampled again after a server that lives answered with an error.
-        timeout: seconds within which a living server answers that it is healthy.
-        progress_timeout: seconds for which a server that says it is healthy may answer none of this rank's requests
-            (groups, log-probs, weights) while some are outstanding; then it counts as lost. A group is one answer, so
-            this must be longer than the longest takes. None waits for ever.
-        start_timeout: seconds to wait for servers that are still starting.
+        weights: How to push weights. "path" writes files to `shared_folder`. "transfer" uses vLLM's weight transfer
+            over NCCL from the trainer's GPU and requires vLLM in the trainer's environment.
+        shared_folder: Directory that trainer and servers share under the same path, for `weights: path`.
+        transfer_address: Address at which servers reach the trainer, for `weights: transfer`. Defaults to that of the
+            network interface that the trainer uses to reach them.
+        model: Name of the served model. Defaults to the first that the servers report.
+        dtype: Dtype of the servers' weights: "float32", "bfloat16", or "float16". Defaults to the one that they report
+            (SGLang: the trainer's).
+        api_key: Bearer token. Defaults to the environment variable LIGHTRL_SERVER_API_KEY, which keeps it out of saved
+            configs.
+        max_groups: Maximum number of pending groups per rank and server. Further groups wait in the trainer.
+        retries: Maximum number of times to repeat a group after an error from a healthy server.
+        timeout: Seconds within which a healthy server must answer a health check.
+        progress_timeout: Seconds without a response to any of this rank's requests (groups, log-probs, weights) after
+            which a server counts as lost. Must exceed the time of the longest group. None waits forever.
+        start_timeout: Seconds to wait for servers that are still starting.
 
     Raises:
-        ValueError: arguments that contradict each other, and, before any model is loaded, a server that cannot be
-            reached, lacks what is needed, or serves another model.
+        ValueError: If arguments are incompatible, or a server is unreachable, misconfigured, or serves a different
+            model.
 
     Source: https://docs.vllm.ai (0.32), https://docs.sglang.io (0.5).
     """
@@ -97,9 +97,9 @@ class ServerEngine(Engine):
         start_timeout: float = 60.0,
     ) -> None:
         if weights == "path" and shared_folder is None:
-            raise ValueError("ServerEngine.shared_folder=None: weights: path needs a folder that all machines share.")
+            raise ValueError("ServerEngine.shared_folder=None: required for weights: path. Set a shared directory.")
         if weights == "transfer" and kind != "vllm":
-            raise ValueError(f"ServerEngine.weights='transfer' with kind={kind!r}: vLLM only; use weights: path.")
+            raise ValueError(f"ServerEngine.weights='transfer' with kind={kind!r}: requires vLLM. Use weights: path.")
         self._connection = Connection(
             "ServerEngine", urls, PROTOCOLS, kind, api_key, timeout, progress_timeout, start_timeout
         )
@@ -134,7 +134,7 @@ class ServerEngine(Engine):
     def _find_dtype(self, context: EngineContext) -> None:
         dtypes = {server.url: server.facts.dtype for server in self._pool.servers}
         if self.requested_dtype is None and len(set(dtypes.values())) > 1:
-            raise ValueError(f"The servers' dtypes differ: {dtypes}. Start all with the same --dtype.")
+            raise ValueError(f"The servers' dtypes differ: {dtypes}. Start all servers with the same --dtype.")
         self.dtype = self.requested_dtype or next(iter(dtypes.values())) or context.dtype
 
     def start(self, context: EngineContext) -> None:
@@ -142,7 +142,7 @@ class ServerEngine(Engine):
             return
         self.check(context)
         self._rank, self._world_size = context.rank, context.world_size
-        self._pool.first = context.rank % len(self._pool.servers)  # ranks do not all begin with the same server
+        self._pool.first = context.rank % len(self._pool.servers)  # ranks start with different servers
         self._transport = self._make_transport(context)
         self.policy_version = -1
 
@@ -172,7 +172,7 @@ class ServerEngine(Engine):
         return min((length for length in lengths if length), default=1 << 30)
 
     def close(self) -> None:
-        """Disconnects from the servers, which go on running, and deletes the weights in the shared folder."""
+        """Disconnects from the servers, which keep running, and deletes the weights in the shared directory."""
         transport, self._transport = self._transport, None
         self.policy_version, self.dtype = -1, None
         if transport is not None:
@@ -182,7 +182,7 @@ class ServerEngine(Engine):
     def _running(self) -> BackgroundLoop:
         loop = self._connection.loop
         if loop is None or self._transport is None:
-            raise RuntimeError("ServerEngine is not started: call start(context) first.")
+            raise RuntimeError("ServerEngine is not started. Call start(context) first.")
         return loop
 
     # -- sampling --------------------------------------------------------------------------------------------------
@@ -190,8 +190,8 @@ class ServerEngine(Engine):
     def check_overlap(self, *, in_flight: bool) -> None:
         if in_flight:
             raise ValueError(
-                "engine=ServerEngine: servers cannot continue with what other weights sampled. Use "
-                "VLLMEngine(in_process=False), or change weights between rollouts."
+                "engine=ServerEngine: servers can't resume completions after a weight change. Use "
+                "VLLMEngine(in_process=False), or schedule=Ahead."
             )
 
     async def generate(self, request: GenerationRequest) -> CompletionGroup:
@@ -203,23 +203,23 @@ class ServerEngine(Engine):
         super().check_sampling(sampling, name, trained=trained)
         if sampling.fire_temperature is not None:
             raise ValueError(
-                f"{name}.fire_temperature={sampling.fire_temperature}: servers cannot heat the first token alone. "
-                "Leave it out, or use VLLMEngine."
+                f"{name}.fire_temperature={sampling.fire_temperature}: not supported by servers. Remove it, or use "
+                "VLLMEngine."
             )
 
     def check_request(self, request: GenerationRequest) -> None:
         if request.inputs or request.media:
-            raise ValueError("ServerEngine serves text only: use VLLMEngine for prompts with images.")
+            raise ValueError("engine=ServerEngine: supports only text. Use VLLMEngine for prompts with media.")
         self.check_sampling(request.sampling, "SamplingParams", trained=False)
         check_lengths(
             request, limit=("servers'", self.max_model_len), way_out="start them with a larger --max-model-len"
         )
 
     def logprobs(self, sequences: Sequence[Sequence[int]], routes: Sequence[Routes | None] = ()) -> list[list[float]]:
-        """See `Engine.logprobs`. Every server with current weights is asked.
+        """See `Engine.logprobs`. Queries all servers with current weights.
 
         Raises:
-            StaleWeightsError: two servers differ; it names them.
+            StaleWeightsError: If two servers differ.
         """
         assert self.dtype is not None
         try:
@@ -233,14 +233,14 @@ class ServerEngine(Engine):
     def load_weights(
         self, named_tensors: Iterable[tuple[str, Tensor]], *, policy_version: int, partial: bool = False
     ) -> None:
-        """See `Engine.load_weights`. Servers that came back get the weights too; those that do not answer are left out.
+        """See `Engine.load_weights`. Includes recovered servers and skips unresponsive ones.
 
         Raises:
-            ValueError: the weights do not fit a server's model, or `partial`: servers take all of them.
-            EngineDiedError: no server took them.
+            ValueError: If the weights don't match a server's model, or with `partial`.
+            EngineDiedError: If no server loaded the weights.
         """
         if partial:
-            raise ValueError("partial=True: ServerEngine takes all weights (takes_parts is False).")
+            raise ValueError("partial=True: not supported by ServerEngine. Push all weights.")
         loop, self.policy_version = self._running(), -1
         stream = iter(named_tensors)
         failure: Exception | None = None
@@ -252,7 +252,7 @@ class ServerEngine(Engine):
                     news = *news[:2], self._push(stream, news[0])
                 except Exception as error:
                     failure = error
-            for _ in stream:  # gathering is collective: all ranks go through to the end, whatever became of the push
+            for _ in stream:  # gathering is collective, so all ranks must finish it
                 pass
             news = self._agree(news, failure)
         except BaseException:
@@ -262,7 +262,7 @@ class ServerEngine(Engine):
         self.policy_version = policy_version
 
     def _push(self, stream: Iterator[tuple[str, Tensor]], token: str) -> list[str]:
-        """Pushes to the servers that live; addresses of those that took the weights."""
+        """Pushes to the live servers and returns the URLs of those that loaded the weights."""
         assert self._transport is not None
         self._transport.push([server for server in self._pool.servers if server.lost is None], stream, token)
         loaded = [server.url for server in self._pool.servers if server.loaded == token]
@@ -271,12 +271,12 @@ class ServerEngine(Engine):
         return loaded
 
     def _agree(self, news: tuple[str, int, list[str]], failure: Exception | None) -> tuple[str, int, list[str]]:
-        """What rank 0 pushed, on every rank; raises everywhere where it failed."""
+        """Broadcasts rank 0's result. Raises its error on all ranks."""
         if self._world_size > 1:
             told: list[Any] = [(news, None if failure is None else f"{type(failure).__name__}: {failure}")]
             torch.distributed.broadcast_object_list(told, src=0)
             if failure is None and told[0][1] is not None:
-                raise EngineDiedError(f"Rank 0 could not push the weights. {told[0][1]}")
+                raise EngineDiedError(f"Rank 0 failed to push the weights. {told[0][1]}")
             news = told[0][0]
         if failure is not None:
             raise failure
@@ -284,18 +284,18 @@ class ServerEngine(Engine):
 
 
 class ServerPool:
-    """Sends each group to the server with the fewest outstanding ones. All of it runs in the servers' loop.
+    """Sends each group to the server with the fewest pending groups. Runs in the servers' event loop.
 
     Args:
-        servers: at least one.
-        protocol: their kind.
-        max_groups: most outstanding groups per server.
-        retries: times that a group is sampled again after an error of a living server.
+        servers: At least one server.
+        protocol: Protocol of the servers.
+        max_groups: Maximum number of pending groups per server.
+        retries: Maximum number of times to repeat a group after an error from a healthy server.
 
     Attributes:
-        token: name of the weights that a server must hold; "" before the first push.
-        version: the policy version that goes with it.
-        first: number of the server that is asked first among equals.
+        token: Name of the current weights; "" before the first push.
+        version: Policy version of the current weights.
+        first: Index of the server that is preferred among equals.
     """
 
     def __init__(self, servers: Sequence[Server], protocol: ServerProtocol, max_groups: int, retries: int) -> None:
@@ -310,16 +310,16 @@ class ServerPool:
         self._room = asyncio.Condition()
 
     def ready(self) -> list[Server]:
-        """Servers that hold the current weights."""
+        """Returns the servers that hold the current weights."""
         return [server for server in self.servers if server.lost is None and server.loaded == self.token]
 
     async def group(self, request: GenerationRequest) -> CompletionGroup:
-        """One group, from whichever server finishes it with the weights that it was asked for.
+        """Samples a group with the current weights on any server.
 
         Raises:
-            ValueError: a server refuses the request.
-            EngineDiedError: no server is left.
-            StaleWeightsError: servers are left, but none with the current weights.
+            ValueError: If a server rejects the request.
+            EngineDiedError: If all servers died.
+            StaleWeightsError: If no live server has the current weights.
         """
         refused: list[Server] = []
         for _ in range(MAX_ABORTED):
@@ -331,16 +331,16 @@ class ServerPool:
             except (LookupError, TypeError, AttributeError, ValueError) as error:
                 said = f"{type(error).__name__}: {error}"
                 raise ValueError(
-                    f"{server.url} answered what are no completions of {request.name} ({said[:300]}). Is it a server "
-                    "of the kind that ServerEngine was told?"
+                    f"{server.url} returned an invalid response for {request.name} ({said[:300]}). Check "
+                    "ServerEngine.kind."
                 ) from error
             except ServerError as error:
                 if error.status < 500:
-                    raise ValueError(f"{error}. The server refuses {request.name} or the sampling settings.") from error
+                    raise ValueError(f"{error}. The server rejects {request.name} or the sampling settings.") from error
                 refused.append(server)
                 if len(refused) > self.retries:
                     raise
-                log.warning("%s Sampling %s again.", error, request.name)
+                log.warning("%s Retrying %s.", error, request.name)
                 continue
             finally:
                 await self._release(server)
@@ -350,16 +350,16 @@ class ServerPool:
                 for tokens in (len(c.token_ids) for c in completions if c.finish_reason == "length"):
                     if tokens < request.sampling.max_new_tokens:
                         raise ValueError(
-                            f"{server.url} cut a completion of {request.name} after {tokens} tokens, before "
-                            f"max_new_tokens={request.sampling.max_new_tokens}: start it with a larger --max-model-len."
+                            f"max_new_tokens={request.sampling.max_new_tokens}: {server.url} cut a completion of "
+                            f"{request.name} after {tokens} tokens. Start it with a larger --max-model-len."
                         )
                 return CompletionGroup(request, completions, version)
         raise ServerError(
-            server.url, "", 502, f"{MAX_ABORTED} times fewer completions of {request.name} than asked for."
+            server.url, "", 502, f"{MAX_ABORTED} times fewer completions of {request.name} than requested."
         )
 
     async def _acquire(self, refused: list[Server]) -> tuple[Server, str, int]:
-        """A server, and the weights that it must hold before and after."""
+        """Returns a server, its weight token, and its policy version."""
         async with self._room:
             while True:
                 if not self._pushing:
@@ -380,28 +380,28 @@ class ServerPool:
             self._room.notify_all()
 
     def _distrust(self, server: Server, token: str, now: str) -> None:
-        """After a group whose weights changed in the meantime, by our own push or by another run."""
+        """Excludes a server whose weights changed during a group, unless we pushed them."""
         if server.loaded == token:
             server.loaded = None
             log.warning(
-                "%s holds weights %r in place of %r: it was restarted, or another run uses it. It is left out "
-                "until the next push.", server.url, now, token,
+                "%s holds weights %r instead of %r: it was restarted, or another run uses it. Skipping it until the "
+                "next push.", server.url, now, token,
             )  # fmt: skip
 
     def all_gone(self) -> RuntimeError:
-        """The error for a pool without a server to ask."""
+        """Returns the error for a pool without usable servers."""
         states = "; ".join(f"{s.url}: {s.lost or 'alive, with other weights'}" for s in self.servers)
         if all(server.lost is not None for server in self.servers):
-            return EngineDiedError(f"All servers are gone. {states}. Start them again and resume the run.")
+            return EngineDiedError(f"All servers are gone. {states}. Restart them and resume the run.")
         return StaleWeightsError(f"No living server holds the policy's weights. {states}.")
 
     async def begin_push(self) -> None:
-        """Holds new groups back, and checks which servers answer (again)."""
+        """Holds back new groups and checks which servers are healthy."""
         self._pushing = True
         await asyncio.gather(*(server.revive() for server in self.servers))
 
     async def end_push(self, token: str, version: int, urls: Sequence[str]) -> None:
-        """The servers at `urls` hold the weights `token` of policy `version`; waiting groups go on."""
+        """Marks the servers at `urls` as loaded with the weights `token` and resumes waiting groups."""
         self.token, self.version, self._pushing = token, version, False
         for server in self.servers:
             usable = server.url in urls and (server.lost is None or await server.revive())
@@ -410,10 +410,10 @@ class ServerPool:
             self._room.notify_all()
 
     async def logprobs(self, sequences: Sequence[Sequence[int]], dtype: str) -> list[list[float]]:
-        """Every server with current weights is asked; the first one's answer.
+        """Queries all servers with current weights and returns the first result.
 
         Raises:
-            StaleWeightsError: two servers differ by more than rounding in `dtype`; it names them.
+            StaleWeightsError: If two servers differ by more than rounding in `dtype`.
         """
 
         async def ask(server: Server) -> list[list[float]]:
@@ -441,8 +441,8 @@ def _compare(answers: list[tuple[str, list[list[float]]]], tolerance: float) -> 
         gap = sum(gaps) / max(len(gaps), 1)
         if not gap <= tolerance:
             raise StaleWeightsError(
-                f"{first_url} and {url} got the same weights, but their log-probs differ by {gap:.2e} on average "
-                f"(allowed: {tolerance:g}): one of them holds stale or incomplete weights. Restart them with the same "
+                f"{first_url} and {url} received the same weights, but their log-probs differ by {gap:.2e} on average "
+                f"(allowed: {tolerance:g}). One of them holds stale or incomplete weights. Restart them with the same "
                 "model and settings."
             )
 
@@ -450,23 +450,23 @@ def _compare(answers: list[tuple[str, list[list[float]]]], tolerance: float) -> 
 async def look_at(
     server: Server, protocol: ServerProtocol, context: EngineContext, model: str | None, folder: str | None
 ) -> None:
-    """Fills in a server's `facts`.
+    """Queries and checks a server, and sets its `facts`.
 
     Args:
-        server: that is up.
-        protocol: its kind.
-        context: of the run.
-        model: name of the served model; the first where None.
-        folder: the shared folder for weights; None where they are transferred.
+        server: A healthy server.
+        protocol: Protocol of the server.
+        context: Context of the run.
+        model: Name of the served model. None uses the first.
+        folder: Shared directory for weights. None for weight transfer.
 
     Raises:
-        ValueError: the server lacks what is needed, or serves another model.
-        ServerError: it answers with an error.
+        ValueError: If the server is misconfigured or serves a different model.
+        ServerError: If the server returns an error.
     """
     server.facts = await protocol.facts(server, model)
     if folder is None and server.facts.transfer_backend is None:
         raise ValueError(
-            f"{server.url} takes no weights by transfer: start it with "
+            f"{server.url} does not support weight transfer. Start it with "
             """--weight-transfer-config '{"backend": "nccl"}', or use weights: path."""
         )
     if folder is not None and isinstance(protocol, VLLMProtocol):
@@ -475,7 +475,7 @@ async def look_at(
 
 
 async def _check_worker(server: Server, protocol: VLLMProtocol, folder: str, path: str) -> None:
-    """Model and shared folder, as the server's workers see them."""
+    """Checks the model and the shared directory in the server's workers."""
     from transformers import AutoConfig
 
     config: Any = AutoConfig.from_pretrained(path).get_text_config()
@@ -489,11 +489,11 @@ async def _check_worker(server: Server, protocol: VLLMProtocol, folder: str, pat
     for answer in answers:
         if not answer.pop("sees"):
             raise ValueError(
-                f"{server.url} does not see ServerEngine.shared_folder={folder}: mount the same folder at the same "
-                "path on every machine, or use weights: transfer."
+                f"ServerEngine.shared_folder={folder}: not found on {server.url}. Mount the same directory at the same "
+                "path on every node, or use weights: transfer."
             )
         wrong = {name: (value, getattr(config, name, None)) for name, value in answer.items()}
         wrong = {name: pair for name, pair in wrong.items() if pair[0] != pair[1]}
         if wrong:
             listed = ", ".join(f"{name} is {theirs} there and {ours} here" for name, (theirs, ours) in wrong.items())
-            raise ValueError(f"{server.url} serves another model: {listed}. Start it with the policy's model.")
+            raise ValueError(f"{server.url} serves a different model: {listed}. Start it with the policy's model.")

@@ -1,7 +1,6 @@
-"""The kinds of servers that `ServerEngine` can use, and their routes.
+"""Protocols of the server kinds that `ServerEngine` supports.
 
-vLLM: its OpenAI-compatible `/v1/completions` and the routes of its development mode. SGLang: its native routes.
-G completions per prompt.
+vLLM uses the OpenAI-compatible `/v1/completions` and development-mode routes. SGLang uses native routes.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ WORKER = "lightrl.engines.server.worker.ServerWorker"
 
 @dataclass
 class Facts:
-    """What a server reports about itself.
+    """Properties that a server reports.
 
     Attributes:
-        model: name under which it serves the model.
-        max_model_len: most tokens of prompt and completion; None where it does not say.
-        dtype: of its weights; None where it does not say.
-        transfer_backend: of its weight-transfer engine; None without one.
+        model: Name of the served model.
+        max_model_len: Maximum sequence length in tokens, or None if unknown.
+        dtype: Dtype of the weights, or None if unknown.
+        transfer_backend: Backend of the weight-transfer engine, or None.
     """
 
     model: str
@@ -45,12 +44,11 @@ class Facts:
 
 @dataclass
 class TokenScores:
-    """A model's log-probs of tokens 1..n-1 of a row of n, at temperature 1.
+    """A model's log-probs at temperature 1 of tokens 1..n-1 of a sequence of n tokens.
 
     Attributes:
-        logprobs: n - 1 floats, of the tokens given those before.
-        top: n - 1 lists of the likeliest words there, (id, log-prob), the likeliest first; empty lists where none were
-            asked for.
+        logprobs: n - 1 log-probs.
+        top: n - 1 lists of the top tokens as (ID, log-prob), most likely first. Empty lists if not requested.
     """
 
     logprobs: list[float]
@@ -58,60 +56,60 @@ class TokenScores:
 
 
 class ServerProtocol(ABC):
-    """A kind of server. Methods talk to one server and raise `ServerError` or `ServerLostError`.
+    """Base class of server protocols. All methods raise `ServerError` and `ServerLostError`.
 
     Attributes:
-        extra: see `Engine.extra`.
+        extra: Supported keys. See `Engine.extra`.
     """
 
     extra: ExtraKeys
 
     @abstractmethod
     async def served(self, server: Server, model: str | None) -> Facts:
-        """Asks what the server serves, without what only a server whose weights are changed must have."""
+        """Queries the served model, without the requirements for weight pushes."""
 
     @abstractmethod
     async def facts(self, server: Server, model: str | None) -> Facts:
-        """Asks what the server serves, and how.
+        """Queries the served model and checks the requirements for weight pushes.
 
         Raises:
-            ValueError: it lacks something that every use of it needs; the message says how to start it.
+            ValueError: If the server is misconfigured. The message explains how to start it.
         """
 
     async def tokenize(self, server: Server, text: str) -> list[int] | None:
-        """The server's tokens of `text`, without special ones; None where it cannot say."""
+        """Returns the server's token IDs of `text` without special tokens, or None if not supported."""
         return None
 
     @abstractmethod
     async def sample(self, server: Server, request: GenerationRequest) -> tuple[list[Completion], str]:
-        """The request's completions, and the version of the weights afterwards.
+        """Returns the request's completions and the weight version afterwards.
 
-        Fewer than asked for come back where the server aborted some.
+        Aborted completions are omitted.
         """
 
     @abstractmethod
     async def scores(self, server: Server, ids: Sequence[int], top: int) -> TokenScores:
-        """Log-probs at temperature 1 of tokens 1..n-1 given those before, and the `top` most likely tokens there."""
+        """Returns the log-probs at temperature 1 of tokens 1..n-1 and the `top` most likely tokens at each."""
 
     @abstractmethod
     async def pause(self, server: Server, mark: str) -> None:
-        """Aborts running requests and holds new ones back; sets the version to `mark`."""
+        """Aborts running requests, holds back new ones, and sets the weight version to `mark`."""
 
     @abstractmethod
     async def load_files(self, server: Server, folder: str, files: Sequence[str], token: str) -> None:
-        """Replaces the weights by those of a folder with safetensors files.
+        """Replaces the weights with those of a directory of safetensors files.
 
         Raises:
-            ValueError: the weights do not fit the server's model.
+            ValueError: If the weights don't match the server's model.
         """
 
     @abstractmethod
     async def resume(self, server: Server, token: str) -> None:
-        """Drops the caches of the old weights, sets the version to `token` and serves again."""
+        """Drops the caches, sets the weight version to `token`, and resumes serving."""
 
 
 class VLLMProtocol(ServerProtocol):
-    """vLLM 0.32's server in development mode."""
+    """Protocol of vLLM 0.32 servers in development mode."""
 
     extra = ExtraKeys(
         harmless=frozenset(
@@ -130,7 +128,7 @@ class VLLMProtocol(ServerProtocol):
         name = model or next(iter(served))
         if name not in served:
             raise ValueError(
-                f"model={model!r}: {server.url} serves {', '.join(served)}. Name one of these (or none), or start the "
+                f"model={model!r}: {server.url} serves {', '.join(served)}. Set one of these or None, or start the "
                 "server with --served-model-name."
             )
         return Facts(name, int(served[name]["max_model_len"]))
@@ -143,13 +141,13 @@ class VLLMProtocol(ServerProtocol):
             if error.status != 404:
                 raise
             raise ValueError(
-                f"{server.url} is not in development mode, so its weights cannot be changed: start it with "
-                "VLLM_SERVER_DEV_MODE=1 in its environment, in a private network only."
+                f"{server.url} is not in development mode, which weight pushes require. Start it with the environment "
+                "variable VLLM_SERVER_DEV_MODE=1, in a private network only."
             ) from error
         if config["model_config"]["logprobs_mode"] != "processed_logprobs":
             raise ValueError(
                 f"{server.url} reports log-probs before temperature and top-p "
-                f"(logprobs_mode={config['model_config']['logprobs_mode']}): start it with "
+                f"(logprobs_mode={config['model_config']['logprobs_mode']}). Start it with "
                 "--logprobs-mode processed_logprobs."
             )
         return Facts(
@@ -165,8 +163,8 @@ class VLLMProtocol(ServerProtocol):
 
     async def sample(self, server: Server, request: GenerationRequest) -> tuple[list[Completion], str]:
         sampling, n = request.sampling, request.num_completions
-        greedy = sampling.temperature == 0  # vLLM takes n=1 only: all would be equal
-        # n=G takes the seeds s, s + 1, ...; a hashed s keeps prompts with neighbouring seeds apart.
+        greedy = sampling.temperature == 0  # vLLM supports only n=1, since all would be equal
+        # n=G uses seeds s, s + 1, ... A hashed s separates prompts with adjacent seeds.
         body = {
             "model": server.facts.model,
             "prompt": list(request.token_ids),
@@ -193,7 +191,7 @@ class VLLMProtocol(ServerProtocol):
         entries = answer["choices"][0]["prompt_logprobs"][1:]
         logprobs = [float(entry[str(token)]["logprob"]) for token, entry in zip(ids[1:], entries, strict=True)]
         likeliest = []
-        for entry in entries:  # the token itself is in it, too
+        for entry in entries:  # also contains the token itself
             ranked = sorted((said["rank"], int(word), float(said["logprob"])) for word, said in entry.items())
             likeliest.append([(word, logprob) for _, word, logprob in ranked[:top]])
         return TokenScores(logprobs, likeliest)
@@ -206,46 +204,46 @@ class VLLMProtocol(ServerProtocol):
         answers = await self.rpc(server, "lightrl_load_files", [f"{folder}/{file}" for file in files], True)
         errors = [answer["error"] for answer in answers if answer["error"]]
         if errors:
-            raise ValueError(f"{server.url} could not take the weights: {errors[0]}")
+            raise ValueError(f"{server.url} could not load the weights: {errors[0]}")
         missing = sorted({name for answer in answers for name in answer["missing"]})
         if missing:
             raise ValueError(
-                f"Weight sync left {len(missing)} parameter(s) of {server.url} without new values (or brought NaN): "
-                f"{', '.join(missing[:8])}{' ...' if len(missing) > 8 else ''}. It must serve the policy's own model."
+                f"Weight sync left {len(missing)} parameter(s) of {server.url} without new values (or with NaN): "
+                f"{', '.join(missing[:8])}{' ...' if len(missing) > 8 else ''}. Start it with the policy's model."
             )
 
     async def rpc(self, server: Server, method: str, *arguments: Any) -> list[Any]:
-        """Calls a method of the server's worker extension; one answer per worker."""
+        """Calls a method of the server's worker extension and returns one result per worker."""
         try:
             answer = await server.post("/collective_rpc", {"method": method, "args": list(arguments)})
         except ServerError as error:
             if "has no attribute" not in error.text:
                 raise
             raise ValueError(
-                f"{server.url} cannot load weights from a folder: start it with --worker-extension-cls {WORKER} (and "
-                "LightRL installed beside vLLM), or use weights: transfer."
+                f"{server.url} can't load weights from a directory. Install LightRL there and start it with "
+                f"--worker-extension-cls {WORKER}, or use weights: transfer."
             ) from error
         return list(answer["results"])
 
     async def resume(self, server: Server, token: str) -> None:
-        # The order keeps multimodal requests alive.
+        # This order keeps multimodal requests valid.
         await server.post("/reset_mm_cache")
         await server.post("/reset_encoder_cache")
         answer = await server.post("/reset_prefix_cache", params={"reset_running_requests": "true"})
         if not answer["success"]:
-            raise RuntimeError(f"{server.url} did not drop its prefix cache: log-probs would mix old and new weights.")
+            raise RuntimeError(f"{server.url} failed to reset its prefix cache, which holds keys of the old weights.")
         await server.post("/update_weight_version", {"new_version": token})
         await server.post("/resume")
 
 
 def _completion(token_ids: Any, logprobs: Any, text: Any, finish_reason: Any) -> Completion:
-    """A completion from a server's answer."""
+    """Converts and validates a completion of a server's response."""
     plain = all(isinstance(values, list) for values in (token_ids, logprobs)) and isinstance(text, str)
     if not (
         plain
         and len(token_ids) == len(logprobs) > 0
         and all(type(token) is int and token >= 0 for token in token_ids)
-        and all(type(p) in (int, float) and -math.inf < p < 0.01 for p in logprobs)  # rounding may pass 0
+        and all(type(p) in (int, float) and -math.inf < p < 0.01 for p in logprobs)  # rounding may exceed 0
     ):
         raise ValueError(f"token_ids={str(token_ids)[:80]}, logprobs={str(logprobs)[:80]}, text={str(text)[:40]!r}")
     return Completion(token_ids, [float(p) for p in logprobs], text, finish_reason)
@@ -265,13 +263,13 @@ _SGLANG_NAMES = {
     "min_tokens": "min_new_tokens",
     "include_stop_str_in_output": "no_stop_trim",
 }
-"""vLLM's name -> SGLang's, if they differ."""
+"""vLLM's names mapped to SGLang's, if they differ."""
 
 
 class SGLangProtocol(ServerProtocol):
-    """SGLang's native routes, as documented for 0.5. Not run against a real server yet.
+    """Protocol of SGLang servers, as documented for 0.5. Has not been tested against a real server.
 
-    Seeds count only where the server runs with `--enable-deterministic-inference`. Source:
+    Seeds have an effect only if the server runs with `--enable-deterministic-inference`. Source:
     https://docs.sglang.io/docs/basic_usage/native_api.md, https://docs.sglang.io/docs/advanced_features/sglang_for_rl.md
     """
 
@@ -294,12 +292,12 @@ class SGLangProtocol(ServerProtocol):
     async def served(self, server: Server, model: str | None) -> Facts:
         info = await server.get("/get_model_info")
         if not info.get("is_generation", True):
-            raise ValueError(f"{server.url} serves {info['model_path']}, which does not generate text.")
+            raise ValueError(f"{server.url} serves {info['model_path']}, which is not a generative model. Change it.")
         served = (await server.get("/v1/models"))["data"]
         return Facts(model or str(info["model_path"]), next((e.get("max_model_len") for e in served), None))
 
     async def sample(self, server: Server, request: GenerationRequest) -> tuple[list[Completion], str]:
-        # One seed per request, so a group is a batch of requests: n=G would draw the same completion G times.
+        # A group is a batch of requests with one seed each. n=G would sample the same completion G times.
         shared, n = _sglang_sampling(request.sampling), request.num_completions
         body = {
             "input_ids": [list(request.token_ids)] * n,
@@ -335,12 +333,12 @@ class SGLangProtocol(ServerProtocol):
         try:
             answer = await server.post("/update_weights_from_disk", {"model_path": folder, "weight_version": token})
         except ServerError as error:
-            raise ValueError(f"{server.url} could not take the weights in {folder}: {error.text[:500]}") from error
+            raise ValueError(f"{server.url} could not load the weights in {folder}: {error.text[:500]}") from error
         if not answer["success"]:
-            raise ValueError(f"{server.url} could not take the weights in {folder}: {answer['message']}")
+            raise ValueError(f"{server.url} could not load the weights in {folder}: {answer['message']}")
 
     async def resume(self, server: Server, token: str) -> None:
-        await server.post("/flush_cache")  # an error where it could not
+        await server.post("/flush_cache")  # raises an error on failure
         await server.post("/continue_generation", {})
 
 

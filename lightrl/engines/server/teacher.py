@@ -1,4 +1,4 @@
-"""`ServerTeacher`: a teacher on servers whose weights never change."""
+"""A distillation teacher on inference servers with fixed weights."""
 
 from __future__ import annotations
 
@@ -14,33 +14,32 @@ from lightrl.engines.server.protocols import PROTOCOLS, TokenScores
 
 log = logging.getLogger(__name__)
 
-_RETRIES = 3  # times that a row is asked again after an error of a living server
+_RETRIES = 3  # per sequence, after an error from a live server
 
 
 class ServerTeacher:
-    """Scores given tokens on vLLM or SGLang servers, as a teacher of `DistillLightningModule`.
+    """Scores tokens on vLLM or SGLang servers, as a teacher of `DistillLightningModule`.
 
-    The servers are ordinary ones, of any model with the policy's tokenizer (vLLM's are asked); they need no development
-    mode, and several runs may share them. Rows go to the living server with the fewest outstanding ones; those of a
-    server that dies are repeated on the others. Log-probs are at temperature 1 over the whole vocabulary.
+    The servers may serve any model with the policy's tokenizer, which is verified for vLLM. They don't need development
+    mode, and several runs can share them. Each sequence is sent to the live server with the fewest pending ones. If a
+    server dies, the others repeat its sequences. Log-probs are at temperature 1 over the full vocabulary.
 
     Args:
-        urls: of the servers, e.g. [http://10.0.0.2:8000]; all with the same model.
+        urls: URLs of servers with the same model, such as [http://10.0.0.2:8000].
         kind: "vllm" or "sglang".
-        model: name under which the servers serve the model. Defaults to the first that they report.
+        model: Name of the served model. Defaults to the first that the servers report.
         api_key: Bearer token. Defaults to the environment variable LIGHTRL_SERVER_API_KEY, which keeps it out of saved
-            configurations.
-        max_requests: Maximum number of rows that one rank has outstanding at one server.
-        timeout: seconds within which a living server answers that it is healthy.
-        progress_timeout: seconds for which a server that reports that it is healthy may answer nothing while rows are
-            outstanding; None waits forever.
-        start_timeout: seconds to wait for servers that are still starting.
+            configs.
+        max_requests: Maximum number of pending sequences per rank and server.
+        timeout: Seconds within which a healthy server must answer a health check.
+        progress_timeout: Seconds without a response while sequences are pending after which a server counts as lost.
+            None waits forever.
+        start_timeout: Seconds to wait for servers that are still starting.
 
     Raises:
-        ValueError: an argument is out of range; before any model is loaded, a server that cannot be reached or has
-            another tokenizer.
+        ValueError: If an argument is out of range, or a server is unreachable or has a different tokenizer.
 
-    Source: vLLM's `prompt_logprobs` (at most its `--max-logprobs`, 20, likeliest words), SGLang's `top_logprobs_num`.
+    Source: vLLM's `prompt_logprobs` (limited to 20 tokens by `--max-logprobs`), SGLang's `top_logprobs_num`.
     """
 
     def __init__(
@@ -61,13 +60,13 @@ class ServerTeacher:
         )
 
     def check(self, tokenizer: str) -> None:
-        """Waits for the servers and checks what they serve; a second call does nothing.
+        """Waits for the servers and checks their models. Does nothing if called again.
 
         Args:
-            tokenizer: directory or ID of the policy's.
+            tokenizer: Directory or ID of the policy's tokenizer.
 
         Raises:
-            ValueError: a server that cannot be reached, or has another tokenizer.
+            ValueError: If a server is unreachable or has a different tokenizer.
         """
         if self._connection.loop is None:
             self._connection.open(lambda server: self._look_at(server, tokenizer))
@@ -78,16 +77,16 @@ class ServerTeacher:
         await check_tokenizer(server, protocol, tokenizer)
 
     def scores(self, rows: Sequence[Sequence[int]], top: int = 0) -> list[TokenScores]:
-        """The model's log-probs of tokens 1..n-1 of each row, given those before.
+        """Returns the teacher's log-probs of tokens 1..n-1 of each sequence.
 
         Args:
-            rows: token IDs.
-            top: number of top-k tokens to return at each position.
+            rows: Token IDs.
+            top: Number of top-k tokens to return at each position.
 
         Raises:
-            ValueError: a server rejects a row, such as one longer than it can hold.
-            EngineDiedError: no server is left.
-            ServerError: living servers answered a row with errors several times.
+            ValueError: If a server rejects a sequence, for example because it is too long.
+            EngineDiedError: If all servers died.
+            ServerError: If live servers repeatedly return errors.
         """
         assert self._connection.loop is not None, "call `check` first"
         return self._connection.loop.run(self._all_scores(rows, top))
@@ -113,14 +112,14 @@ class ServerTeacher:
             except ServerError as error:
                 errors += 1
                 if error.status < 500:
-                    raise ValueError(f"{error}. The teacher's server refuses a row of {len(ids)} tokens.") from error
+                    raise ValueError(f"{error}. The teacher rejects a sequence of {len(ids)} tokens.") from error
                 if errors > _RETRIES:
                     raise
-                log.warning("%s Asking again.", error)
+                log.warning("%s Retrying.", error)
             finally:
                 server.outstanding -= 1
         said = "; ".join(f"{server.url}: {server.lost}" for server in servers)
-        raise EngineDiedError(f"All servers of the teacher are gone. {said}. Start them and resume the run.")
+        raise EngineDiedError(f"All servers of the teacher are gone. {said}. Restart them and resume the run.")
 
     def close(self) -> None:
         """Disconnects from the servers, which keep running."""

@@ -1,4 +1,4 @@
-"""How the trainer's weights get to the servers: through a shared folder, or over NCCL."""
+"""Weight push from the trainer to servers, through a shared directory or over NCCL."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ Named = tuple[str, Tensor]
 
 
 class Transport(ABC):
-    """Loads weights into servers.
+    """Base class of weight transports.
 
     Args:
-        loop: where the servers are talked to.
-        protocol: their kind.
-        dtype: of matrices on the servers; vectors keep their own precision.
+        loop: Event loop of the servers' requests.
+        protocol: Protocol of the servers.
+        dtype: Dtype of pushed matrices. Vectors keep their dtype.
     """
 
     def __init__(self, loop: BackgroundLoop, protocol: ServerProtocol, dtype: torch.dtype | None) -> None:
@@ -45,17 +45,17 @@ class Transport(ABC):
 
     @abstractmethod
     def push(self, servers: Sequence[Server], tensors: Iterable[Named], token: str) -> None:
-        """Loads the tensors into every server that lives; those that got them have `loaded == token` afterwards.
+        """Loads the tensors into all live servers. Sets `loaded` to `token` on success.
 
         Raises:
-            ValueError: the weights do not fit a server's model.
+            ValueError: If the weights don't match a server's model.
         """
 
-    def close(self) -> None:  # noqa: B027 - not every transport keeps something
-        """Frees what is kept between pushes."""
+    def close(self) -> None:  # noqa: B027 - optional
+        """Frees resources kept between pushes."""
 
     async def _each(self, servers: Iterable[Server], work: Callable[[Server], Awaitable[Any]]) -> None:
-        """Runs `work` on all servers at once. One that is lost on the way drops out; other errors are raised."""
+        """Runs `work` on all live servers concurrently. Ignores servers that are lost and raises other errors."""
         chosen = [server for server in servers if server.lost is None]
         results = await asyncio.gather(*(work(server) for server in chosen), return_exceptions=True)
         for result in results:
@@ -71,7 +71,7 @@ class Transport(ABC):
         server.loaded = token
 
     def _buckets(self, tensors: Iterable[Named]) -> Iterator[list[Named]]:
-        """Copies of the tensors, as many at a time as fit into a bucket."""
+        """Yields lists of tensor copies, at most one bucket at a time."""
         bucket: list[Named] = []
         size = 0
         for name, tensor in tensors:
@@ -80,20 +80,20 @@ class Transport(ABC):
             if bucket and size + tensor.nbytes > _BUCKET_BYTES:
                 yield bucket
                 bucket, size = [], 0
-            bucket.append((name, tensor.clone().contiguous()))  # ours may be overwritten when the next is asked for
+            bucket.append((name, tensor.clone().contiguous()))  # the original may be overwritten
             size += tensor.nbytes
         if bucket:
             yield bucket
 
 
 class FolderTransport(Transport):
-    """The trainer writes safetensors files into a folder that trainer and servers share; the servers load them.
+    """Writes safetensors files to a shared directory, from which the servers load them.
 
-    The folder holds one copy of the model, two while the new one is loaded.
+    The directory contains one copy of the model, and two during a push. See `Transport` for the other arguments.
 
     Args:
-        folder: the shared folder.
-        config: saved beside the weights, so that the folder is a Hugging Face checkpoint.
+        folder: Shared directory.
+        config: Model config, saved with the weights so that the result is a Hugging Face checkpoint.
     """
 
     def __init__(
@@ -137,22 +137,22 @@ class FolderTransport(Transport):
         await self._resume(server, token)
 
     def close(self) -> None:
-        """Deletes the weights."""
+        """Deletes the current weights."""
         if self._current is not None:
             shutil.rmtree(self._current, ignore_errors=True)
             self._current = None
 
 
 class TransferTransport(Transport):
-    """vLLM's weight transfer: the trainer broadcasts each tensor to a server's workers over NCCL.
+    """Broadcasts each tensor to a server's workers with vLLM's weight transfer over NCCL.
 
-    One communicator per server, so that a server can die or come back without the others. Written to vLLM 0.32. NCCL
-    itself was not run yet; the calls around it were, with a communicator for CPU in its place.
+    Each server has a separate communicator, so servers can die and come back independently. Written for vLLM 0.32.
+    Tested with a CPU communicator; NCCL has not been tested. See `Transport` for the other arguments.
 
     Args:
-        address: name or address under which the servers reach the trainer; None takes that of the interface through
-            which the trainer reaches them.
-        patience: seconds a broadcast may take once the server has died.
+        address: Host name or address at which servers reach the trainer. None uses that of the network interface that
+            the trainer uses to reach them.
+        patience: Maximum seconds of a broadcast after the server died.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class TransferTransport(Transport):
         super().__init__(loop, protocol, dtype)
         self.address = address
         self.patience = patience
-        self._groups: dict[tuple[str, int], Any] = {}  # a server that came back is another member
+        self._groups: dict[tuple[str, int], Any] = {}  # by server life, since a restarted server needs a new group
 
     def push(self, servers: Sequence[Server], tensors: Iterable[Named], token: str) -> None:
         self.loop.run(self._each(servers, lambda server: self._pause(server, token)))
@@ -197,7 +197,7 @@ class TransferTransport(Transport):
         request.result()
 
     def _open(self, host: str, port: int, size: int) -> Any:
-        """Rank 0 of a group with a server's workers; anything with `broadcast(tensor, src)`."""
+        """Joins a group with a server's workers as rank 0. Returns an object with `broadcast(tensor, src)`."""
         return transfer_group(host, port, size)
 
     def _send(self, server: Server, update: dict[str, Any], tensors: Iterable[Tensor]) -> None:
@@ -209,10 +209,10 @@ class TransferTransport(Transport):
             with contextlib.suppress(ServerLostError):
                 request.result()
         except ServerError as error:
-            raise ValueError(f"{server.url} could not take the weights: {error.text[:500]}") from error
+            raise ValueError(f"{server.url} could not load the weights: {error.text[:500]}") from error
 
     def _drain(self, request: Any) -> None:
-        """Waits for the broadcasts. NCCL would wait for a dead server for ever."""
+        """Waits for the broadcasts with a time limit, because NCCL would wait for a dead server forever."""
         if not torch.cuda.is_available():
             return
         event = torch.cuda.Event()
@@ -222,7 +222,7 @@ class TransferTransport(Transport):
             if deadline is None and request.done() and request.exception() is not None:
                 deadline = time.monotonic() + self.patience
             if deadline is not None and time.monotonic() > deadline:
-                raise EngineDiedError(f"A server failed while weights were broadcast to it: {request.exception()}")
+                raise EngineDiedError(f"A server failed during a weight broadcast: {request.exception()}")
             time.sleep(0.001)
 
     async def _finish(self, server: Server, token: str) -> None:
@@ -231,7 +231,7 @@ class TransferTransport(Transport):
 
 
 def _own_address(url: str) -> str:
-    """The address of the interface through which `url` is reached."""
+    """Returns the address of the network interface used to reach `url`."""
     parts = urllib.parse.urlsplit(url)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((parts.hostname or "localhost", parts.port or 80))

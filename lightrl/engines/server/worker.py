@@ -1,7 +1,7 @@
-"""The part of `ServerEngine` that runs inside a vLLM server's workers.
+"""Worker extension for vLLM servers used by `ServerEngine`.
 
-A server is started with `--worker-extension-cls lightrl.engines.server.worker.ServerWorker`; vLLM then imports this
-module before it builds the model. Nothing else of LightRL imports it.
+Start the server with `--worker-extension-cls lightrl.engines.server.worker.ServerWorker`. vLLM then imports this module
+before it creates the model.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from lightrl.compat.vllm_worker import WorkerExtension
 
 
 class ServerWorker(WorkerExtension):
-    """Loads weights from a shared folder. Answers are dictionaries, which `/collective_rpc` hands on as they are."""
+    """Loads weights from a shared directory. Methods return dictionaries, which `/collective_rpc` can serialize."""
 
     def lightrl_facts(self, path: str | None) -> dict[str, Any]:
-        """What the trainer compares with its own model, and whether `path` is seen from here."""
+        """Returns config values that the trainer compares with its model, and whether `path` exists."""
         config = self.model_config.hf_text_config  # type: ignore[attr-defined]
         names = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
         facts = {name: getattr(config, name, None) for name in names}
         return facts | {"sees": path is None or os.path.exists(path)}
 
     def lightrl_load_files(self, paths: Sequence[str], strict: bool) -> dict[str, Any]:
-        """Replaces the weights by those of safetensors files.
+        """Replaces the weights with those of safetensors files.
 
         Returns:
-            "error": what went wrong, or None; "missing": parameters that the files did not (wholly) cover.
+            Dictionary with "error", a message or None, and "missing", the parameters that the files don't fully cover.
         """
         names: list[str] = []
         self.lightrl_begin(strict)

@@ -1,15 +1,14 @@
-"""A decoder for plain Llama-shaped models in float32 on a CPU: the model's weights, none of its modules' code.
+"""A fast decoder for float32 Llama-style models on a CPU, which uses the model's weights but not its modules.
 
-Three things make it several times faster than a model's own forward if steps are small. A prompt's keys and values
-exist once for all its completions, and the queries of a group meet them in one matrix product. Rows that ended are
-overwritten by the last live ones, so the batch is always dense. And `CPUModel` needs few operations per layer.
-`benchmarks/cpu_kernels.py` measures what it saves.
+Three things make it several times faster than the model's forward pass for small steps. All completions of a prompt
+share its KV cache, and one matrix product computes the attention scores of a group. The last live rows replace
+finished ones, so the batch is always dense. `CPUModel` needs few operations per layer. `benchmarks/cpu_kernels.py`
+measures the speedup.
 
-Attention is written as plain batched products: with one query per row they are 3 to 10 times faster on a CPU than
-`scaled_dot_product_attention`, whose kernels are made for many queries. Keys lie transposed, (D, L) and (D, C), which
-makes their product up to twice as fast.
+Attention uses plain batched products, which are 3 to 10 times faster on a CPU than `scaled_dot_product_attention` with
+one query per row. Keys are stored transposed, (D, L) and (D, C), which makes their product up to twice as fast.
 
-Shapes: P live prompts, G most live completions of a prompt, R live rows, L prompt tokens, C completion tokens held,
+Shapes: P live prompts, G maximum live completions per prompt, R live rows, L prompt tokens, C completion tokens,
 T packed tokens, H query heads, K key heads, Q = H / K, D head size, V vocabulary.
 """
 
@@ -25,23 +24,23 @@ from torch import Tensor, nn
 
 from lightrl.records import Routes
 
-_FIRST_COLUMNS = 64  # completion tokens that there is room for at first; doubled when full
+_FIRST_COLUMNS = 64  # initial capacity in completion tokens, doubled when full
 _FAMILIES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
-_ROTARY = {"default", "linear", "llama3", "yarn", "fixed"}  # tables that do not depend on the length of the sequence
+_ROTARY = {"default", "linear", "llama3", "yarn", "fixed"}  # tables independent of sequence length
 
 
 class CPUDecoder:
-    """A `Decoder` (see there) whose groups share their prompt's keys and values.
+    """A `Decoder` whose groups share the KV cache of their prompt.
 
     Args:
         model: The weights.
-        longest: Maximum tokens of prompt and completion to expect.
-        new_tokens: Maximum tokens of a completion.
+        longest: Maximum sequence length in tokens, including prompt and completion.
+        new_tokens: Maximum completion length in tokens.
     """
 
     refills = True
     prefill_tokens = 8192
-    routes: Tensor | None = None  # it knows no model with experts
+    routes: Tensor | None = None  # experts are not supported
 
     def __init__(self, model: CPUModel, longest: int, new_tokens: int) -> None:
         self.model = model
@@ -54,16 +53,16 @@ class CPUDecoder:
         self.new_k = self.model.embedding.new_zeros(layers, 0, kv, d, columns)  # (layers, rows, K, D, C)
         self.new_v = self.model.embedding.new_zeros(layers, 0, kv, columns, d)  # (layers, rows, K, C, D)
         self.prompt_lengths: list[int] = []
-        self.owner: list[int] = []  # per row, the place of its prompt in prompt_k
-        self.filled: list[int] = []  # per row, the columns of new_k and new_v in use
+        self.owner: list[int] = []  # index of each row's prompt in prompt_k
+        self.filled: list[int] = []  # used columns of new_k and new_v per row
         self.positions = torch.empty(0, dtype=torch.long, device=model.device)
 
     def tokens_held(self, prompt_tokens: int, copies: int, new_tokens: int) -> int:
-        """A group holds its prompt once."""
+        """Counts the prompt once per group."""
         return prompt_tokens + copies * new_tokens
 
     def admits(self, prompt: Sequence[int], inputs: dict[str, Any]) -> bool:
-        """Text only."""
+        """Returns whether the prompt is text-only."""
         return not inputs
 
     def reserve(self, longest: int, new_tokens: int) -> None:
@@ -72,7 +71,7 @@ class CPUDecoder:
         self.columns = max(self.columns, new_tokens)
 
     def batches(self, first: Sequence[int], other: Sequence[int]) -> bool:
-        """Prompts of any lengths go together: they are packed."""
+        """Returns True, because prompts are packed."""
         return True
 
     def prefill(
@@ -91,7 +90,7 @@ class CPUDecoder:
 
         def attend(number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             outs, token, place = [], 0, first
-            for length, count in runs:  # one kernel for each run of equal lengths, without padding
+            for length, count in runs:  # one kernel per run of equal lengths, without padding
                 rows = slice(token, token + length * count)
                 q1, k1, v1 = (x[rows].view(count, length, -1, x.shape[-1]).transpose(1, 2) for x in (q, k, v))
                 self.prompt_k[number, place : place + count, :, :, :length] = k1.transpose(2, 3)
@@ -113,9 +112,9 @@ class CPUDecoder:
         return logits
 
     def _make_room(self, lengths: list[int], copies: int) -> None:
-        """Widens `prompt_k` and `prompt_v` for more and longer prompts and `new_k` and `new_v` for more rows.
+        """Grows `prompt_k` and `prompt_v` for more and longer prompts and `new_k` and `new_v` for more rows.
 
-        What rows and prompts that ended leave behind is hidden by the masks, and finite.
+        Masks hide the finite values left by finished rows and prompts.
         """
         rows, needed = len(self.owner), len(self.owner) + len(lengths) * copies
         if needed > self.new_k.shape[1]:
@@ -129,10 +128,10 @@ class CPUDecoder:
         needed = count + len(lengths)
         if needed <= room and longest <= width:
             return
-        if count and longest > width:  # conversations grow; with room, so that not every turn copies
+        if count and longest > width:  # conversations grow, so extra room avoids a copy per turn
             longest += longest // 4
         shape = (layers, max(needed, room if count else 0), kv, max(longest, width if count else 0), d)
-        # With zeros where a prompt is shorter: a weight of 0 does not hide NaN.
+        # Zeros pad shorter prompts, because an attention weight of 0 doesn't hide NaN.
         keys, values = self.prompt_k.new_zeros(*shape[:3], d, shape[3]), self.prompt_v.new_zeros(shape)
         if count:
             keys[:, :count, :, :, :width] = self.prompt_k[:, :count]
@@ -140,14 +139,14 @@ class CPUDecoder:
         self.prompt_k, self.prompt_v = keys, values
 
     def _arrange(self) -> None:
-        """Makes what steps use as long as the rows and the room for their columns stay the same."""
+        """Creates views and buffers for steps with the current rows and columns."""
         rows = len(self.owner)
         self.live_k, self.live_v = self.new_k[:, :rows], self.new_v[:, :rows]
         self.keys, self.values = self.live_k.flatten(1, 2), self.live_v.flatten(1, 2)
         self.space = Workspace(self.model, rows)
 
     def _regroup(self) -> None:
-        """Computes masks, and the places of rows in the (P, G) grid in which queries meet prompts."""
+        """Computes masks and the rows' positions in the (P, G) grid of attention to prompts."""
         device, count = self.model.device, len(self.prompt_lengths)
         members: list[list[int]] = [[] for _ in range(count)]
         place = []
@@ -175,10 +174,10 @@ class CPUDecoder:
             room = min(2 * used, self.columns) - used
             self.new_k, self.new_v = F.pad(self.new_k, (0, room)), F.pad(self.new_v, (0, 0, 0, room))
             self._arrange()
-        # Views of all layers at once: few operations.
+        # Creates the views of all layers at once, with few operations.
         keys, values = self.keys.narrow(3, 0, used + 1).unbind(), self.values.narrow(2, 0, used + 1).unbind()
         next_k, next_v = self.live_k.select(4, used).unbind(), self.live_v.select(3, used).unbind()
-        together, mask = min(self.filled) == used, None  # not so after a refill: rows of different ages
+        together, mask = min(self.filled) == used, None  # False after a refill
         if not together:
             column = torch.tensor(self.filled, device=tokens.device)
             hidden = torch.arange(used + 1, device=tokens.device) > column[:, None]
@@ -200,15 +199,17 @@ class CPUDecoder:
         return logits
 
     def _attend(self, number: int, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        """Attention of one query per row to its prompt and its completion.
+        """Computes attention of one query per row to its prompt and its completion.
 
         Args:
-            number: of the layer.
-            q: (R, H, D). keys: (R * K, D, C) and values: (R * K, C, D) of the completions.
-            mask: (R * K, 1, C) to add, or None.
+            number: Index of the layer.
+            q: (R, H, D) queries.
+            keys: (R * K, D, C) keys of the completions.
+            values: (R * K, C, D) values of the completions.
+            mask: (R * K, 1, C) mask to add, or None.
 
         Returns:
-            (R, H * D).
+            (R, H * D) outputs.
         """
         rows, kv, d = len(q), self.model.kv_heads, self.model.head_dim
         q = q.reshape(rows * kv, -1, d)
@@ -248,7 +249,7 @@ class CPUDecoder:
             self._arrange()
 
     def _keep_prompts(self, owner: list[int]) -> None:
-        """Moves the last of the prompts that rows still have into the places of those that none has, as rows move."""
+        """Removes prompts without rows by replacing them with the last live ones."""
         alive = set(owner)
         count = len(alive)
         holes = [p for p in range(count) if p not in alive]
@@ -263,7 +264,7 @@ class CPUDecoder:
 
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
-    """q k + mask, for (batch, queries, D) and (batch, D, keys)."""
+    """Computes q k + mask for (batch, queries, D) and (batch, D, keys)."""
     return torch.bmm(q, k) if mask is None else torch.baddbmm(mask, q, k)
 
 
@@ -271,7 +272,7 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
 
 
 class _Norm:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, n wide, as x / hypot(|x| / sqrt(n), sqrt(eps))."""
+    """RMSNorm over the last dimension of size n, computed as x / hypot(|x| / sqrt(n), sqrt(eps)) * weight."""
 
     def __init__(self, norm: Any) -> None:
         self.weight = norm.weight
@@ -284,7 +285,7 @@ class _Norm:
 
 
 class _Layer:
-    """Weights of one decoder layer; `attention_in` and `mlp_in` are the joint projections."""
+    """Weights of one decoder layer. `attention_in` and `mlp_in` are fused projections."""
 
     def __init__(self, layer: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
@@ -292,14 +293,14 @@ class _Layer:
         self.attention_out = _join([attention.o_proj])
         self.mlp_in = _join([mlp.gate_proj, mlp.up_proj])
         self.mlp_out = _join([mlp.down_proj])
-        self.activation = mlp.act_fn.forward  # without the hooks' part of a call
+        self.activation = mlp.act_fn.forward  # skips the overhead of hooks
         self.attention_norm = _Norm(layer.input_layernorm)
         self.mlp_norm = _Norm(layer.post_attention_layernorm)
         self.head_norms = (_Norm(attention.q_norm), _Norm(attention.k_norm)) if hasattr(attention, "q_norm") else None
 
 
 def _join(projections: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """One (in, out) weight and one bias for several projections, which become views of them."""
+    """Fuses projections into one (in, out) weight and one bias. The projections become views of them."""
     sizes, first = [p.out_features for p in projections], projections[0]
     weight = first.weight.new_empty(first.in_features, sum(sizes))
     for projection, part in zip(projections, weight.split(sizes, 1), strict=True):
@@ -314,17 +315,17 @@ def _join(projections: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
 
 
 def copy_by_rows(target: Tensor, source: Tensor) -> None:
-    """`target.copy_(source)` of matrices, a few rows at a time: where one lies transposed both then stay in cache."""
+    """Copies a matrix in blocks of rows, which stay in the CPU cache even if one matrix is transposed."""
     for to, rows in zip(target.split(64), source.split(64), strict=True):
         to.copy_(rows)
 
 
 class CPUModel:
-    """The weights of a model in the form in which `CPUDecoder` uses them.
+    """A model's weights in the format of `CPUDecoder`.
 
     Args:
-        model: one that `fits`. Its projections become views; it keeps working, and loading into its parameters in
-            place loads here too.
+        model: A model for which `fits` is True. Its projections become views of the fused weights, so it still works,
+            and in-place weight updates apply to both.
     """
 
     def __init__(self, model: Any) -> None:
@@ -343,7 +344,7 @@ class CPUModel:
 
     @staticmethod
     def fits(model: Any) -> bool:
-        """Whether the model is on a CPU, of a known family, in float32, with full attention and fixed rotary tables."""
+        """Whether the model is a supported float32 model on a CPU, with full attention and fixed rotary tables."""
         config = model.config
         if type(model).__name__ not in _FAMILIES or model.dtype != torch.float32 or model.device.type != "cpu":
             return False
@@ -354,10 +355,10 @@ class CPUModel:
         return plain and rotary and not sliding and layer_types == {"full_attention"} and model.lm_head.bias is None
 
     def rotary_table(self, length: int) -> Tensor:
-        """(length, 2, (H + 2 K) D): cos and sin for queries, keys and values side by side, at each position.
+        """Returns the (length, 2, (H + 2 K) D) cos and sin for concatenated queries, keys, and values by position.
 
-        Those of queries are multiplied by the scale of attention; values are not rotated (1 and 0). The first half of
-        each head's sin is negated.
+        The entries of queries include the attention scale. Those of values are 1 and 0, because values are not rotated.
+        The first half of each head's sin is negated.
         """
         positions = torch.arange(length, device=self.device)[None]
         cos, sin = (x[0] for x in self.rotary(self.embedding[:1], positions))
@@ -369,13 +370,16 @@ class CPUModel:
     def forward(
         self, tokens: Tensor, positions: Tensor, table: Tensor, attend: Any, last: Tensor | None, space: Workspace
     ) -> Tensor:
-        """(T,) tokens -> (T, V) logits, or those of the positions `last`.
+        """Computes the (T, V) logits of (T,) tokens, or only those at `last`.
 
         Args:
-            tokens, positions: (T,). table: of `rotary_table`.
-            attend: (layer number, q (T, H, D) with the scale in it, k and v (T, K, D)) -> (T, H * D).
-            last: positions whose logits are wanted; None for all.
-            space: for T tokens.
+            tokens: (T,) token IDs.
+            positions: (T,) positions.
+            table: Result of `rotary_table`.
+            attend: Attention function that maps the layer index, scaled q (T, H, D), and k and v (T, K, D) to
+                (T, H * D).
+            last: Indices of the tokens whose logits to return. None returns all.
+            space: Workspace for T tokens.
         """
         torch.index_select(table, 0, positions, out=space.rotary)
         h = self.embedding.index_select(0, tokens)
@@ -395,9 +399,9 @@ class CPUModel:
 
 
 class Workspace:
-    """What the layers of a forward of T tokens compute into, and views of it.
+    """Output buffers for a forward pass of T tokens, and views of them.
 
-    Made once for many steps: where steps are small, making a view takes as long as computing.
+    Reused across steps, because creating a view takes as long as a small step's computation.
     """
 
     def __init__(self, model: CPUModel, count: int) -> None:
@@ -416,7 +420,7 @@ class Workspace:
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """out = x weight + bias."""
+    """Computes out = x weight + bias."""
     if bias is None:
         torch.mm(x, weight, out=out)
     else:
@@ -424,7 +428,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Non
 
 
 def _add_product(h: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """h += x weight + bias."""
+    """Computes h += x weight + bias."""
     h.addmm_(x, weight)
     if bias is not None:
         h.add_(bias)

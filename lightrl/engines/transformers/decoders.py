@@ -1,7 +1,7 @@
-"""Decoders: what holds the keys and values of the rows that are being sampled.
+"""Decoders, which hold the KV cache of the completions being sampled.
 
-A decoder knows nothing of sampling. `prefill` takes prompts, adds G rows for each and returns the logits after each
-prompt; `step` takes one token per row and returns the next logits; `keep` forgets rows.
+A decoder computes logits but doesn't sample. `prefill` adds G rows per prompt and returns the logits after each prompt,
+`step` takes one token per row and returns the next logits, and `keep` removes rows.
 
 Shapes: P prompts, G completions per prompt, R live rows, V vocabulary, L prompt length.
 """
@@ -23,30 +23,27 @@ if TYPE_CHECKING:
 
 
 class Decoder(Protocol):
-    """Keys and values of R rows, in the order in which `prefill` and `keep` left them.
-
-    `prefill`, `step` and `keep` are called in inference mode.
-    """
+    """KV cache of R rows. `prefill`, `step`, and `keep` are called in inference mode."""
 
     refills: bool
     """Whether prompts can be added while rows are live."""
     prefill_tokens: int
-    """Most prompt tokens of one `prefill`, unless a single prompt has more: it bounds the memory of activations."""
+    """Maximum number of tokens per `prefill`, which limits activation memory. A longer prompt runs alone."""
     routes: Tensor | None
-    """The experts of the last tokens: (P, L, layers, K) after `prefill`, shorter prompts padded on the left, (R, 1,
-    layers, K) after `step`. None for a model without, or whose routers cannot be recorded."""
+    """Experts of the last tokens: (P, L, layers, K) after `prefill`, left-padded, and (R, 1, layers, K) after `step`.
+    None for models without experts or with unsupported routers."""
 
     def tokens_held(self, prompt_tokens: int, copies: int, new_tokens: int) -> int:
-        """Most tokens whose keys and values a group will need."""
+        """Returns the maximum number of KV cache tokens that a group needs."""
 
     def admits(self, prompt: Sequence[int], inputs: dict[str, Any]) -> bool:
-        """Whether it can hold such a prompt, beside the live rows where it `refills`."""
+        """Returns whether the decoder supports such a prompt."""
 
     def reserve(self, longest: int, new_tokens: int) -> None:
-        """Says how many tokens what comes next may have, prompt and completion together, and completions alone."""
+        """Sets the maximum length of the next sequences, in total and of the completions alone."""
 
     def batches(self, first: Sequence[int], other: Sequence[int]) -> bool:
-        """Whether the prompt `other` may be computed in one batch with the longer prompt `first`."""
+        """Returns whether the prompt `other` can be batched with the longer prompt `first`."""
 
     def prefill(
         self,
@@ -55,28 +52,27 @@ class Decoder(Protocol):
         inputs: dict[str, Any],
         routes: Sequence[Routes | None] = (),
     ) -> Tensor:
-        """Adds `copies` rows per prompt, neighbours, at the end; (P, V) logits after each prompt.
+        """Appends `copies` adjacent rows per prompt and returns the (P, V) logits after each prompt.
 
-        `routes` are experts that tokens of the prompts are to be sent to, for a decoder that records them.
+        `routes` sets the experts of the prompts' tokens, for a decoder that records them.
         """
 
     def step(self, tokens: Tensor) -> Tensor:
-        """(R,) tokens, one per row -> (R, V) logits of the tokens after them."""
+        """Appends (R,) tokens, one per row, and returns the (R, V) logits of the next tokens."""
 
     def keep(self, rows: list[int]) -> None:
-        """Row i becomes what was row `rows[i]`; the others are dropped."""
+        """Keeps only `rows`, in this order."""
 
 
 class CacheDecoder(Decoder):
-    """The decoder for any model: its own forward and transformers' own cache, whatever that holds.
+    """A decoder for any model, which uses the model's forward pass and transformers' cache.
 
-    Prompts of a batch are left-padded, so that the new tokens of all rows share a column, and sliding windows (which
-    count columns) are right. A model with recurrent layers gets prompts of one length at a time: padding would enter
-    its state.
+    Prompts are left-padded, so that new tokens share a column and sliding windows, which count columns, are correct.
+    Models with recurrent layers get only prompts of equal length per batch, because padding would enter their state.
 
     Args:
-        model: a causal language model in evaluation mode.
-        routers: of a mixture of experts, to be recorded.
+        model: A causal language model in evaluation mode.
+        routers: Routers of a mixture-of-experts model to record, or None.
     """
 
     refills = False
@@ -111,7 +107,7 @@ class CacheDecoder(Decoder):
         inputs: dict[str, Any],
         routes: Sequence[Routes | None] = (),
     ) -> Tensor:
-        """See `Decoder.prefill`; `inputs` are further arguments of the model's forward (images, ...)."""
+        """See `Decoder.prefill`. `inputs` are additional arguments of the model's forward (images, ...)."""
         device, width = self.model.device, max(map(len, prompts))
         lengths = torch.tensor([len(p) for p in prompts], device=device)
         ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts], device=device)
@@ -120,7 +116,7 @@ class CacheDecoder(Decoder):
         padded = bool((lengths < width).any())
         extra = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
         own = None
-        if inputs:  # then it is one prompt
+        if inputs:  # implies a single prompt
             from lightrl.models.multimodal import media_positions
 
             own = media_positions(self.model.base_model, ids, [inputs])
@@ -128,7 +124,7 @@ class CacheDecoder(Decoder):
         following = lengths if own is None else own.amax((0, 2)) + 1
         self.cache = DynamicCache(config=self.model.config)
         places = columns - (width - lengths[:, None]) + torch.arange(len(prompts), device=device)[:, None] * (width + 1)
-        places = torch.where(mask, places, width)  # of the padding nothing was recorded
+        places = torch.where(mask, places, width)  # no routes are recorded for padding
         out = self._run(
             Routes.at(routes, places.flatten(), width + 1),
             input_ids=ids,
@@ -139,8 +135,8 @@ class CacheDecoder(Decoder):
         self.cache = getattr(out, "past_key_values", None)
         if self.cache is None:
             raise ValueError(
-                f"model_path: {type(self.model).__name__} keeps no past_key_values, so TransformersEngine cannot "
-                "decode with it; use VLLMEngine."
+                f"model_path: {type(self.model).__name__} does not return past_key_values, which TransformersEngine "
+                "needs for decoding. Use VLLMEngine."
             )
         rows = torch.arange(len(prompts), device=device).repeat_interleave(copies)
         self.cache.reorder_cache(rows)
@@ -156,7 +152,7 @@ class CacheDecoder(Decoder):
         return out.logits[:, -1]
 
     def _run(self, experts: Tensor | None, **inputs: Any) -> Any:
-        """One forward in which tokens go to `experts`, as of `Routes.at`; leaves what was taken in `routes`."""
+        """Runs a forward pass, with the given `experts` if any, and stores the experts used in `routes`."""
         arguments = {"past_key_values": self.cache, "use_cache": True, "logits_to_keep": 1, **inputs}
         if self.routers is None:
             return self.model(**arguments)

@@ -1,4 +1,4 @@
-"""The decoding loop of the transformers engine: admits requests, samples a token per row, hands out finished groups.
+"""The decoding loop of the transformers engine, which admits requests, samples tokens, and returns finished groups.
 
 Shapes: R live rows, V vocabulary.
 """
@@ -19,18 +19,18 @@ from lightrl.records import Completion, CompletionGroup, GenerationRequest, Rout
 
 
 class _Settings:
-    """Sampling settings that rows share; their limits on the length may differ."""
+    """Sampling settings shared by rows, except for length limits."""
 
     def __init__(self, sampling: SamplingParams, eos_ids: set[int]) -> None:
         self.sampling = sampling
         self.shared = self._shared(sampling)
         self.end_ids = set(sampling.stop_token_ids or []) | (set() if sampling.ignore_eos else eos_ids)
         self.stops = list(sampling.stop or [])
-        # A token that can be seen has at least one byte, so this many tokens reach back over a stop string.
+        # A visible token has at least one byte, so this many tokens cover a stop string.
         self.stop_window = max((len(stop.encode()) for stop in self.stops), default=0) + 8
 
     def serve(self, sampling: SamplingParams) -> bool:
-        """Whether they are these; prompts of a rollout mostly share one object."""
+        """Whether `sampling` equals these settings."""
         return sampling is self.sampling or self._shared(sampling) == self.shared
 
     @staticmethod
@@ -39,12 +39,12 @@ class _Settings:
 
 
 class _Job:
-    """One request under way. `start` is the place of its first uniform; completion g's begin `g * limit` later.
+    """A pending request. `start` is the index of its first uniform; completion g starts `g * limit` later.
 
     Attributes:
-        parts: the completions as far as they are written down; those that are not over are "suspended".
-        live: places of the completions that lack tokens when it begins.
-        prefixes: what the model reads first: the prompt, once for all rows, or with what was sampled, row by row.
+        parts: Completions recorded so far. Unfinished ones are "suspended".
+        live: Indices of the completions that are unfinished at the start.
+        prefixes: Token IDs to prefill: the prompt, shared by all rows, or the prompt plus earlier tokens of each row.
     """
 
     def __init__(
@@ -70,18 +70,18 @@ class _Job:
         return self.request.token_ids
 
     def group(self) -> CompletionGroup:
-        """The completions as far as they are written down."""
+        """Returns the completions recorded so far."""
         oldest = min((min(part.policy_versions) for part in self.parts if part.policy_versions), default=self.version)
         return CompletionGroup(self.request, list(self.parts), oldest)
 
     def tokens_held(self, decoder: Decoder) -> int:
-        """Most tokens whose keys and values it will need."""
+        """Returns the maximum number of KV cache tokens needed."""
         most = len(self.prompt) + self.limit
         return sum(decoder.tokens_held(len(p), self.rows_each, most - len(p)) for p in self.prefixes)
 
 
 class _Row:
-    """One completion under way. `tokens` and `logprobs` lack what is in `Generation.pending`."""
+    """An unfinished completion. `tokens` and `logprobs` don't include `Generation.pending`."""
 
     __slots__ = (
         "before", "completion", "job", "kept", "limit", "logprobs", "routes", "text", "tokens", "versions", "visible",
@@ -93,29 +93,29 @@ class _Row:
         self.before = before = job.parts[completion]
         self.limit = job.limit
         self.tokens = list(before.token_ids)
-        self.visible: list[int] = []  # tokens that may be part of a stop string; empty where there are none
+        self.visible: list[int] = []  # tokens to search for stop strings, if any
         if job.settings.stops:
             counted = self.tokens[max(job.request.sampling.min_new_tokens - 1, 0) :]
             self.visible = [t for t in counted if t not in special]
         self.logprobs = list(before.logprobs)
         self.versions = list(before.policy_versions)
-        self.kept: list[Tensor] = []  # ids that each new token was drawn from; empty where nothing is cut
-        self.routes: list[Tensor] = []  # of the tokens that were fed back; empty where there are no experts
-        self.text: str | None = None  # set when a stop string ends it
+        self.kept: list[Tensor] = []  # kept token IDs for each new token, if the vocabulary is truncated
+        self.routes: list[Tensor] = []  # experts of the input tokens, if any
+        self.text: str | None = None  # set by a stop string
 
 
 @dataclass(eq=False)
 class Generation:
-    """The requests that are being sampled.
+    """Decoding state of all pending requests.
 
     Args:
-        make_decoder: makes an empty decoder that admits the first of the requests that wait.
-        now: policy version of the weights.
-        tokenizer: for texts and stop strings.
-        eos_ids: end-of-sequence tokens, heeded unless `sampling.ignore_eos`.
-        device: of the logits.
-        max_sequences: most rows at a time.
-        max_tokens: most tokens held at a time.
+        make_decoder: Function that returns an empty decoder for the first waiting request.
+        now: Policy version of the weights.
+        tokenizer: Tokenizer for texts and stop strings.
+        eos_ids: End-of-sequence tokens, used unless `sampling.ignore_eos`.
+        device: Device of the logits.
+        max_sequences: Maximum number of rows.
+        max_tokens: Maximum number of KV cache tokens.
     """
 
     make_decoder: Callable[[Sequence[GenerationRequest]], Decoder]
@@ -131,30 +131,29 @@ class Generation:
     waiting: deque[_Job] = field(default_factory=deque, init=False)
     jobs: dict[GenerationRequest, _Job] = field(default_factory=dict, init=False)  # waiting or running
     rows: list[_Row] = field(default_factory=list, init=False)
-    # Settings of the rows, and which rows have them; None for all.
+    # Settings of the rows, and the rows that use them; None for all.
     kinds: list[tuple[_Settings, Tensor | None]] = field(default_factory=list, init=False)
-    stops: bool = field(default=False, init=False)  # whether a row has stop strings
+    stops: bool = field(default=False, init=False)  # whether any row has stop strings
     end_ids: set[int] = field(default_factory=set, init=False)  # of all rows
-    # Tokens, log-probs, per row the ids they were drawn from, and the experts of the tokens that were fed, of steps
-    # that no row ended with.
+    # Tokens, log-probs, kept token IDs per row, and experts of the input tokens, of steps without a finished row.
     pending: list[tuple[Tensor, Tensor, list[Tensor] | None, Tensor | None]] = field(default_factory=list, init=False)
     seen: Tensor | None = field(default=None, init=False)
     held: int = field(default=0, init=False)
-    room: int = field(default=0, init=False)  # tokens until a row meets its limit, as of what is written down
+    room: int = field(default=0, init=False)  # tokens until a row reaches its limit, without pending ones
 
     def __post_init__(self) -> None:
         self.special = set(self.tokenizer.all_special_ids)
-        self.uniforms = torch.empty(0, dtype=torch.float64, device=self.device)  # of all jobs, one after another
+        self.uniforms = torch.empty(0, dtype=torch.float64, device=self.device)  # of all jobs, concatenated
         self.last = torch.empty(0, dtype=torch.long, device=self.device)
-        self.cursors = torch.empty(0, dtype=torch.long, device=self.device)  # per row, the place of its next uniform
+        self.cursors = torch.empty(0, dtype=torch.long, device=self.device)  # index of each row's next uniform
 
     def step(self) -> list[CompletionGroup]:
-        """Computes prompts that there is room for, or a token for each row; groups that are done."""
+        """Prefills prompts that fit, or samples a token per row. Returns the finished groups."""
         admitted = self._admit()
         return self._retire(self._prefill(admitted) if admitted else self._step())
 
     def changed(self, version: int, *, keep_cache: bool) -> None:
-        """Continues with other weights: notes which tokens the old ones sampled, and drops what they computed."""
+        """Handles a weight change: records the version of sampled tokens and drops the KV cache."""
         self._write_down_pending()
         for row in self.rows:
             row.versions += [self.now] * (len(row.tokens) - len(row.versions))
@@ -166,7 +165,8 @@ class Generation:
         jobs = [_Job(job.request, job.settings, job.start, version, job.parts) for job in begun]
         if any(job.begun and job.request.inputs for job in jobs):
             raise ValueError(
-                "TransformersEngine: weights cannot change within completions of prompts with media. Use VLLMEngine."
+                "schedule=InFlight with media: TransformersEngine can't resume completions of prompts with media. Use "
+                "VLLMEngine, or another schedule."
             )
         self.jobs |= {job.request: job for job in jobs}
         self.waiting.extendleft(sorted(jobs, key=lambda job: max(map(len, job.prefixes))))
@@ -177,7 +177,7 @@ class Generation:
 
     @torch.inference_mode()
     def add(self, requests: list[GenerationRequest]) -> None:
-        """Takes requests, which wait until there is room."""
+        """Queues requests."""
         start, drawn, jobs = len(self.uniforms), list[Tensor](), list[_Job]()
         live = sum(job.copies * job.limit for job in self.jobs.values())
         if start > 2 * live:
@@ -189,7 +189,7 @@ class Generation:
             jobs.append(job)
             self.jobs[request] = job
         self.uniforms = torch.cat([self.uniforms, torch.cat(drawn).to(self.device)])
-        # Longest first: neighbours are of about the same length, so little of a batch of prompts is padding.
+        # Sorting by length minimizes padding in prefill batches.
         self.waiting += sorted(jobs, key=lambda job: -len(job.prompt))
 
     def _settings(self, sampling: SamplingParams) -> _Settings:
@@ -200,7 +200,7 @@ class Generation:
         return self.settings[-1]
 
     def _live_uniforms(self) -> Tensor:
-        """Uniforms of the jobs that are not done, whose places and cursors follow."""
+        """Returns the uniforms of unfinished jobs and updates their indices and cursors."""
         parts, start, moves = [], 0, dict[_Job, int]()
         for job in self.jobs.values():
             size = job.copies * job.limit
@@ -212,7 +212,7 @@ class Generation:
         return torch.cat(parts) if parts else self.uniforms[:0]
 
     def _admit(self) -> list[_Job]:
-        """The jobs to start now: as many as there is room for, at least one where nothing is live."""
+        """Returns the jobs to start now: as many as fit, and at least one if nothing is running."""
         if not self.waiting or (self.rows and not (self.decoder and self.decoder.refills)):
             return []
         if self.decoder is None or (not self.rows and not self._admits(self.waiting[0])):
@@ -232,7 +232,7 @@ class Generation:
             taken.append(self.waiting.popleft())
             job.cost = cost
             self.held += cost
-            if job.request.inputs:  # extra inputs belong to one prompt: it goes through the model alone
+            if job.request.inputs:  # a prompt with media is prefilled alone
                 break
         return taken
 
@@ -249,12 +249,12 @@ class Generation:
 
     @torch.inference_mode()
     def _prefill(self, admitted: list[_Job]) -> list[int]:
-        """Computes prompts and samples the first token of their completions; positions of rows that ended."""
+        """Prefills prompts and samples the first token of their completions. Returns finished row indices."""
         assert self.decoder is not None
-        self._write_down_pending()  # which belongs to the rows of before
+        self._write_down_pending()  # belongs to earlier rows
         first, copies = len(self.rows), admitted[0].rows_each
         if not self._batches(admitted[0], admitted[0]) and admitted[0].begun:
-            raise ValueError(f"{admitted[0].request.name}: completions of different lengths cannot go on together.")
+            raise ValueError(f"{admitted[0].request.name}: can't resume completions of different lengths together.")
         self.rows += [_Row(job, g, self.special) for job in admitted for g in job.live]
         longest = max(len(job.prompt) + job.limit for job in admitted)
         self.decoder.reserve(longest, max(job.limit for job in admitted))
@@ -276,11 +276,11 @@ class Generation:
         return self._write_down(first)
 
     def _note_seen(self, admitted: list[_Job], first: int, vocabulary: int) -> None:
-        """Adds the tokens of prompts to what the repetition penalty applies to, where a row has one."""
+        """Records the tokens of prompts for the repetition penalty, if any row uses it."""
         if self.seen is None:
             if all(job.settings.sampling.repetition_penalty == 1.0 for job in admitted):
                 return
-            self.seen = torch.zeros(first, vocabulary, dtype=torch.bool, device=self.device)  # rows without one
+            self.seen = torch.zeros(first, vocabulary, dtype=torch.bool, device=self.device)  # rows without a penalty
         prefixes = [prefix for job in admitted for prefix in job.prefixes]
         seen = torch.zeros(len(prefixes), vocabulary, dtype=torch.bool, device=self.device)
         for i, prefix in enumerate(prefixes):
@@ -288,7 +288,7 @@ class Generation:
         self.seen = torch.cat([self.seen, seen.repeat_interleave(admitted[0].rows_each, 0)])
 
     def _kinds(self, first: int) -> list[tuple[_Settings, Tensor | None]]:
-        """The settings of the rows from `first` on, and the numbers of those that have them; None where all do."""
+        """Returns the settings of the rows from `first` and the indices of the rows that use them; None for all."""
         numbers: dict[_Settings, list[int]] = {}
         for i, row in enumerate(self.rows[first:]):
             numbers.setdefault(row.job.settings, []).append(i)
@@ -297,18 +297,18 @@ class Generation:
         return [(settings, torch.tensor(rows, device=self.device)) for settings, rows in numbers.items()]
 
     def _note_kinds(self, kinds: list[tuple[_Settings, Tensor | None]]) -> None:
-        """Takes the settings of all rows, and what every step asks of them."""
+        """Stores the settings of all rows and the values derived from them."""
         self.kinds = kinds
         self.stops = any(settings.stops for settings, _ in kinds)
         self.end_ids = set[int]().union(*(settings.end_ids for settings, _ in kinds))
 
     @torch.inference_mode()
     def _step(self) -> list[int]:
-        """Samples one more token for every row; positions of rows that ended."""
+        """Samples one token per row. Returns finished row indices."""
         assert self.decoder is not None
         logits = self.decoder.step(self.last)
         self.last = tokens = self._sample(logits, self.kinds, 0, self.decoder.routes)
-        # The lists of the rows are made only where a row may have ended: that takes as long as the sampling.
+        # Updates the rows' lists only if a row may have finished, because it takes as long as sampling.
         may_end = len(self.pending) >= self.room or self.stops
         if may_end or (self.end_ids and not self.end_ids.isdisjoint(tokens.tolist())):
             return self._write_down(0)
@@ -317,7 +317,7 @@ class Generation:
     def _sample(
         self, logits: Tensor, kinds: list[tuple[_Settings, Tensor | None]], first: int, routes: Tensor | None
     ) -> Tensor:
-        """Samples for the rows from `first` on, and leaves tokens and log-probs in `pending`; the tokens."""
+        """Samples tokens for the rows from `first`, adds them to `pending`, and returns them."""
         parts = []
         for settings, rows in kinds:
             own = logits if rows is None else logits[rows]
@@ -333,14 +333,14 @@ class Generation:
                 kept = [joined[i] for i in order.tolist()]
         if self.seen is not None:
             self.seen[first:].scatter_(1, tokens[:, None], True)
-        self.cursors[first:].add_(1)  # `+=` would copy them onto themselves, too
+        self.cursors[first:].add_(1)  # `+=` would add a copy
         self.pending.append((tokens, logprobs, kept, routes))
         return tokens
 
     def _sample_kind(
         self, logits: Tensor, settings: _Settings, rows: Tensor | None, first: int
     ) -> tuple[Tensor, Tensor, list[Tensor] | None]:
-        """What `sample` gives for the rows with these settings; `rows` count from `first`."""
+        """Calls `sample` for the rows with these settings. `rows` is relative to `first`."""
         cursors = self.cursors[first:] if rows is None else self.cursors[first:][rows]
         seen = forbidden = None
         sampling = settings.sampling
@@ -352,14 +352,14 @@ class Generation:
                 forbidden = forbidden_tokens(young, sorted(settings.end_ids), logits.shape[-1])
         if self.seen is not None:
             seen = self.seen[first:] if rows is None else self.seen[first:][rows]
-        fresh = not self.pending and not self.rows[-1].tokens  # rows that come together have their first token together
+        fresh = not self.pending and not self.rows[-1].tokens  # rows added together share their first step
         return sample(logits, sampling, self.uniforms.take(cursors), seen=seen, forbidden=forbidden, first=fresh)
 
     def _write_down(self, first: int) -> list[int]:
-        """Gives what is pending to the rows from `first` on, which it belongs to; positions of those that ended."""
+        """Moves pending tokens to the rows from `first`. Returns finished row indices."""
         tokens = torch.stack([step[0] for step in self.pending], 1).tolist()
         logprobs = torch.stack([step[1] for step in self.pending], 1).tolist()
-        supports = [step[2] for step in self.pending if step[2] is not None]  # in all steps or in none
+        supports = [step[2] for step in self.pending if step[2] is not None]  # in all steps or none
         fed = [step[3] for step in self.pending if step[3] is not None]
         routes = torch.cat(fed, 1).cpu() if fed else None
         self.pending.clear()
@@ -371,13 +371,13 @@ class Generation:
             if routes is not None:
                 row.routes.append(routes[i])
             last, settings = row.tokens[-1], row.job.settings
-            stopped = bool(settings.stops) and self._stopped(row, last)  # also of the last token: its text may be cut
+            stopped = bool(settings.stops) and self._stopped(row, last)  # also for the last token
             if stopped or last in settings.end_ids or len(row.tokens) == row.limit:
                 ended.append(first + i)
         return ended
 
     def _stopped(self, row: _Row, token: int) -> bool:
-        """Whether a stop string is complete; cuts the row's text behind it."""
+        """Checks for a complete stop string and cuts the row's text after it."""
         settings = row.job.settings
         least = settings.sampling.min_new_tokens
         if len(row.tokens) < least:
@@ -388,7 +388,7 @@ class Generation:
         if not any(stop in tail for stop in settings.stops):
             return False
         text = self._decode(row.tokens)
-        # A stop string among the tokens before min_new_tokens does not count.
+        # Ignores stop strings before min_new_tokens.
         start = len(text) - len(self._decode(row.visible)) if least else 0
         found = [(at, at + len(stop)) for stop in settings.stops if (at := text.find(stop, max(start, 0))) >= 0]
         if found:
@@ -401,7 +401,7 @@ class Generation:
     # ------------------------------------------------------------------------------------------------ retirement
 
     def _retire(self, ended: list[int]) -> list[CompletionGroup]:
-        """Forgets rows that ended and returns the groups that are complete with them."""
+        """Removes finished rows and returns the groups that they complete."""
         groups = []
         for i in ended:
             row = self.rows[i]
@@ -433,14 +433,14 @@ class Generation:
         return Completion(row.tokens, row.logprobs, text, reason, support, routes, versions)
 
     def partials(self) -> list[CompletionGroup]:
-        """All that is under way, as it stands, in the order in which it was asked for."""
+        """Returns the partial groups of all pending requests, in the order of their requests."""
         self._write_down_pending()
         for row in self.rows:
             row.job.parts[row.completion] = self._completion(row)
         return [job.group() for job in self.jobs.values()]
 
     def abort(self, requests: list[GenerationRequest]) -> None:
-        """Forgets requests."""
+        """Cancels requests."""
         jobs = [self.jobs.pop(request) for request in requests]
         self._write_down_pending()  # before the rows move
         for job in jobs:
@@ -453,14 +453,14 @@ class Generation:
         self.room = min((row.limit - len(row.tokens) for row in self.rows), default=0)
 
     def _write_down_pending(self) -> None:
-        """Gives rows what is pending. None ends with it: it would have been written down before."""
+        """Moves pending tokens to their rows. This finishes no row."""
         if self.pending:
             self._write_down(0)
             self.room = min((row.limit - len(row.tokens) for row in self.rows), default=0)
 
     @torch.inference_mode()
     def _compact(self, ended: set[int]) -> None:
-        """Moves the last live rows into the places of those that ended: the rest need not be copied."""
+        """Replaces finished rows with the last live rows, to copy as few as possible."""
         assert self.decoder is not None
         count = len(self.rows) - len(ended)
         tail = iter(i for i in range(count, len(self.rows)) if i not in ended)

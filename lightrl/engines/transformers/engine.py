@@ -1,7 +1,7 @@
-"""The engine for machines without vLLM, and the numerical reference for the others: plain PyTorch, no compilation.
+"""A plain PyTorch engine without compilation, for use without vLLM and as the numerical reference of other engines.
 
-Each distinct prompt is computed once, whatever the number of its completions; a finished completion stops costing
-anything at that step; every completion has its own random numbers.
+It prefills each prompt once for all its completions, removes finished completions from the batch immediately, and uses
+separate random numbers for each completion.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_LOGPROB_TOKENS = 4096  # tokens (with padding) of one forward of `logprobs`
+_LOGPROB_TOKENS = 4096  # tokens (with padding) per forward pass of `logprobs`
 
 
 class TransformersEngine(SteppingEngine):
     """Samples with transformers models in the trainer's process.
 
-    Results depend neither on the order nor on the number of prompts beyond the rounding of the model's matrix
-    products, and are repeated bit for bit by the same call. The global random generators are not touched.
+    Results are deterministic and independent of the order and number of prompts, except for rounding in matrix
+    products. The engine does not use the global random generators.
 
     Args:
-        max_sequences: Maximum number of completions sampled at a time. A group is never split: with more completions
-            than this, one group runs at a time.
-        max_batch_tokens: Maximum number of tokens whose keys and values are held, in the same way.
-        max_model_len: Maximum number of tokens of prompt and completion. Defaults to the model's own limit.
+        max_sequences: Maximum number of concurrent completions. Groups are not split, so a larger group runs alone.
+        max_batch_tokens: Maximum number of tokens in the KV cache. A group that needs more runs alone.
+        max_model_len: Maximum sequence length in tokens, including prompt and completion. Defaults to the model's
+            limit.
         dtype: "float32", "bfloat16", "float16", or "float64". Defaults to the trainer's.
-        device: Defaults to the trainer's.
-        cpu_kernels: Decode float32 Llama-shaped models on a CPU several times faster than by their own code.
-        model_kwargs: further arguments of `from_pretrained` (trust_remote_code, revision, attn_implementation, ...).
+        device: Torch device. Defaults to the trainer's.
+        cpu_kernels: Whether to decode float32 Llama-style models on a CPU with faster kernels.
+        model_kwargs: Additional arguments of `from_pretrained` (trust_remote_code, revision, attn_implementation, ...).
 
     Raises:
-        ValueError: an argument is out of its range.
+        ValueError: If an argument is out of range.
     """
 
     records_support = True
@@ -70,13 +70,11 @@ class TransformersEngine(SteppingEngine):
         super().__init__()
         self.max_sequences = at_least("TransformersEngine.max_sequences", max_sequences, 1)
         self.max_batch_tokens = at_least("TransformersEngine.max_batch_tokens", max_batch_tokens, 1)
-        shortest = "TransformersEngine.max_model_len", max_model_len, 3  # what the canary of the weights asks for
+        shortest = "TransformersEngine.max_model_len", max_model_len, 3  # minimum for the weight-sync check
         self._max_model_len = at_least(*shortest, or_none="for the model's own")
         self.cpu_kernels = cpu_kernels
         if dtype not in (None, *DTYPES):
-            raise ValueError(
-                f"TransformersEngine.dtype={dtype!r}: give {', '.join(DTYPES)}, or None for the trainer's."
-            )
+            raise ValueError(f"TransformersEngine.dtype={dtype!r}: not supported. Use {', '.join(DTYPES)}, or None.")
         self._dtype = dtype
         self._device = device
         self._model_kwargs = dict(model_kwargs or {})
@@ -98,9 +96,9 @@ class TransformersEngine(SteppingEngine):
         self._begin(context, path, kwargs, dtype)
 
     def _begin(self, context: EngineContext, path: str, kwargs: dict[str, Any], dtype: torch.dtype) -> None:
-        # Making a module draws random numbers, which the trainer would miss.
+        # Initializing a module draws random numbers, which must not change the trainer's.
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(context.seed)  # torch.manual_seed would reach the accelerators' too
+            torch.default_generator.manual_seed(context.seed)  # torch.manual_seed would also seed the accelerators
             config = AutoConfig.from_pretrained(path, **{k: v for k, v in kwargs.items() if k in CONFIG_KEYS})
             auto_class = causal_class(config)
             if context.random_init:
@@ -136,26 +134,26 @@ class TransformersEngine(SteppingEngine):
         return self._longest
 
     def sleep(self) -> None:
-        """Drops keys and values that were kept for conversations."""
+        """Drops the KV cache of finished requests."""
         with self.lock:
             if self._generation is not None and not self._generation.jobs:
                 self._generation = None
 
     def close(self) -> None:
         if not self.end_driver():
-            log.warning("TransformersEngine hangs in a step and is left behind.")
+            log.warning("TransformersEngine hangs in a step; its thread is leaked.")
         self._generation = None
         self._model = self._tokenizer = self._cpu_model = None
         self.policy_version = -1
 
     def _require_started(self) -> None:
         if not self.started:
-            raise RuntimeError("TransformersEngine: call start(context) first.")
+            raise RuntimeError("TransformersEngine is not started. Call start(context) first.")
 
     # ------------------------------------------------------------------------------------------------- sampling
 
     def add(self, requests: list[GenerationRequest]) -> None:
-        """See `SteppingEngine.add`. A request that the decoder in use cannot hold waits until what runs has ended."""
+        """See `SteppingEngine.add`. A request that doesn't fit the current decoder waits until all others finish."""
         self._generation = self._generation or self._new_generation()
         self._generation.add(requests)
 
@@ -185,7 +183,7 @@ class TransformersEngine(SteppingEngine):
         return [] if self._generation is None else self._generation.partials()
 
     def _decoder(self, requests: Sequence[GenerationRequest]) -> Decoder:
-        """An empty decoder for requests that wait."""
+        """Returns an empty decoder for the waiting requests."""
         if self._cpu_model is None or any(request.inputs for request in requests):
             return CacheDecoder(self._model, self._routers)
         new_tokens = max(request.sampling.max_new_tokens for request in requests)
@@ -206,18 +204,18 @@ class TransformersEngine(SteppingEngine):
         self.check_sampling(sampling, "SamplingParams", trained=False)
         at_least("num_completions", request.num_completions, 1)
         if not length:
-            raise ValueError(f"token_ids=[]: {request.name} is empty; give it at least one token.")
+            raise ValueError(f"token_ids=[]: {request.name} is empty. Pass at least one token.")
         if request.inputs and any(part.finish_reason == "suspended" and part.token_ids for part in request.begun):
             raise ValueError(
-                f"{request.name} shows something: TransformersEngine does not go on with a completion over a change of "
-                "weights there. Use VLLMEngine, or leave schedule InFlight out."
+                f"schedule=InFlight with media in {request.name}: TransformersEngine can't resume completions of such "
+                "prompts. Use VLLMEngine, or another schedule."
             )
         if length + sampling.max_new_tokens > self.max_model_len:
             room = self.max_model_len - length
             lower = f"Lower max_new_tokens to {room} or shorten" if room > 0 else "Shorten"
             raise ValueError(
-                f"max_new_tokens={sampling.max_new_tokens}: with the {length} tokens of {request.name} that is "
-                f"more than the model's {self.max_model_len}. {lower} the prompt."
+                f"max_new_tokens={sampling.max_new_tokens}: with the {length} tokens of {request.name}, this exceeds "
+                f"the model's limit of {self.max_model_len}. {lower} the prompt."
             )
 
     # -------------------------------------------------------------------------------------------------- weights
@@ -254,7 +252,7 @@ class TransformersEngine(SteppingEngine):
         """See `Engine.load_weights`.
 
         Raises:
-            ValueError: names that the model does not have, names that did not come, or wrong shapes; all are listed.
+            ValueError: If names are unknown or missing, or shapes are wrong. The message lists them.
         """
         self._require_started()
         with self.lock:
@@ -285,12 +283,12 @@ class TransformersEngine(SteppingEngine):
         if any(faults.values()):
             listed = "; ".join(f"{what}: {', '.join(names)}" for what, names in faults.items() if names)
             raise ValueError(
-                f"named_tensors do not fit the engine's model. {listed}. Send each parameter once, by name."
+                f"named_tensors do not match the engine's model. {listed}. Pass each parameter once, by name."
             )
 
 
 def _routers(model: Any) -> Routers | None:
-    """What records the experts that tokens are sent to; None for a model without, or with routers of another kind."""
+    """Returns the recorder of the model's routers, or None without experts or with unsupported routers."""
     if not router_modules(model):
         return None
     from lightrl.models.routing import Routers, RoutingPass
@@ -302,12 +300,12 @@ def _routers(model: Any) -> Routers | None:
         routers.recorded(forward)
         return routers
     except ValueError as error:
-        log.warning("TransformersEngine records no experts, so that the trainer cannot replay them: %s", error)
+        log.warning("TransformersEngine can't record experts, so the trainer can't replay them: %s", error)
         return None
 
 
 def _end_ids(model: Any, tokenizer: Any) -> set[int]:
-    """End-of-sequence tokens of the generation config, the model's config and the tokenizer; there may be several."""
+    """Returns the end-of-sequence tokens of the generation config, the model's config, and the tokenizer."""
     ids: set[int] = set()
     for source in (model.generation_config, model.config, model.config.get_text_config(), tokenizer):
         value = getattr(source, "eos_token_id", None)

@@ -1,4 +1,4 @@
-"""One token per row from a matrix of logits, by inverse CDF from random numbers that belong to the completion.
+"""Sampling of one token per row of logits by inverse CDF, with separate random numbers for each completion.
 
 Shapes: R rows, V vocabulary.
 """
@@ -13,12 +13,12 @@ from torch import Tensor
 from lightrl.records import SamplingParams
 
 _LARGEST_UNIFORM = 1 - 2.0**-40  # below 1 even after a multiplication by the total probability
-_NUCLEUS_WIDTH = 1024  # a nucleus is looked for among this many likeliest tokens before the vocabulary is sorted
+_NUCLEUS_WIDTH = 1024  # number of top tokens to search for the nucleus before sorting the vocabulary
 _MASK64 = 2**64 - 1
 
 
 def _mix(x: int) -> int:
-    """SplitMix64's finaliser: neighbouring integers become unrelated ones."""
+    """SplitMix64's finalizer, which maps adjacent integers to unrelated ones."""
     x = (x + 0x9E3779B97F4A7C15) & _MASK64
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
@@ -26,23 +26,23 @@ def _mix(x: int) -> int:
 
 
 def completion_uniforms(seed: int, completion: int, count: int) -> Tensor:
-    """The random numbers of one completion, from (seed, completion) alone; the global generator is not touched.
+    """Returns the random numbers of one completion, which depend only on (seed, completion).
 
     Args:
-        seed: of the prompt.
-        completion: position g of the completion in its group.
-        count: how many, one per token that may be sampled.
+        seed: Seed of the prompt.
+        completion: Index of the completion in its group.
+        count: Maximum number of tokens to sample.
 
     Returns:
-        (count,) float64 in [0, 1), on the CPU. The first n do not depend on `count` being larger than n.
+        (count,) float64 in [0, 1) on the CPU. A larger `count` doesn't change the first numbers.
     """
     mixed = _mix(_mix(seed & _MASK64) ^ completion)
-    generator = torch.Generator().manual_seed(mixed >> 1)  # torch takes 63 bits without a sign
+    generator = torch.Generator().manual_seed(mixed >> 1)  # torch accepts 63 unsigned bits
     return torch.rand(count, dtype=torch.float64, generator=generator).clamp_(max=_LARGEST_UNIFORM)
 
 
 def cuts(sampling: SamplingParams) -> bool:
-    """Whether top-p, top-k or min-p cut the vocabulary."""
+    """Whether top-p, top-k, or min-p truncates the vocabulary."""
     return sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0)
 
 
@@ -54,21 +54,21 @@ def distribution(
     forbidden: Tensor | None = None,
     first: bool = False,
 ) -> Tensor:
-    """Unnormalised probabilities that tokens are sampled from: 0 where a token is cut off.
+    """Returns the unnormalized sampling probabilities, with 0 for excluded tokens.
 
-    Order, as vLLM has it: repetition penalty, forbidden tokens, temperature, min-p, FIRE, top-k, top-p. Top-p is taken
-    of what min-p and top-k have left. Tokens that tie with the last one kept by top-k or top-p are kept too, so the
-    result does not depend on the order of a sort.
+    The order is vLLM's: repetition penalty, forbidden tokens, temperature, min-p, FIRE, top-k, top-p. Top-p applies to
+    the tokens kept by min-p and top-k. Tokens tied with the last one kept by top-k or top-p are also kept, so the
+    result doesn't depend on sort order.
 
     Args:
-        logits: (R, V), any floating type; computed in float32.
-        sampling: the settings. Temperature 0 is treated as 1 here.
-        seen: (R, V) bool, tokens that the repetition penalty applies to; needed where it is on.
-        forbidden: (R, V) bool, tokens that must not come.
-        first: these are the first tokens of completions, which `fire_temperature` is for.
+        logits: (R, V) of any floating dtype. Computed in float32.
+        sampling: Sampling settings. Temperature 0 is treated as 1 here.
+        seen: (R, V) bool, tokens for the repetition penalty. Required if it is enabled.
+        forbidden: (R, V) bool, tokens to exclude.
+        first: Whether these are the first tokens of completions, to which `fire_temperature` applies.
 
     Returns:
-        (R, V) float32, non-negative, rows not renormalised after top-k and top-p.
+        (R, V) float32, nonnegative, not renormalized after top-k and top-p.
     """
     logits = logits.float()
     if sampling.repetition_penalty != 1.0 and seen is not None:
@@ -93,7 +93,7 @@ def distribution(
 
 
 def _nucleus_threshold(probs: Tensor, sampling: SamplingParams) -> Tensor:
-    """(R, 1): probability of the least likely token of each row's nucleus."""
+    """(R, 1) probability of the least likely token of each row's nucleus."""
     vocabulary = probs.shape[-1]
     mass = sampling.top_p * probs.sum(-1, keepdim=True, dtype=torch.float64)
     for width in (min(_NUCLEUS_WIDTH, vocabulary), vocabulary):
@@ -114,18 +114,22 @@ def sample(
     forbidden: Tensor | None = None,
     first: bool = False,
 ) -> tuple[Tensor, Tensor, list[Tensor] | None]:
-    """Draws one token per row and says how likely it was, and out of what.
+    """Samples one token per row.
 
-    token = min {i : F(i) > u F(V)}, F the cumulative sum (float64) of `distribution`; temperature 0 takes the
-    likeliest token, and its log-prob is that at temperature 1, as vLLM reports it.
+    token = min {i : F(i) > u F(V)}, where F is the cumulative sum (float64) of `distribution`. Temperature 0 selects
+    the most likely token, with its log-prob at temperature 1, as in vLLM.
 
     Args:
-        logits: (R, V). uniforms: (R,) float64 in [0, 1).
-        sampling, seen, forbidden, first: as for `distribution`.
+        logits: (R, V) logits.
+        sampling: See `distribution`.
+        uniforms: (R,) float64 in [0, 1).
+        seen: See `distribution`.
+        forbidden: See `distribution`.
+        first: See `distribution`.
 
     Returns:
-        tokens (R,) int64, log-probs (R,) float32 of the renormalised distribution, and for each of the R rows the ids
-        that were left to it, int32 on the CPU; None where nothing is cut.
+        Tokens (R,) int64, log-probs (R,) float32 of the renormalized distribution, and the kept token IDs of each row
+        (int32 on the CPU), or None if the vocabulary is not truncated.
     """
     probs = distribution(logits, sampling, seen=seen, forbidden=forbidden, first=first)
     cumulative = probs.cumsum(-1, dtype=torch.float64)
@@ -134,7 +138,7 @@ def sample(
         tokens = probs.argmax(-1, keepdim=True)
     else:
         tokens = torch.searchsorted(cumulative, uniforms[:, None] * total, right=True)
-    logprobs = (probs.gather(-1, tokens) / total).log_().float()  # in float64, as the total is
+    logprobs = (probs.gather(-1, tokens) / total).log_().float()  # in float64, like the total
     kept = None
     if cuts(sampling):
         rows, ids = probs.nonzero(as_tuple=True)
@@ -144,7 +148,7 @@ def sample(
 
 
 def forbidden_tokens(rows: Tensor, ids: Sequence[int], vocabulary: int) -> Tensor:
-    """(R, V) bool: True for the tokens `ids` in the rows where `rows` (R,) is True."""
+    """(R, V) mask of the tokens `ids` in the rows selected by the (R,) mask `rows`."""
     mask = torch.zeros(rows.shape[0], vocabulary, dtype=torch.bool, device=rows.device)
     mask[:, list(ids)] = rows[:, None]
     return mask

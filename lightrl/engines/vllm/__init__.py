@@ -1,4 +1,4 @@
-"""`VLLMEngine`: vLLM embedded in the run."""
+"""The embedded vLLM engine."""
 
 from lightrl.engines.vllm.engine import VLLMEngine
 

@@ -1,8 +1,7 @@
-"""`VLLMEngine`: vLLM embedded in the run, in the trainer's process or in separate ones.
+"""The embedded vLLM engine, which runs in the trainer's process or in separate ones.
 
-What touches vLLM's internals is in `lightrl.compat.vllm` (trainer's side) and `vllm_worker` (workers' side). `setup` is
-what the engine is started with, `requests` translates requests and answers, `weights` brings weights to the workers.
-vLLM is imported by `start`, not before.
+`lightrl.compat.vllm` and `vllm_worker` wrap vLLM's internals. `setup` determines the startup arguments, `requests`
+converts requests and outputs, and `weights` pushes weights to the workers. `start` imports vLLM.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ DTYPES = ("float32", "bfloat16", "float16", "auto", "half", "float")
 
 
 class _Group:
-    """A request under way: the completions that are done, and what is known of the others so far."""
+    """A pending request with its finished and partial completions."""
 
     def __init__(self, request: GenerationRequest) -> None:
         self.request = request
@@ -60,41 +59,40 @@ class _Group:
 class VLLMEngine(SteppingEngine):
     """Samples with an embedded `vllm.LLM`.
 
-    Side effects of vLLM on its host process are undone: random states, environment variables, `torch.set_num_threads`,
-    and the default process group survives `close`. Log-probs are those of the distribution that was sampled from, with
-    temperature, penalties, FIRE, min-p, top-k, and top-p. On a CPU, vLLM's packing of linear weights is off: pushes run
-    at the speed of memcpy, and matrix products are 10-15% slower at 64 sequences.
+    Log-probs are those of the sampling distribution, after temperature, penalties, FIRE, min-p, top-k, and top-p. The
+    engine restores what vLLM changes in the trainer's process: random states, environment variables, and
+    `torch.set_num_threads`. The default process group survives `close`. On a CPU, packing of linear weights is
+    disabled, which makes pushes a plain memory copy and matrix products 10-15% slower at 64 sequences.
 
     Args:
         model: Model directory or ID. Defaults to the run's model.
-        dtype: "float32", "bfloat16", or "float16" for weights and KV cache. Defaults to the trainer's. vLLM's "auto",
-            which serves float32 models in bfloat16, has to be set explicitly.
-        in_process: Runs the engine in the trainer's process: fastest start and sync. False uses separate processes,
-            which can sample while the trainer computes, and whose death the trainer survives.
-        max_model_len: Maximum number of tokens of prompt and completion together. Defaults to what the run's longest
-            prompt and completion need, or to the model's own limit if the length of the prompts is unknown (streams,
-            media, turns without a limit). On a CPU that limit is lowered to what fits into a quarter of the free
-            memory.
-        gpu_memory_utilization: Fraction of the device's memory for weights and KV cache, in (0, 1]. Defaults to 0.4 on
-            a GPU that a trainer also uses and 0.9 on separate GPUs (`devices`). On a CPU the KV cache instead holds
-            the run's sequences, in at most a quarter of the free memory; `engine_args.kv_cache_memory_bytes` sets it.
-        tensor_parallel_size: Number of devices that share the model; more than 1 needs `in_process=False`.
-        devices: Numbers of the visible GPUs for this node's engines, `tensor_parallel_size` for each rank in the order
-            of the ranks; needs `in_process=False`. By default rank r's engine starts at its trainer's GPU.
-        restart_engine: Restarts an engine that died before the error is raised, which is then `EngineRestartedError`;
-            the weights are pushed again and the lost requests repeated.
-        sleep_level: What `sleep` frees on a GPU: 0 nothing; 1 the KV cache, with weights moved to the host; 2 KV cache
-            and weights, which are pushed again. On a CPU memory stays, caches are dropped, and level 2 pushes again.
-        lora_sync: How a LoRA adapter is pushed. "adapter": the engine keeps the base weights, and a push brings the
-            adapter alone. "merged": a push brings all weights with the adapter merged; sampling is then as fast as
-            without one. Quantized bases (QLoRA) are always merged.
-        progress_timeout: Seconds that the trainer waits for any sign of life from engine processes (one step, one part
-            of a push) before they are ended and `EngineDiedError` is raised; None waits forever. An in-process engine
-            has no limit. vLLM bounds the start of its processes by `VLLM_ENGINE_READY_TIMEOUT_S`, 600 seconds.
-        engine_args: Further arguments of `vllm.LLM`, which win over all of the above.
+        dtype: Dtype of weights and KV cache: "float32", "bfloat16", "float16", or vLLM's "auto", which serves float32
+            models in bfloat16. Defaults to the trainer's.
+        in_process: Whether to run in the trainer's process, which has the fastest startup and weight sync. Separate
+            processes can sample during updates, and the trainer survives their death.
+        max_model_len: Maximum sequence length in tokens, including prompt and completion. Defaults to the run's longest
+            prompt plus completion, or to the model's limit if prompt lengths are unknown (streams, media, turns without
+            a limit). On a CPU, the model's limit is reduced to fit into a quarter of the free memory.
+        gpu_memory_utilization: Fraction of GPU memory for weights and KV cache, in (0, 1]. Defaults to 0.4 on a GPU
+            shared with a trainer and to 0.9 on separate GPUs (`devices`). On a CPU, the KV cache holds the run's
+            sequences and uses at most a quarter of the free memory, unless `engine_args.kv_cache_memory_bytes` is set.
+        tensor_parallel_size: Number of GPUs per engine. Values above 1 require `in_process=False`.
+        devices: Indices of the visible GPUs for this node's engines, `tensor_parallel_size` per rank in rank order.
+            Requires `in_process=False`. Defaults to GPUs starting at each trainer's GPU.
+        restart_engine: Whether to restart an engine that died, push the weights again, and repeat the lost requests.
+            Requires `in_process=False`.
+        sleep_level: Memory to free between rollouts on a GPU. 0 frees nothing, 1 frees the KV cache and offloads
+            weights to the CPU, and 2 frees the KV cache and weights, which are pushed again. On a CPU, levels 1 and 2
+            only drop caches, and level 2 also pushes the weights again.
+        lora_sync: How to push LoRA weights. "adapter" pushes only the adapter. "merged" pushes all weights with the
+            adapter merged, which samples at the speed of the base model. QLoRA bases are always merged.
+        progress_timeout: Seconds without a sign of life from the engine processes (a step, a part of a push) after
+            which they are stopped and `EngineDiedError` is raised. None waits forever. Doesn't apply to in-process
+            engines, nor to startup, which vLLM limits by `VLLM_ENGINE_READY_TIMEOUT_S` (600 seconds).
+        engine_args: Additional arguments of `vllm.LLM`, which override all of the above.
 
     Raises:
-        ValueError: arguments that contradict each other.
+        ValueError: If arguments are incompatible.
 
     Source: https://docs.vllm.ai (0.32).
     """
@@ -117,24 +115,29 @@ class VLLMEngine(SteppingEngine):
         engine_args: dict[str, Any] | None = None,
     ) -> None:
         if tensor_parallel_size > 1 and in_process:
-            raise ValueError(f"VLLMEngine.tensor_parallel_size={tensor_parallel_size}: needs in_process=False.")
+            raise ValueError(
+                f"VLLMEngine.tensor_parallel_size={tensor_parallel_size}: needs separate processes. Set "
+                "in_process=False."
+            )
         if devices is not None and in_process:
             raise ValueError(
                 f"VLLMEngine.devices={devices}: an in-process engine uses its trainer's GPU. Set in_process=False."
             )
         if devices is not None and (not devices or len({*devices}) < len(devices) or min(devices) < 0):
-            raise ValueError(f"VLLMEngine.devices={devices}: must be different numbers of GPUs, from 0 on.")
+            raise ValueError(f"VLLMEngine.devices={devices}: must be distinct GPU indices. Use integers from 0.")
         if restart_engine and in_process:
             raise ValueError(
-                "VLLMEngine.restart_engine=True: an in-process engine can't die alone. Set in_process=False."
+                "VLLMEngine.restart_engine=True: an in-process engine can't be restarted. Set in_process=False."
             )
         if "worker_extension_cls" in (engine_args or {}):
-            raise ValueError("VLLMEngine.engine_args: leave out worker_extension_cls, LightRL pushes weights by it.")
+            raise ValueError(
+                "VLLMEngine.engine_args.worker_extension_cls: reserved for LightRL's weight sync. Remove it."
+            )
         super().__init__()
         self.model = model
         self.requested_dtype = None if dtype is None else one_of("VLLMEngine.dtype", dtype, *DTYPES)
         self.in_process = in_process
-        shortest = "VLLMEngine.max_model_len", max_model_len, 3  # what the canary of the weights asks for
+        shortest = "VLLMEngine.max_model_len", max_model_len, 3  # minimum for the weight-sync check
         self.requested_model_len = at_least(*shortest, or_none="for what the run needs")
         share = "VLLMEngine.gpu_memory_utilization", gpu_memory_utilization, "(0, 1]"
         self.gpu_memory_utilization = fraction(*share, or_none="for what the device suggests")
@@ -150,9 +153,9 @@ class VLLMEngine(SteppingEngine):
         self._sender: WeightSender | None = None
         self._adapter_folder: AdapterFolder | None = None
         self._finished: dict[str, Any] = {}
-        self._switches: dict[str, list[tuple[int, int]]] = {}  # of each request, (tokens before, version from there)
+        self._switches: dict[str, list[tuple[int, int]]] = {}  # per request: (tokens before, version after)
         self._groups: dict[GenerationRequest, _Group] = {}
-        self._places: dict[str, tuple[_Group, int]] = {}  # of each of vLLM's requests, its completion
+        self._places: dict[str, tuple[_Group, int]] = {}  # vLLM request -> its completion
         self._keys = map("lightrl-{}".format, count())
         self._heats = self._keeps_cache = self._on_cuda = False
         self._asleep: Literal[0, 1, 2] = 0
@@ -168,8 +171,8 @@ class VLLMEngine(SteppingEngine):
             super().check_overlap(in_flight=in_flight)
         if self.sleep_level:
             raise ValueError(
-                f"engine=VLLMEngine.sleep_level={self.sleep_level}: an engine that samples while the trainer computes "
-                "never sleeps. Set it to 0."
+                f"engine=VLLMEngine.sleep_level={self.sleep_level}: an engine that samples during updates can't sleep. "
+                "Set it to 0."
             )
 
     def known_model_len(self, model_path: str) -> int | None:
@@ -179,14 +182,14 @@ class VLLMEngine(SteppingEngine):
 
         config = AutoConfig.from_pretrained(self.model or model_path)
         rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-        return longest_sequence(config) if rope.get("rope_type") == "default" else None  # vLLM stretches scaled ones
+        return longest_sequence(config) if rope.get("rope_type") == "default" else None  # vLLM extends scaled ones
 
     def environment(self, context: EngineContext, *, cuda: bool) -> tuple[dict[str, str], dict[str, str]]:
-        """Environment variables that must hold while the engine starts, and those that yield to the user's."""
+        """Returns forced environment variables and defaults that the user's environment overrides."""
         return setup.environment(self, context, cuda)
 
     def arguments(self, context: EngineContext, *, cuda: bool) -> dict[str, Any]:
-        """Arguments of `vllm.LLM`."""
+        """Returns the arguments of `vllm.LLM`."""
         return setup.arguments(self, context, cuda)
 
     def start(self, context: EngineContext) -> None:
@@ -210,14 +213,14 @@ class VLLMEngine(SteppingEngine):
             said, length = " ".join(str(error).split())[:600], arguments.get("max_model_len")
             if "KV cache" in said:
                 raise ValueError(
-                    f"VLLMEngine.max_model_len={length}: the KV cache has no room for a sequence of that length. Set "
+                    f"VLLMEngine.max_model_len={length}: the KV cache is too small for a sequence of this length. Set "
                     "max_model_len to the longest prompt plus completion, or raise gpu_memory_utilization or "
                     f"engine_args.kv_cache_memory_bytes. vLLM reports: {said}"
                 ) from error
             if "max_model_len" in said:
                 raise ValueError(
-                    f"VLLMEngine.max_model_len={length}: the model cannot hold the longest prompt "
-                    f"({context.max_prompt_tokens} tokens) and max_new_tokens={context.max_new_tokens}: lower one of "
+                    f"VLLMEngine.max_model_len={length}: the model's limit is below the longest prompt "
+                    f"({context.max_prompt_tokens} tokens) plus max_new_tokens={context.max_new_tokens}. Lower one of "
                     f"the two. vLLM reports: {said}"
                 ) from error
             if not self.engine_args:
@@ -247,13 +250,13 @@ class VLLMEngine(SteppingEngine):
 
     @property
     def process_ids(self) -> list[int]:
-        """Engine core and workers; empty for an engine in the trainer's process."""
+        """Process IDs of engine core and workers. Empty for an in-process engine."""
         return list(self._started().pids)
 
     def close(self) -> None:
         stuck = not self.end_driver()
         if stuck and self.in_process:
-            log.warning("VLLMEngine hangs in a step and is left behind.")
+            log.warning("VLLMEngine hangs in a step; its thread is leaked.")
             self._adapter = self._sender = None
         self._release(dead=stuck)
 
@@ -275,7 +278,7 @@ class VLLMEngine(SteppingEngine):
 
     @contextmanager
     def _serving(self) -> Iterator[VLLMAdapter]:
-        """The adapter, for one thread at a time; ends a lost engine, and restarts it with `restart_engine`."""
+        """Yields the adapter with the lock held. Cleans up a dead engine, and restarts it with `restart_engine`."""
         from lightrl.compat.vllm import LostEngineError
 
         with self.lock:
@@ -288,7 +291,7 @@ class VLLMEngine(SteppingEngine):
                     assert self._context is not None
                     self.start(self._context)
                     died = EngineRestartedError(
-                        "A vLLM engine process was lost and started again, without the policy's weights: push them and "
+                        "A vLLM engine process died and was restarted without the policy's weights. Push them and "
                         f"repeat the rollout. {error}"
                     )
                 self.lose(died)
@@ -300,13 +303,13 @@ class VLLMEngine(SteppingEngine):
         super().check_sampling(sampling, name, trained=trained)
         if 0 < sampling.temperature < 0.01:
             raise ValueError(
-                f"{name}.temperature={sampling.temperature}: vLLM serves 0 (greedy) and 0.01 or more. Raise it."
+                f"{name}.temperature={sampling.temperature}: vLLM supports 0 (greedy) and 0.01 or more. Raise it."
             )
         for argument in ("logits_processors", "logprobs_mode", "watermark_config"):
             if trained and self.engine_args.get(argument):
                 raise ValueError(
-                    f"VLLMEngine.engine_args.{argument}={self.engine_args[argument]!r}: the trainer would score "
-                    "another distribution than tokens are drawn from. Remove it."
+                    f"VLLMEngine.engine_args.{argument}={self.engine_args[argument]!r}: the trainer can't reproduce "
+                    "this sampling distribution. Remove it."
                 )
 
     def check_request(self, request: GenerationRequest) -> None:
@@ -314,19 +317,19 @@ class VLLMEngine(SteppingEngine):
         self.check_sampling(sampling, "SamplingParams", trained=False)
         if sampling.fire_temperature is not None and not self._heats:
             raise ValueError(
-                f"SamplingParams.fire_temperature={sampling.fire_temperature}: this engine was started without it, "
-                "start it with EngineContext(fire=True), which a run does whose own settings have one."
+                f"SamplingParams.fire_temperature={sampling.fire_temperature}: the engine was started without FIRE. "
+                "Set it in data.sampling or evaluation.sampling, or start the engine with EngineContext(fire=True)."
             )
         if request.media and not self._on_cuda and self._started().attends_both_ways:
             raise ValueError(
-                f"engine=VLLMEngine on a CPU with images and {self._started().model_class}: the model attends in both "
-                "directions within an image, and vLLM's attention on a CPU is causal. Use TransformersEngine."
+                f"engine=VLLMEngine on a CPU with {self._started().model_class}: vLLM does not support the model's "
+                "bidirectional attention within an image on a CPU. Use TransformersEngine."
             )
         check_lengths(request, limit=("engine's", limit), way_out="raise VLLMEngine.max_model_len")
         if sampling.extra:
             try:
                 self._started().grammars.verify(sampling_params(sampling))
-            except Exception as error:  # on hostile schemas nearly anything is raised
+            except Exception as error:  # invalid schemas raise many error types
                 raise ValueError(f"vLLM rejects the request: {str(error) or type(error).__name__}") from error
 
     def add(self, requests: list[GenerationRequest]) -> None:
@@ -357,7 +360,7 @@ class VLLMEngine(SteppingEngine):
         self._finished.update({output.request_id: output for output in adapter.step(lambda: self.ending)})
 
     def _collect(self) -> list[CompletionGroup]:
-        """Groups that are done with what has finished."""
+        """Returns the finished groups."""
         groups = []
         for key in [key for key in self._finished if key in self._places]:
             group, place = self._places.pop(key)
@@ -412,8 +415,7 @@ class VLLMEngine(SteppingEngine):
         for position, ids in enumerate(sequences):
             if not 2 <= len(ids) < limit:
                 raise ValueError(
-                    f"logprobs: sequence {position} has {len(ids)} tokens; vLLM takes 2 to {limit - 1} "
-                    "(max_model_len - 1)."
+                    f"logprobs: sequence {position} has {len(ids)} tokens. Pass 2 to {limit - 1} (max_model_len - 1)."
                 )
         keys = [next(self._keys) for _ in sequences]
         with self._serving() as adapter:
@@ -437,7 +439,7 @@ class VLLMEngine(SteppingEngine):
     def load_weights(
         self, named_tensors: Iterable[tuple[str, Tensor]], *, policy_version: int, partial: bool = False
     ) -> None:
-        """See `Engine.load_weights`. Names that are unknown or did not come are listed in a ValueError."""
+        """See `Engine.load_weights`. Raises a ValueError that lists unknown and missing names."""
         if self._asleep == 2:
             self.wake()
         with self._changing(policy_version):
@@ -446,7 +448,7 @@ class VLLMEngine(SteppingEngine):
 
     @contextmanager
     def _changing(self, policy_version: int) -> Iterator[VLLMAdapter]:
-        """Loading other weights between two steps: notes which tokens came before; drops caches, or keeps them."""
+        """Pauses for loading weights, then drops or keeps caches and records the new version of pending requests."""
         self.policy_version = -1
         with self._serving() as adapter:
             busy = adapter.busy
@@ -493,8 +495,8 @@ class VLLMEngine(SteppingEngine):
             return
         with self._serving() as adapter:
             if self._on_cuda:
-                setup.free_cached_memory()  # the trainer's own blocks, which no other process or allocator can take
-                # After level 2 the KV cache comes back with the weights: until then the trainer may need the memory.
+                setup.free_cached_memory()  # blocks of the trainer's allocator
+                # After level 2, the KV cache is restored after the push, because gathering weights needs memory.
                 adapter.wake(["weights"] if self._asleep == 2 else None)
         self._cache_asleep = self._asleep == 2
         self._asleep = 0

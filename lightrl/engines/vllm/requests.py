@@ -1,4 +1,4 @@
-"""Requests in vLLM's terms, and vLLM's answers in ours. vLLM is imported inside the functions."""
+"""Conversion of requests and completions between LightRL and vLLM. vLLM is imported inside the functions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HARMLESS_EXTRA = frozenset(
         *("skip_special_tokens", "spaces_between_special_tokens", "stream_interval"),
     )
 )
-"""Fields of vLLM's `SamplingParams` that change neither what a token is drawn from nor what LightRL reads."""
+"""Fields of vLLM's `SamplingParams` that change neither the sampling distribution nor the outputs LightRL uses."""
 
 EVALUATION_EXTRA = frozenset(
     (
@@ -26,7 +26,7 @@ EVALUATION_EXTRA = frozenset(
         *("structured_outputs", "thinking_token_budget"),
     )
 )
-"""Fields that change the distribution."""
+"""Fields that change the sampling distribution."""
 
 OWN_EXTRA = {
     "extra_args": "sampling.fire_temperature",
@@ -43,14 +43,14 @@ OWN_EXTRA = {
     "top_k": "sampling.top_k",
     "top_p": "sampling.top_p",
 }
-"""Fields that LightRL sets -> the setting to use."""
+"""Fields that LightRL sets, mapped to the setting to use."""
 
 
 def completion_seed(prompt_seed: int, completion: int, begun: int = 0) -> int:
-    """The seed of one completion: 63 bits of a hash of (seed of its prompt, its place in the group).
+    """Returns the 63-bit hash of (prompt seed, index in the group) as the seed of a completion.
 
-    vLLM's own `n=G` uses seed, seed + 1, ..., so that prompts with neighbouring seeds would share random numbers. One
-    that goes on after `begun` tokens has another, since its generator starts over.
+    vLLM's `n=G` uses seed, seed + 1, ..., so prompts with adjacent seeds would share random numbers. A completion that
+    resumes after `begun` tokens gets a different seed, because its generator restarts.
     """
     name = f"{prompt_seed}:{completion}:{begun}" if begun else f"{prompt_seed}:{completion}"
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
@@ -58,7 +58,7 @@ def completion_seed(prompt_seed: int, completion: int, begun: int = 0) -> int:
 
 
 def sampling_params(sampling: SamplingParams) -> Any:
-    """vLLM's sampling parameters, without a seed."""
+    """Converts sampling settings to vLLM's, without a seed."""
     from vllm import SamplingParams as VLLMSamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
@@ -75,7 +75,7 @@ def sampling_params(sampling: SamplingParams) -> Any:
         **plain_sampling(sampling),
         "structured_outputs": structured,
         "extra_args": fire,
-        "logprobs": 0,  # the sampled token's alone
+        "logprobs": 0,  # only the sampled token's
         "flat_logprobs": True,
         "output_kind": RequestOutputKind.FINAL_ONLY,
     }
@@ -83,7 +83,7 @@ def sampling_params(sampling: SamplingParams) -> Any:
 
 
 def plain_sampling(sampling: SamplingParams) -> dict[str, Any]:
-    """What vLLM's sampling parameters and its server's requests have in common, under vLLM's names."""
+    """Returns the settings shared by vLLM's sampling parameters and server requests, under vLLM's names."""
     return {
         "max_tokens": sampling.max_new_tokens,
         "min_tokens": sampling.min_new_tokens,
@@ -100,7 +100,7 @@ def plain_sampling(sampling: SamplingParams) -> dict[str, Any]:
 
 
 def scoring_params() -> Any:
-    """Asks for the log-probs of the prompt's tokens, at temperature 1; one token must be generated with them."""
+    """Returns parameters for the prompt's log-probs at temperature 1. vLLM must generate at least one token."""
     from vllm import SamplingParams as VLLMSamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -110,32 +110,32 @@ def scoring_params() -> Any:
 
 
 def _opening(request: GenerationRequest) -> str:
-    """The prompt's name at the beginning of a sentence."""
+    """Returns the capitalized name of the prompt."""
     return request.name[:1].upper() + request.name[1:]
 
 
 def check_lengths(request: GenerationRequest, *, limit: tuple[str, int], way_out: str) -> None:
-    """Refuses counts that make no sense, and prompts that do not fit.
+    """Raises a ValueError for invalid counts and prompts that are too long.
 
     Args:
-        request: to be served.
-        limit: whose max_model_len it is, and how much.
-        way_out: what raises it.
+        request: The request.
+        limit: Owner and value of max_model_len.
+        way_out: Instruction that raises the limit.
     """
     length, new_tokens = len(request.token_ids), request.sampling.max_new_tokens
     at_least("num_completions", request.num_completions, 1)
     if not length:
-        raise ValueError(f"token_ids=[]: {request.name} is empty; give it at least one token.")
+        raise ValueError(f"token_ids=[]: {request.name} is empty. Pass at least one token.")
     if length + new_tokens > limit[1]:
         raise ValueError(
-            f"{_opening(request)} has {length} tokens; with max_new_tokens={new_tokens} that is more than the "
+            f"{_opening(request)} has {length} tokens; with max_new_tokens={new_tokens} this exceeds the "
             f"{limit[0]} max_model_len={limit[1]}. Lower max_new_tokens, {way_out}, or drop or truncate prompts of "
             "this length."
         )
 
 
 def remaining(request: GenerationRequest, place: int) -> SamplingParams:
-    """The settings for what a completion lacks."""
+    """Returns the settings for the remaining tokens of a completion."""
     begun = len(request.so_far(place).token_ids)
     sampling, most = request.sampling, request.sampling.max_new_tokens - begun
     least = min(max(sampling.min_new_tokens - begun, 0), most)
@@ -144,10 +144,10 @@ def remaining(request: GenerationRequest, place: int) -> SamplingParams:
 
 
 def engine_prompt(request: GenerationRequest, place: int) -> dict[str, Any]:
-    """A prompt as vLLM takes it: token ids; with media, one placeholder for each, and the media under their names.
+    """Converts a prompt and the partial completion at `place` to vLLM's format.
 
-    What was sampled before of the completion at that place in the group follows it. vLLM's processor puts the features'
-    tokens in itself, once for all completions of a prompt: the names are its cache.
+    A prompt with media has one placeholder per item. vLLM's processor expands it once for all completions and caches
+    the result by the item's name.
     """
     media, begun = request.media, request.so_far(place).token_ids
     if not media:
@@ -167,24 +167,19 @@ def engine_prompt(request: GenerationRequest, place: int) -> dict[str, Any]:
 
 
 def check_prompt(output: Any, request: GenerationRequest, place: int) -> None:
-    """Compares the prompt that vLLM computed with the trainer's.
-
-    Raises:
-        ValueError: their processors made different placeholders of the media.
-    """
+    """Raises a ValueError if vLLM's processor expanded the media differently from the trainer's."""
     if not request.media:
         return
     theirs, ours = list(output.prompt_token_ids), request.token_ids + request.so_far(place).token_ids
     if theirs != ours:
         raise ValueError(
-            f"{_opening(request)}: vLLM made {len(theirs)} tokens of it, the model's processor {len(ours)}, "
-            "and they differ: engine and trainer would not see the same. Leave engine_args' mm_processor_kwargs out, "
-            "and check that media, inputs and tokens of the prompt belong together."
+            f"{_opening(request)}: vLLM's tokens ({len(theirs)}) and the model processor's ({len(ours)}) differ. "
+            "Remove engine_args.mm_processor_kwargs, and check that media, inputs, and tokens of the prompt match."
         )
 
 
 def completion(output: Any, request: GenerationRequest, place: int) -> Completion:
-    """vLLM's `CompletionOutput` as ours: what it sampled now; "suspended" where more may follow."""
+    """Converts vLLM's `CompletionOutput`, without earlier tokens. Unfinished completions are "suspended"."""
     begun = len(request.so_far(place).token_ids)
     most = request.sampling.max_new_tokens
     tokens = [int(token) for token in output.token_ids]
@@ -192,15 +187,16 @@ def completion(output: Any, request: GenerationRequest, place: int) -> Completio
     if flat is not None and len(flat) == len(tokens):
         logprobs = [float(value) for value in flat]
         top = []
-    else:  # more than one per token: `extra` asked for it
+    else:  # several per token, requested by `extra`
         top = [{int(word): float(found.logprob) for word, found in entry.items()} for entry in output.logprobs]
         logprobs = [entry[token] for token, entry in zip(tokens, top, strict=True)]
     if output.finish_reason not in ("stop", "length", "abort"):
         raise RuntimeError(f"vLLM ended a completion of {request.name} with finish_reason={output.finish_reason!r}.")
     if output.finish_reason == "length" and begun + len(tokens) < most:
         raise ValueError(
-            f"vLLM cut a completion of {request.name} after {len(tokens)} tokens, before max_new_tokens={most}: "
-            "the prompt grew beyond max_model_len, as images do. Raise VLLMEngine.max_model_len or lower it."
+            f"max_new_tokens={most}: vLLM cut a completion of {request.name} after {len(tokens)} tokens, because the "
+            "prompt, expanded by images, exceeds max_model_len. Raise VLLMEngine.max_model_len, or lower "
+            "max_new_tokens."
         )
     taken = getattr(output, "routed_experts", None)
     routes = (
@@ -214,16 +210,17 @@ def completion(output: Any, request: GenerationRequest, place: int) -> Completio
 def joined(
     new: Completion, request: GenerationRequest, place: int, versions: list[int], decode: Callable[[list[int]], str]
 ) -> Completion:
-    """What was sampled before and now, as one completion.
+    """Joins the earlier and new tokens of a completion.
 
-    vLLM looks for stop strings in what it sampled itself. One that began before ends the completion here: what follows
-    it is dropped, which does not depend on it.
+    vLLM searches for stop strings only in new tokens. A stop string that spans both parts ends the completion here, and
+    the tokens after it are dropped.
 
     Args:
-        new: what `completion` gave.
-        request, place: which completion it is.
-        versions: of the weights that sampled each of its tokens.
-        decode: tokens to text.
+        new: Result of `completion`.
+        request: The request.
+        place: Index of the completion in the group.
+        versions: Weight version of each new token.
+        decode: Function that converts tokens to text.
     """
     before = request.so_far(place)
     versions = before.policy_versions + versions
@@ -231,10 +228,10 @@ def joined(
         return replace(new, policy_versions=versions)
     tokens, count = before.token_ids + new.token_ids, len(before.token_ids)
     text, reason, stops = decode(tokens), new.finish_reason, request.sampling.stop or []
-    if stops and reason == "stop":  # vLLM cuts a text behind the stop string
+    if stops and reason == "stop":  # vLLM cuts the text after the stop string
         text = text[: len(text) - len(decode(new.token_ids)) + len(new.text)]
-    window = max((len(stop.encode()) for stop in stops), default=0)  # a token that can be seen has a byte or more
-    start = max(count - window, request.sampling.min_new_tokens - 1, 0)  # what comes before does not count
+    window = max((len(stop.encode()) for stop in stops), default=0)  # a visible token has at least one byte
+    start = max(count - window, request.sampling.min_new_tokens - 1, 0)  # ignores earlier stop strings
     shown = len(decode(tokens[start:count]))
     for end in range(count + 1, min(count + window, len(tokens)) + 1) if start < count else ():
         tail = decode(tokens[start:end])

@@ -1,4 +1,4 @@
-"""What a `VLLMEngine` is started with: arguments of `vllm.LLM`, environment variables, devices, and memory."""
+"""Startup of `VLLMEngine`: arguments of `vllm.LLM`, environment variables, devices, and memory."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ from lightrl.records import EngineContext
 
 log = logging.getLogger(__name__)
 
-VLLMEngine: TypeAlias = Any  # which imports this module
+VLLMEngine: TypeAlias = Any  # avoids a circular import
 
-_BLOCK = 128  # tokens in a block of vLLM's KV cache on a CPU
-_SEQUENCES = 256  # that vLLM runs at a time by default
-_SHARE = 0.25  # of the free memory that KV caches on a CPU may have, all ranks together
+_BLOCK = 128  # tokens per block of vLLM's KV cache on a CPU
+_SEQUENCES = 256  # vLLM's default number of concurrent sequences
+_SHARE = 0.25  # fraction of free memory for KV caches on a CPU, all ranks together
 _BYTES = {"float32": 4, "float": 4, "auto": 4}
-_CPU_KV_BYTES = 256 << 20  # for a model whose configuration transformers cannot read
+_CPU_KV_BYTES = 256 << 20  # for a model whose config transformers can't read
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def environment(engine: VLLMEngine, context: EngineContext, cuda: bool) -> tuple[dict[str, str], dict[str, str]]:
-    """Environment variables that must hold while the engine starts, and those that yield to the user's."""
+    """Returns forced environment variables and defaults that the user's environment overrides."""
     gpu = int(context.device.partition(":")[2] or 0)
     if cuda and engine.in_process:
-        # vLLM takes the GPU with the number LOCAL_RANK: the trainer's own, whatever its rank. The address is only read
-        # if no process group exists yet, in a run of one process.
+        # vLLM uses GPU LOCAL_RANK, so we set it to the trainer's GPU. vLLM reads the address only if no process group
+        # exists yet, in single-process runs.
         forced = {"RANK": str(context.rank), "LOCAL_RANK": str(gpu), "WORLD_SIZE": str(context.world_size)}
         return forced, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     if cuda:
         return {"CUDA_VISIBLE_DEVICES": _own_gpus(engine, context, gpu)}, {}
     if engine.in_process:
         return {}, {}
-    # vLLM would bind every engine to core 0, and as many spinning threads as cores slow trainer and engine tenfold.
+    # vLLM would bind every engine to core 0. One spinning thread per core would slow down trainer and engine tenfold.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = max(1, cores // (2 * context.world_size * engine.tensor_parallel_size))
     return {}, {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
 
 
 def _own_gpus(engine: VLLMEngine, context: EngineContext, gpu: int) -> str:
-    """CUDA_VISIBLE_DEVICES of this rank's engine."""
+    """Returns CUDA_VISIBLE_DEVICES for this rank's engine."""
     size, devices = engine.tensor_parallel_size, engine.devices
     if devices is None:
         numbers = list(range(gpu * size, gpu * size + size))
@@ -56,22 +56,22 @@ def _own_gpus(engine: VLLMEngine, context: EngineContext, gpu: int) -> str:
         numbers = devices[context.local_rank * size : (context.local_rank + 1) * size]
         if len(numbers) < size:
             raise ValueError(
-                f"VLLMEngine.devices={devices}: rank {context.local_rank} of this machine needs "
-                f"{(context.local_rank + 1) * size} of them (tensor_parallel_size={size} for each rank): add GPUs, "
-                "lower tensor_parallel_size or use fewer ranks."
+                f"VLLMEngine.devices={devices}: local rank {context.local_rank} needs at least "
+                f"{(context.local_rank + 1) * size} GPUs (tensor_parallel_size={size} per rank). Add GPUs, lower "
+                "tensor_parallel_size, or use fewer ranks."
             )
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     visible = named.split(",") if named else [str(i) for i in range(max(numbers) + 1)]
     if max(numbers) >= len(visible):
         raise ValueError(
-            f"VLLMEngine.tensor_parallel_size={size}: cuda:{gpu}'s engine needs GPUs {min(numbers)} to {max(numbers)} "
-            f"of the {len(visible)} visible ones; lower it or use fewer ranks."
+            f"VLLMEngine.tensor_parallel_size={size}: the engine of cuda:{gpu} needs GPUs {min(numbers)} to "
+            f"{max(numbers)}, but only {len(visible)} are visible. Lower it, or use fewer ranks."
         )
     return ",".join(visible[number] for number in numbers)
 
 
 def arguments(engine: VLLMEngine, context: EngineContext, cuda: bool) -> dict[str, Any]:
-    """Arguments of `vllm.LLM`."""
+    """Returns the arguments of `vllm.LLM`."""
     chosen: dict[str, Any] = {
         "model": engine.model or context.model_path,
         "dtype": engine.requested_dtype or context.dtype,
@@ -83,12 +83,12 @@ def arguments(engine: VLLMEngine, context: EngineContext, cuda: bool) -> dict[st
         "worker_extension_cls": "lightrl.compat.vllm_worker.WorkerExtension",
     }
     if not cuda:
-        chosen["enforce_eager"] = True  # compiling takes 25 s and gains nothing
-        # After half a prompt vLLM takes a seeded request's random state back, which CPU generators refuse.
+        chosen["enforce_eager"] = True  # compilation takes 25 s without a speedup
+        # With chunked prefill vLLM resets a seeded request's random state, which CPU generators don't support.
         chosen["enable_chunked_prefill"] = False
         if not (engine.in_process or engine.tensor_parallel_size > 1 or "VLLM_CPU_OMP_THREADS_BIND" in os.environ):
-            # The core is its own worker. vLLM would start a second process, to bind its threads to cores, and the core
-            # would spin while that one works. Its name alone ("uni") is overruled.
+            # Runs the worker in the engine core's process. Otherwise vLLM starts a second process and the core spins
+            # while it works. vLLM overrides the short name ("uni").
             chosen["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
     if engine.gpu_memory_utilization is not None:
         chosen["gpu_memory_utilization"] = engine.gpu_memory_utilization
@@ -106,7 +106,7 @@ def arguments(engine: VLLMEngine, context: EngineContext, cuda: bool) -> dict[st
         fits = [rank for rank in _LORA_RANKS if rank >= context.lora_rank]
         if not fits:
             raise ValueError(
-                f"lora.r={context.lora_rank}: vLLM holds adapters of rank up to {_LORA_RANKS[-1]}; set "
+                f"lora.r={context.lora_rank}: vLLM supports adapter ranks up to {_LORA_RANKS[-1]}. Set "
                 "VLLMEngine.lora_sync=merged."
             )
         chosen |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": fits[0]}
@@ -114,9 +114,8 @@ def arguments(engine: VLLMEngine, context: EngineContext, cuda: bool) -> dict[st
     if context.fire:
         if cuda and os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "0":
             raise ValueError(
-                "SamplingParams.fire_temperature on a GPU: vLLM's second model runner takes no logits processors. Set "
-                "the environment variable VLLM_USE_V2_MODEL_RUNNER=0 to use the first one, or leave fire_temperature "
-                "out."
+                "SamplingParams.fire_temperature on a GPU: vLLM's V2 model runner does not support logits processors. "
+                "Set the environment variable VLLM_USE_V2_MODEL_RUNNER=0, or remove fire_temperature."
             )
         own = engine.engine_args.get("logits_processors") or []
         chosen["logits_processors"] = ["lightrl.compat.vllm_worker:FireProcessor", *own]
@@ -124,65 +123,63 @@ def arguments(engine: VLLMEngine, context: EngineContext, cuda: bool) -> dict[st
 
 
 def adapter_rank(engine: VLLMEngine, context: EngineContext) -> int:
-    """Rank of the adapters that the engine is given; 0 if merged weights are pushed."""
+    """Returns the rank of pushed adapters, or 0 for merged weights."""
     if not context.lora_rank or engine.lora_sync == "merged":
         return 0
     if engine.sleep_level == 2:
         raise ValueError(
-            'VLLMEngine.sleep_level=2 with lora_sync="adapter": sleep would drop the base weights, which an adapter '
-            'does not bring back. Set sleep_level to 1, or lora_sync="merged".'
+            'VLLMEngine.sleep_level=2 with lora_sync="adapter": sleep drops the base weights, and adapter pushes do '
+            'not restore them. Set sleep_level to 1, or lora_sync="merged".'
         )
     return context.lora_rank
 
 
 def check(engine: VLLMEngine, context: EngineContext) -> None:
-    """Rejects what pushes do not reach, what is not read, and rotary factors that the trainer does not use.
+    """Rejects engine arguments and models that weight pushes don't support, and mismatched rotary factors.
 
-    Multi-head latent attention (DeepSeek-V2 and later) decodes with products of its projections that vLLM computes when
-    it loads a model, and a push does not renew; the check after a push, which reads prompts, cannot see it.
+    vLLM decodes multi-head latent attention (DeepSeek-V2 and later) with products of weights that it computes at load
+    time. A push doesn't update them, and the weight-sync check, which only runs prefill, can't detect it.
     """
     model = engine.model or context.model_path
     v1_on_cpu = not context.device.startswith("cuda") and os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "1"
     if v1_on_cpu and engine.engine_args.get("enable_return_routed_experts"):
         raise ValueError(
-            "VLLMEngine.engine_args.enable_return_routed_experts on a CPU: only vLLM's second model runner, which it "
-            "uses on GPUs, returns the experts of tokens. Leave it out, or use TransformersEngine, which records them."
+            "VLLMEngine.engine_args.enable_return_routed_experts on a CPU: only vLLM's V2 model runner, the default on "
+            "GPUs, supports it. Remove it, or use TransformersEngine, which records the experts."
         )
     if engine.engine_args.get("return_sampling_mask"):
         raise ValueError(
-            "VLLMEngine.engine_args.return_sampling_mask: what vLLM returns there is not read, and with it vLLM "
-            "answers neither greedy requests nor those of the weight-sync check. Leave it out; TransformersEngine "
-            "records what top_p, top_k and min_p leave."
+            "VLLMEngine.engine_args.return_sampling_mask: not supported, and it breaks greedy requests and the "
+            "weight-sync check. Remove it. To train with top_p, top_k, or min_p, use TransformersEngine."
         )
     if adapter_rank(engine, context) == 0:
         config, _ = PretrainedConfig.get_config_dict(model)
         text = config.get("text_config") or config
-        quantised = (config.get("quantization_config") or {}).get("quant_method")
-        if quantised := engine.engine_args.get("quantization") or quantised:
+        quantized = (config.get("quantization_config") or {}).get("quant_method")
+        if quantized := engine.engine_args.get("quantization") or quantized:
             raise ValueError(
-                f"VLLMEngine with {model!r} quantised by {quantised!r}: pushes of the policy's weights into quantised "
-                "ones are not supported. Leave engine_args.quantization out and use a model with plain weights, or "
-                'train an adapter with lora_sync="adapter".'
+                f"VLLMEngine with {model!r} and quantization={quantized!r}: weight pushes into a quantized model are "
+                "not supported. Remove engine_args.quantization and use an unquantized model, or train an adapter with "
+                'lora_sync="adapter".'
             )
         if text.get("kv_lora_rank") is not None and os.environ.get("VLLM_MLA_DISABLE") != "1":
             raise ValueError(
-                f"VLLMEngine with {model!r}: its latent attention (kv_lora_rank={text['kv_lora_rank']}) decodes with "
-                "products of weights that a push does not renew. Set the environment variable VLLM_MLA_DISABLE=1 to "
-                "have vLLM attend without them."
+                f"VLLMEngine with {model!r}: weight pushes do not update vLLM's kernels for latent attention "
+                f"(kv_lora_rank={text['kv_lora_rank']}). Set the environment variable VLLM_MLA_DISABLE=1."
             )
-    # vLLM picks LongRoPE's factors by `max_model_len`; by default, those for short sequences.
+    # vLLM chooses LongRoPE factors by `max_model_len`, by default those for short sequences.
     if (original := longrope_limit(model)) is not None:
         length = engine.engine_args.get("max_model_len", _wanted_length(engine, context)) or original
         if (length > original) != context.long_rope:
             fix = "Raise max_model_len above it" if context.long_rope else "Set actor.long_rope: true, or lower it"
             raise ValueError(
-                f"VLLMEngine.max_model_len={length} with actor.long_rope={context.long_rope}: above {original} tokens "
-                f"vLLM uses LongRoPE's factors for long sequences, and the trainer would use others. {fix}."
+                f"VLLMEngine.max_model_len={length} with actor.long_rope={context.long_rope}: vLLM uses the long "
+                f"LongRoPE factors above {original} tokens, so engine and trainer would differ. {fix}."
             )
 
 
 def _wanted_length(engine: VLLMEngine, context: EngineContext) -> int | None:
-    """The `max_model_len` that the run needs; None if it doesn't know."""
+    """Returns the `max_model_len` that the run needs, or None if unknown."""
     if engine.requested_model_len is not None:
         return engine.requested_model_len
     length = None if context.max_prompt_tokens is None else context.max_prompt_tokens + context.max_new_tokens
@@ -191,7 +188,7 @@ def _wanted_length(engine: VLLMEngine, context: EngineContext) -> int | None:
 
 
 def _cpu_cache(engine_args: Mapping[str, Any], context: EngineContext, chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """The KV cache on a CPU: room for the run's sequences, within a quarter of the free memory."""
+    """Returns the KV cache size on a CPU: enough for the run's sequences, at most a quarter of the free memory."""
     config: Any = None
     if "hf_overrides" not in engine_args:
         with suppress(OSError, ValueError):
@@ -206,20 +203,19 @@ def _cpu_cache(engine_args: Mapping[str, Any], context: EngineContext, chosen: M
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     per_block = _BLOCK * _BYTES.get(dtype, 2) * 2 * text.num_hidden_layers * heads * width
     blocks, free = -(-length // _BLOCK), _free_memory() // context.world_size
-    share = int(_SHARE * free) // per_block - 1  # vLLM keeps a block for itself
+    share = int(_SHARE * free) // per_block - 1  # vLLM reserves a block
     if known is None and blocks > share >= 1:
         length = share * _BLOCK
         log.warning(
-            "VLLMEngine.max_model_len is %d tokens, which fit into a quarter of the free memory. The length of the "
-            "prompts is unknown and the model's own limit does not fit: set max_model_len or prompts.max_prompt_tokens "
-            "if sequences are longer.",
+            "VLLMEngine.max_model_len=%d: limited to a quarter of the free memory, because the prompt length is "
+            "unknown. Set max_model_len or prompts.max_prompt_tokens if sequences are longer.",
             length,
         )
         return {"kv_cache_memory_bytes": (share + 1) * per_block, "max_model_len": length}
     if blocks * per_block > free:
         raise ValueError(
             f"VLLMEngine.max_model_len={length}: the KV cache of one sequence needs {blocks * per_block / 2**30:.1f} "
-            f"GiB and {free / 2**30:.1f} GiB of memory are free. Lower sampling.max_new_tokens or "
+            f"GiB, but only {free / 2**30:.1f} GiB of memory are free. Lower sampling.max_new_tokens or "
             "prompts.max_prompt_tokens, or set max_model_len to the longest prompt plus completion."
         )
     sequences = engine_args.get("max_num_seqs", context.max_sequences) or _SEQUENCES
@@ -228,10 +224,10 @@ def _cpu_cache(engine_args: Mapping[str, Any], context: EngineContext, chosen: M
 
 
 def _free_memory() -> int:
-    """Bytes of memory that this process can still get: the host's, or those of its control group if fewer."""
+    """Returns the free memory in bytes, limited by the process's control group."""
     free = int(psutil.virtual_memory().available)
     group = Path("/sys/fs/cgroup")
-    with suppress(OSError, ValueError, KeyError):  # no limit, or another version
+    with suppress(OSError, ValueError, KeyError):  # no limit, or cgroup v1
         limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         free = min(free, limit - used + int(stat["inactive_file"]))
@@ -239,19 +235,19 @@ def _free_memory() -> int:
 
 
 def free_cached_memory() -> None:
-    """Gives back what the trainer's allocator holds and does not use."""
+    """Frees unused memory of the trainer's CUDA allocator."""
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A free TCP port; of all interfaces if `host` is empty."""
+    """Returns a free TCP port, on all interfaces if `host` is empty."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
 
 def _lacks_weights(model: str) -> bool:
-    """Whether it is a folder with a configuration alone."""
+    """Whether the model is a directory without weights."""
     folder = Path(model)
     return folder.is_dir() and not any(file.suffix in (".safetensors", ".bin", ".pt") for file in folder.iterdir())

@@ -1,10 +1,10 @@
-"""How weights get from the trainer into vLLM's workers.
+"""Weight push from the trainer to vLLM's workers.
 
-In one process the workers copy straight from the trainer's tensors. Into other processes they go through two buckets of
-shared memory, of the GPU if both use the same one and else of the host, page-locked: the trainer fills one by one, and
-the workers copy out what is complete. One call into the engine starts a push on every worker; from then on trainer and
-workers talk through pipes, as a call for each piece would cost a millisecond in which the worker waits. Memory beyond
-the model: two buckets, each of 32 MiB or of the largest tensor. A LoRA adapter goes through a small folder instead.
+In-process workers copy directly from the trainer's tensors. For separate processes, the trainer fills two buckets of
+shared memory, on the GPU if both use the same one and in pinned host memory otherwise. The workers copy each part when
+it is complete. One call to the engine starts a push on all workers, which then communicate with the trainer through
+pipes, because a call per part would add about a millisecond of latency. Each bucket has 32 MiB or the size of the
+largest tensor. LoRA adapters are written to a small directory instead.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from torch import Tensor
 from lightrl.compat.vllm import POLL_SECONDS, LostEngineError, VLLMAdapter, map_shared, shared_path
 
 _BUCKET_BYTES = 32 << 20
-_PART_BYTES = 8 << 20  # of a bucket, sent while the rest of it is filled
+_PART_BYTES = 8 << 20  # part of a bucket that is sent while the rest is filled
 _ALIGNMENT = 64
-_GOODBYE_SECONDS = 3.0  # for workers to notice that a push broke off
+_GOODBYE_SECONDS = 3.0  # time limit for workers to notice a failed push
 
 
 class ChannelClosedError(Exception):
-    """A worker ended the sync, or died."""
+    """A worker stopped the push or died."""
 
 
 class Channel:
-    """The trainer's ends of two pipes per worker, one that brings messages and one that brings acknowledgements.
+    """The trainer's side of two pipes per worker, for messages and acknowledgments.
 
     Args:
-        adapter: the engine.
-        num_workers: how many workers it has.
-        strict: whether the workers look for parameters that did not come.
+        adapter: The engine.
+        num_workers: Number of workers.
+        strict: Whether the workers check for missing parameters.
     """
 
     def __init__(self, adapter: VLLMAdapter, num_workers: int, strict: bool) -> None:
@@ -56,10 +56,10 @@ class Channel:
         self._answers: Callable[..., list[Any]] | None = adapter.submit("lightrl_receive", strict, paths)
 
     def send(self, *message: Any) -> int:
-        """Sends to all workers, once they are there; returns the message's number, for `wait`.
+        """Sends a message to all workers and returns its number for `wait`.
 
         Raises:
-            ChannelClosedError: a worker reads no more.
+            ChannelClosedError: If a worker closed its pipe.
         """
         if self._theirs:
             self.wait(0)
@@ -71,11 +71,11 @@ class Channel:
         return self._num_sent
 
     def wait(self, number: int) -> None:
-        """Waits until every worker has acknowledged message `number`; 0 is their first acknowledgement.
+        """Waits until all workers have acknowledged message `number`. 0 acknowledges the start.
 
         Raises:
-            ChannelClosedError: a worker sends no more.
-            LostEngineError: the engine's core is gone or hangs.
+            ChannelClosedError: If a worker closed its pipe.
+            LostEngineError: If the engine core died or hangs.
         """
         while self._num_done < number:
             look = self._adapter.watch()
@@ -87,8 +87,8 @@ class Channel:
             self._num_done += 1
 
     def answers(self) -> list[Any]:
-        """Closes the pipes and waits for what the workers' call returns."""
-        for pipe in self._down:  # where one worker has stopped, the others must not wait on
+        """Closes the pipes and returns the results of the workers' call."""
+        for pipe in self._down:  # so that workers don't wait if another one stopped
             pipe.close()
         assert self._answers is not None
         wait, self._answers = self._answers, None
@@ -98,10 +98,10 @@ class Channel:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """After an error, waits a little until the workers have noticed that nothing more comes."""
+        """After an error, waits briefly until the workers have stopped the push."""
         self._close()
         if self._answers is not None and not (kind is not None and issubclass(kind, LostEngineError)):
-            with suppress(Exception):  # there is an error already
+            with suppress(Exception):  # keeps the original error
                 self._answers(_GOODBYE_SECONDS)
 
     def _close(self) -> None:
@@ -115,7 +115,7 @@ class Channel:
 
 
 class _closing:
-    """Turns a broken pipe into `ChannelClosedError`."""
+    """Converts a broken pipe to `ChannelClosedError`."""
 
     def __enter__(self) -> None: ...
 
@@ -125,7 +125,7 @@ class _closing:
 
 
 class _Bucket:
-    """One piece of memory that trainer and workers see, and the tensors in it that were not sent yet."""
+    """A block of memory shared by trainer and workers, and its tensors that have not been sent."""
 
     def __init__(self, slot: int) -> None:
         self.slot = slot
@@ -133,20 +133,20 @@ class _Bucket:
         self.clear()
 
     def clear(self) -> None:
-        """Drops its contents."""
+        """Clears the bucket."""
         self.layout: list[tuple[str, str, list[int], int, int]] = []
         self.used = self.sent = self.last = 0
         self.filled_by: set[torch.device] = set()
 
     def allocate(self, channel: Channel, nbytes: int, device: torch.device | None) -> None:
-        """Gets `nbytes` of shared memory, of `device` where given, and maps it into every worker."""
+        """Allocates `nbytes` of shared memory, on `device` or the host, and maps it into all workers."""
         if device is not None:
             from torch.multiprocessing.reductions import reduce_tensor
 
             self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
             channel.wait(channel.send("attach_cuda", self.slot, pickle.dumps(reduce_tensor(self.memory)[1])))
             return
-        # An anonymous file: not bound by the size of /dev/shm, and gone with its last user whatever happens.
+        # An anonymous file is not limited by /dev/shm and disappears with its last user.
         descriptor = os.memfd_create(f"lightrl-weights-{self.slot}")
         try:
             os.ftruncate(descriptor, nbytes)
@@ -156,16 +156,16 @@ class _Bucket:
             os.close(descriptor)
 
     def put(self, name: str, tensor: Tensor, dtype: torch.dtype, nbytes: int) -> None:
-        """Copies a tensor behind the others."""
+        """Appends a copy of a tensor."""
         view = self.memory[self.used : self.used + nbytes].view(dtype).view(tensor.shape)
-        # From a GPU it only starts here, and `send` waits: copies queue, and the GPU casts rather than the host.
+        # Copies from a GPU are asynchronous, with the cast on the GPU; `send` waits for them.
         view.copy_(tensor, non_blocking=tensor.is_cuda)
         self.filled_by |= {tensor.device, self.memory.device}
         self.layout.append((name, str(dtype).removeprefix("torch."), list(tensor.shape), self.used, nbytes))
         self.used += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
     def send(self, channel: Channel) -> None:
-        """Lets the workers copy what was put since the last time."""
+        """Tells the workers to copy the tensors added since the last call."""
         if self.layout:
             for device in self.filled_by:
                 if device.type == "cuda":
@@ -176,10 +176,10 @@ class _Bucket:
 
 
 class WeightSender:
-    """Pushes named tensors into the workers of one engine and checks that none is missing.
+    """Pushes named tensors to the workers of an engine and checks that none is missing.
 
-    The first push marks every engine parameter with NaN and looks for remains afterwards, which finds a part left out
-    of a fused parameter too. Later pushes must bring the same names.
+    The first push fills all engine parameters with NaN and checks that none remains, which also detects missing parts
+    of fused parameters. Later pushes must contain the same names.
     """
 
     def __init__(self, adapter: VLLMAdapter) -> None:
@@ -190,14 +190,14 @@ class WeightSender:
         self.takes_parts = not any(adapter.rpc("lightrl_rearranged"))
 
     def push(self, named_tensors: Iterable[tuple[str, Tensor]], *, partial: bool = False) -> None:
-        """Streams the tensors in; `partial` leaves those that do not come as they are.
+        """Streams tensors to the engine. With `partial`, missing parameters keep their values.
 
         Raises:
-            ValueError: names the engine does not know, or parameters that did not come; the message lists them.
+            ValueError: If names are unknown or missing. The message lists them.
         """
         strict, names = self.names is None, []
         if strict and partial:
-            raise ValueError("partial=True: the engine has no weights yet, push all of them first.")
+            raise ValueError("partial=True: the engine has no weights yet. Push all weights first.")
 
         def stream() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in named_tensors:
@@ -211,33 +211,33 @@ class WeightSender:
             ]
         else:
             with Channel(self.adapter, len(self.devices), strict) as channel:
-                with suppress(ChannelClosedError):  # the answer says why
+                with suppress(ChannelClosedError):  # the workers' result has the reason
                     self._push_buckets(channel, stream())
                 answers = channel.answers()
         for error, _ in answers:
             if error:
-                raise ValueError(f"vLLM could not take the weights: {error}")
+                raise ValueError(f"vLLM could not load the weights: {error}")
         missing = sorted({name for _, part in answers for name in part})
         if self.names is not None and not partial:
             missing += sorted(self.names.difference(names))
         if missing:
             raise ValueError(
-                f"Weight sync left {len(missing)} parameter(s) of the engine without new values (or brought NaN): "
-                f"{', '.join(missing[:8])}{' ...' if len(missing) > 8 else ''}. Push every parameter of the model, "
-                "under its Hugging Face name, tied ones once."
+                f"Weight sync left {len(missing)} parameter(s) of the engine without new values (or with NaN): "
+                f"{', '.join(missing[:8])}{' ...' if len(missing) > 8 else ''}. Push all parameters by their Hugging "
+                "Face names, and tied ones once."
             )
         self.names = self.names if partial else frozenset(names)
 
     def forget(self) -> None:
-        """Makes the next push check everything again, after the engine dropped its weights."""
+        """Makes the next push check all parameters again, after the engine dropped its weights."""
         self.names = None
 
     def _push_buckets(self, channel: Channel, tensors: Iterable[tuple[str, Tensor]]) -> None:
         bucket, other = self.buckets
-        for either in self.buckets:  # a push that broke off may have left something behind
+        for either in self.buckets:  # a failed push may have left tensors
             either.clear()
         for name, tensor in tensors:
-            # One-dimensional parameters keep their precision: there are few, and some engines hold them in float32.
+            # Vectors keep their dtype, because some engine parameters are float32.
             dtype = self.adapter.dtype if tensor.is_floating_point() and tensor.ndim > 1 else tensor.dtype
             nbytes = tensor.numel() * dtype.itemsize
             if bucket.used + nbytes > bucket.memory.numel():
@@ -256,7 +256,7 @@ class WeightSender:
         channel.send("end")
 
     def _shared_gpu(self, tensor: Tensor) -> torch.device | None:
-        """The tensor's GPU where every worker sits on it too; else None, and the host's memory serves."""
+        """Returns the tensor's GPU if all workers use it too, otherwise None for host memory."""
         if not tensor.is_cuda:
             return None
         return (
@@ -265,18 +265,18 @@ class WeightSender:
 
 
 class AdapterFolder:
-    """Writes adapters where the engine's workers on this machine read them: in memory, if there is /dev/shm."""
+    """A temporary directory, in /dev/shm if possible, from which the engine's workers read adapters."""
 
     def __init__(self) -> None:
         shared = Path("/dev/shm")
         self.path = tempfile.mkdtemp(prefix="lightrl-lora-", dir=shared if os.access(shared, os.W_OK) else None)
 
     def write(self, tensors: Iterable[tuple[str, Tensor]], config: Mapping[str, Any]) -> None:
-        """Replaces the adapter in the folder.
+        """Replaces the adapter.
 
         Args:
-            tensors: (name in peft's format, full tensor).
-            config: peft's `adapter_config.json`.
+            tensors: Iterator of (PEFT parameter name, full tensor).
+            config: Contents of PEFT's `adapter_config.json`.
         """
         from safetensors.torch import save_file
 
@@ -285,6 +285,6 @@ class AdapterFolder:
         Path(self.path, "adapter_config.json").write_text(json.dumps(dict(config)))
 
     def remove(self) -> None:
-        """Deletes it."""
+        """Deletes the directory."""
         with suppress(OSError):
             shutil.rmtree(self.path)
