@@ -20,7 +20,7 @@ from lightrl.rollout import Evaluation, RolloutDataModule
 from tests.toys import quickstart_model, quiet_trainer, sums_data
 
 PAGE = (Path(__file__).parent.parent / "docs" / "lightning.md").read_text()
-ROWS = dict(re.findall(r"^\| `(\w+)` \| (works|refused) \|", PAGE, re.MULTILINE))
+ROWS = dict(re.findall(r"^\| `(\w+)` \| (works|not supported) \|", PAGE, re.MULTILINE))
 ROW_NAMES = [{"prompt": f"{a}+1=", "answer": a + 1} for a in range(6)]
 REFUSED: dict[str, Any] = {"overfit_batches": 1, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
 
@@ -42,18 +42,18 @@ def module(model: str, **kwargs: Any) -> GRPOLightningModule:
 
 def test_every_argument_of_the_trainer_has_a_row() -> None:
     assert set(inspect.signature(Trainer).parameters) <= set(ROWS)
-    assert {name for name, says in ROWS.items() if says == "refused" and name[0].islower()} == set(REFUSED)
+    assert {name for name, says in ROWS.items() if says == "not supported" and name[0].islower()} == set(REFUSED)
 
 
 @pytest.mark.parametrize("argument", sorted(REFUSED))
-def test_a_refused_argument_is_named(argument: str, model: str) -> None:
+def test_an_unsupported_argument_is_named(argument: str, model: str) -> None:
     value = REFUSED[argument]
     with pytest.raises((ValueError, MisconfigurationException), match=f"{argument}={value}"):
         quiet_trainer(**{argument: value}).fit(module(model), data())
 
 
-@pytest.mark.parametrize("name", [name for name, says in ROWS.items() if says == "refused" and name[0].isupper()])
-def test_a_refused_callback_is_refused_by_name(name: str, model: str) -> None:
+@pytest.mark.parametrize("name", [name for name, says in ROWS.items() if says == "not supported" and name[0].isupper()])
+def test_an_unsupported_callback_is_rejected_by_name(name: str, model: str) -> None:
     arguments = {
         "GradientAccumulationScheduler": {"scheduling": {0: 1}},
         "StochasticWeightAveraging": {"swa_lrs": 1e-2},
@@ -166,7 +166,7 @@ def test_the_python_block_builds(model: str, tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1="}\n')
     (tmp_path / "rewards.py").write_text("def correct(completions, **_):\n    return [1.0 for _ in completions]\n")
-    block, _ = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    (block,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     names: dict[str, Any] = {}
     exec(block.replace("MODEL", model), names)
     assert names["data"].rollouts_per_epoch is None and names["module"].lr_scheduler_factory.warmup == 0.03

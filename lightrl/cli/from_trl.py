@@ -414,7 +414,7 @@ def _engine(left: Options, model: Options, notes: list[str]) -> Options:
         bounds = {"high": 1e9 if high is None else max(high, 1.0), "low": low or 0.0}
         model["loss"] = _part("OffPolicyCorrection", loss=model["loss"], level=level, mode=kind, **bounds)
     if mode == "server":
-        notes.append("vllm_mode: server: start the servers with a shared directory; see docs/scaling.md.")
+        notes.append("vllm_mode: server: start the servers with a shared directory; see docs/generation.md.")
         return _part("ServerEngine", urls=[url or f"http://{host}:{port}"], shared_folder="outputs/weights")
     if arguments["tensor_parallel_size"] > 1:
         arguments["in_process"] = False

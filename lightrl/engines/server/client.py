@@ -258,7 +258,7 @@ class Connection:
             if time.monotonic() > deadline:
                 raise ValueError(
                     f"{self.owner}.start_timeout={self.start_timeout:g}: no healthy server at {names} after that many "
-                    f"seconds. Start it as in docs/scaling.md, correct {self.owner}.urls, or check the server's log."
+                    f"seconds. Start it as in docs/generation.md, correct {self.owner}.urls, or check the server's log."
                 )
             if not told:
                 log.warning("Waiting for %s.", names)

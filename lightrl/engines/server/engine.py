@@ -49,7 +49,7 @@ class ServerEngine(Engine):
     server's weights changed in the meantime. With several ranks, rank 0 pushes the weights, and each rank samples its
     prompts on all servers.
 
-    See docs/scaling.md for how to start servers. Use them only in a private network.
+    See docs/generation.md for how to start servers. Use them only in a private network.
 
     Args:
         urls: Server URLs, such as [http://10.0.0.2:8000].
