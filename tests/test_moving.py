@@ -215,8 +215,8 @@ GROUPS = (ExtraLosses, Shaping, Updates)
 
 
 def rows_of_the_tables(root: Path) -> list[tuple[str, str]]:
-    """(their option, ours) of every row of docs/moving.md."""
-    rows = re.findall(r"^\| (`[^|]+) \| ([^|]+) \|", (root / "docs" / "moving.md").read_text(), re.MULTILINE)
+    """(their option, ours) of every row of docs/migrate.md."""
+    rows = re.findall(r"^\| (`[^|]+) \| ([^|]+) \|", (root / "docs" / "migrate.md").read_text(), re.MULTILINE)
     return [(theirs, ours.strip()) for theirs, ours in rows]
 
 

@@ -142,7 +142,7 @@ def convert_trl(
     model["updates"]["minibatch_size"] = None if sizes["minibatch"] == sizes["batch"] else sizes["minibatch"]
     trainer = _trainer(left, model, sizes["batch"] // sizes["minibatch"] * model["ppo_epochs"], devices, notes)
     _evaluation(left, data, notes)
-    notes += [f"{name}: {redact(value, name)!r} is not converted; see docs/moving.md." for name, value in left.items()]
+    notes += [f"{name}: {redact(value, name)!r} is not converted; see docs/migrate.md." for name, value in left.items()]
     module = "GRPOLightningModule" if algorithm == "grpo" else "RLOOLightningModule"
     return {
         "seed_everything": found["seed_everything"],

@@ -46,22 +46,24 @@ def outcome_of(s: Settings) -> str:
 def page(rows: list[tuple[Settings, str]], arrays: int) -> str:
     """The factors, the counts and the refusals as Markdown."""
     counts = Counter(outcome for _, outcome in rows)
-    lines = [f"{len(rows):,} runs of two rollouts, {arrays} covering array(s) of {len(FACTORS)} features:", ""]
+    lines = [f"{len(rows):,} runs of two rollouts, from {arrays} covering array(s) of {len(FACTORS)} features:", ""]
     lines += [
         "| outcome | runs | with vLLM | on two ranks | with images | with environments |",
         "|---|---|---|---|---|---|",
     ]
     for name in OUTCOMES:
         cells = [sum(s[factor] == level and outcome == name for s, outcome in rows) for factor, level in COSTLY]
-        lines.append(f"| {name} | {' | '.join(f'{count:,}' for count in (counts[name], *cells))} |")
+        shown = OUTCOMES[name]
+        lines.append(f"| {shown} | {' | '.join(f'{count:,}' for count in (counts[name], *cells))} |")
     lines += ["", "| feature | settings |", "|---|---|"]
     lines += [f"| {name} | {', '.join(levels)} |" for name, levels in FACTORS.items()]
-    lines += ["", "What is refused, each when the run is set up, with the names of both:", ""]
+    lines += ["", "## Rejected combinations", "", "Each raises an error at setup that names both options:", ""]
     lines += [f"- {refusal.name}" for refusal in REFUSALS]
     return "\n".join(lines)
 
 
-OUTCOMES = ("trained", "nothing to learn", "refused", "broken")
+OUTCOMES = {"trained": "trained", "nothing to learn": "no advantage", "refused": "rejected", "broken": "broken"}
+"""Outcome in the results -> its name on the page."""
 COSTLY = [("engine", "vLLM"), ("ranks", "2"), ("rows", "image"), ("rows", "environment")]
 
 

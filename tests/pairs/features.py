@@ -153,7 +153,7 @@ def whitens(s: Settings) -> bool:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A combination that is refused.
+    """A combination that is rejected.
 
     Attributes:
         name: what meets what, for the page.
@@ -178,57 +178,57 @@ REFUSALS = [
         lambda s: estimator(s) in WITH_CRITIC and s.get("critic") == "none",
     ),
     Refusal(
-        "a critic with an estimator that uses none",
+        "a critic with an estimator that doesn't use values",
         "the estimator doesn't use values",
         lambda s: s.get("critic") not in ("none", None) and estimator(s) not in {*WITH_CRITIC, None},
     ),
     Refusal(
-        "KLInReward with MaxRL, PassAtK or GDPO",
+        "KLInReward with MaxRL, PassAtK, or GDPO",
         "with kl=KLInReward",
         lambda s: kl(s) == "KLInReward" and estimator(s) in {*BINARY, "GDPO"},
     ),
     Refusal(
-        "whiten_advantages (PPO's default) with an estimator that normalises over the batch",
+        "whiten_advantages (PPO's default) with an estimator that normalizes over the batch",
         "with whiten_advantages=True",
         lambda s: whitens(s) and estimator(s) in NORMALIZES,
     ),
     Refusal(
-        "reward_clip with GDPO, TurnReturns, TurnGAE or GiGPO",
+        "reward_clip with GDPO, TurnReturns, TurnGAE, or GiGPO",
         "reward_clip=.* with advantage=",
         lambda s: s.get("clips") == "reward" and estimator(s) in {"GDPO", *TURNS},
     ),
     Refusal(
-        "one attempt per prompt with an estimator that compares attempts",
+        "group_size 1 with an estimator that compares completions",
         "group_size=1 with",
         lambda s: s.get("group") == "1" and estimator(s) not in {*NO_GROUPS, None},
     ),
     Refusal(
-        "dynamic_sampling_rounds with one attempt per prompt",
+        "dynamic_sampling_rounds with group_size 1",
         "dynamic sampling needs",
         lambda s: s.get("group") == "1" and s.get("refills") == "yes",
     ),
     Refusal(
-        "AdaptiveKL, LinearKL or ReferenceSync without a KL term",
+        "AdaptiveKL, LinearKL, or ReferenceSync without a KL term",
         "needs a KL term|with kl=None",
         lambda s: s.get("callback") in ("AdaptiveKL", "LinearKL", "ReferenceSync") and kl(s) == "none",
     ),
     Refusal(
-        "ReferenceSync with LoRA and no reference of its own",
+        "ReferenceSync with LoRA and no separate reference",
         "callback ReferenceSync with actor.lora",
         lambda s: s.get("callback") == "ReferenceSync" and s.get("lora") == "yes",
     ),
     Refusal(
-        "OffloadModels with staleness",
+        "OffloadModels with Ahead",
         "OffloadModels with schedule=Ahead",
         lambda s: s.get("callback") == "OffloadModels" and s.get("overlap") == "staleness",
     ),
     Refusal(
-        "OffloadModels with a critic of its own under DDP",
+        "OffloadModels with a separate critic under DDP",
         "OffloadModels with strategy=DDPStrategy",
         lambda s: s.get("callback") == "OffloadModels" and s.get("ranks") == "2" and s.get("critic") in OWN_CRITIC,
     ),
     Refusal(
-        "OffloadModels without a reference or critic of its own",
+        "OffloadModels without a separate reference or critic",
         "OffloadModels: .* to move",
         lambda s: (
             s.get("callback") == "OffloadModels"
@@ -237,27 +237,27 @@ REFUSALS = [
         ),
     ),
     Refusal(
-        "RewardNormalization with MaxRL, PassAtK, GDPO, TurnReturns, TurnGAE or GiGPO",
+        "RewardNormalization with MaxRL, PassAtK, GDPO, TurnReturns, TurnGAE, or GiGPO",
         "callback RewardNormalization with advantage=",
         lambda s: s.get("callback") == "RewardNormalization" and estimator(s) in {*BINARY, "GDPO", *TURNS},
     ),
     Refusal(
-        "LogprobMonitor with RolloutRatio, which takes the engine's log-probs for the old ones",
+        "LogprobMonitor with RolloutRatio, which uses the engine's log-probs as the old ones",
         "LogprobMonitor with loss=RolloutRatio",
         lambda s: s.get("callback") == "LogprobMonitor" and loss(s) == "RolloutRatio",
     ),
     Refusal(
-        "TrajectoryLogprobCheck with a temperature other than 1, top_p or a repetition penalty",
+        "TrajectoryLogprobCheck with a temperature other than 1, top_p, or a repetition penalty",
         "TrajectoryLogprobCheck with sampling",
         lambda s: s.get("callback") == "TrajectoryLogprobCheck" and s.get("sampling") not in ("plain", None),
     ),
     Refusal(
-        "top_p with vLLM, which does not record what it leaves",
+        "top_p with vLLM, which doesn't record the remaining tokens",
         "sampling.top_p",
         lambda s: s.get("sampling") == "top_p" and s.get("engine") == "vLLM",
     ),
     Refusal(
-        "a repetition penalty",
+        "a repetition penalty in training",
         "sampling.repetition_penalty",
         lambda s: s.get("sampling") == "repetition penalty",
     ),

@@ -1,0 +1,27 @@
+"""The first example of docs/custom_algorithms.md trains."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.toys import quickstart_model
+
+
+def test_the_first_example_trains(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = quickstart_model(tmp_path / "model", num_hidden_layers=1, hidden_size=32, intermediate_size=32)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": "1+2="}\n')
+    (tmp_path / "rewards.py").write_text(
+        "def correct(completions, **_):\n    return [len({*c}) for c in completions]\n"
+    )
+    block = re.findall(r"```python\n(.*?)```", (root / "docs" / "custom_algorithms.md").read_text(), re.DOTALL)[0]
+    small = "engine=TransformersEngine(), sampling=SamplingParams(max_new_tokens=4), prompts_per_rollout=2, "
+    block = block.replace("MODEL", model).replace("RolloutDataModule(prompts", f"RolloutDataModule({small}prompts")
+    block = block.replace("max_epochs=1", 'max_epochs=1, limit_train_batches=2, accelerator="cpu", logger=False')
+    names: dict[str, Any] = {}
+    exec(f"from lightrl import SamplingParams, TransformersEngine\n{block}", names)
+    assert names["module"].trainer.global_step == 2
