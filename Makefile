@@ -1,5 +1,5 @@
 # Two commands do everything, the set-up included, and both are safe to repeat.
-#   make quickstart   SmolLM2-135M-Instruct learns to add and subtract by GRPO through vLLM; ends with a report
+#   make quickstart   SmolLM2-135M-Instruct learns to add by GRPO through vLLM; ends with a report
 #   make test         lint, types, and tests
 #   make test-long    the cases that `make test` leaves out
 #   make pairs        four covering arrays of all features, runs of two rollouts; page docs/feature_pairs.md
