@@ -1,6 +1,6 @@
-"""Reward functions, rules, and remote scorers: (prompts, completions, columns) -> one float or None each.
+"""Reward functions, rule-based rewards, judges, and remote scorers.
 
-Importing this package loads neither torch nor the parts that a run does not name.
+Importing this package loads neither torch nor the classes that a run doesn't use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Finds the final answer in a text. Each function returns None if there is none."""
+"""Extracts the final answer from a text. Each function returns None if it finds none."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _LAST_NUMBER = re.compile(rf"(?<![\w.]){_NUMBER}")
 def extract_gsm8k(text: str) -> str | None:
     """The number after the last `####`, without thousands separators and dollar sign: `"... #### $1,042"` -> `"1042"`.
 
-    Source: https://github.com/openai/grade-school-math (`extract_answer`). The last mark counts, since a
-    completion may quote the format before it answers.
+    Source: https://github.com/openai/grade-school-math (`extract_answer`). Uses the last marker, because a completion
+    may quote the format before answering.
     """
     found = _GSM8K.findall(text)
     return _bare(found[-1]) if found else None
 
 
 def extract_boxed(text: str) -> str | None:
-    r"""The content of the last `\boxed{...}`, braces balanced: `r"\boxed{\frac{1}{2}}"` -> `r"\frac{1}{2}"`.
+    r"""The content of the last `\boxed{...}` with balanced braces: `r"\boxed{\frac{1}{2}}"` -> `r"\frac{1}{2}"`.
 
-    Source: https://github.com/hendrycks/math (`last_boxed_only_string`). `\fbox`, `\boxed 1`, and boxes that
-    are never closed (a truncated completion) are not answers.
+    Source: https://github.com/hendrycks/math (`last_boxed_only_string`). Ignores `\fbox`, `\boxed 1`, and unclosed
+    boxes (from truncated completions).
     """
     start = text.rfind("\\boxed{")
     if start < 0:
@@ -39,7 +39,7 @@ def extract_boxed(text: str) -> str | None:
     start += len("\\boxed{")
     depth = 1
     for end in range(start, len(text)):
-        escaped = text[end - 1] == "\\"  # \{ and \} are printed braces
+        escaped = text[end - 1] == "\\"  # \{ and \} are literal braces
         depth += 0 if escaped else (text[end] == "{") - (text[end] == "}")
         if depth == 0:
             return text[start:end].strip()
@@ -47,13 +47,13 @@ def extract_boxed(text: str) -> str | None:
 
 
 def extract_number(text: str) -> str | None:
-    """The last number in the text, without thousands separators and dollar sign: `"3 + 4 = 7."` -> `"7"`."""
+    """The last number, without thousands separators and dollar sign: `"3 + 4 = 7."` -> `"7"`."""
     found = _LAST_NUMBER.findall(text)
     return _bare(found[-1]) if found else None
 
 
 def to_number(text: str) -> Decimal | None:
-    """The exact number that the whole text is; None if it is not one number."""
+    """Converts the entire text to an exact number; None if it is not a number."""
     try:
         number = Decimal(_bare(text.strip()))
     except InvalidOperation:
@@ -73,7 +73,7 @@ def extract_tags(text: str) -> str | None:
 
 
 def extract_last_line(text: str) -> str | None:
-    """The last line that is not blank."""
+    """The last non-blank line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else None
 
@@ -87,30 +87,30 @@ EXTRACTORS: dict[str, Callable[[str], str | None]] = {
 
 
 class TimedPattern:
-    r"""A regular expression with a time limit for each text, in the syntax of `re`.
+    r"""A regular expression in `re` syntax with a time limit.
 
-    Patterns such as `(\w+\s?)*\.` take exponential time on some texts, and Python's `re` holds the interpreter lock
-    meanwhile. The `regex` package releases it and stops in time.
+    Patterns such as `(\w+\s?)*\.` take exponential time on some texts, and Python's `re` holds the GIL while matching.
+    The `regex` package releases the GIL and supports time limits.
 
     Args:
-        owner: Class that has the pattern, for messages.
+        owner: Name of the class in error messages.
         pattern: Regular expression.
-        timeout: Seconds for one text, above 0. Methods raise a `TimeoutError` after that.
+        timeout: Time limit per text in seconds, above 0. Methods raise a `TimeoutError` when it expires.
 
     Raises:
-        ValueError: Invalid pattern or time limit.
+        ValueError: The pattern or the time limit is invalid.
     """
 
     def __init__(self, owner: str, pattern: str, timeout: float) -> None:
         try:
             self._compiled = regex.compile(pattern)
         except (regex.error, TypeError) as error:
-            raise ValueError(f"{owner}: pattern={pattern!r} is not a regular expression: {error}.") from error
+            raise ValueError(f"{owner}: pattern={pattern!r}: is not a valid regular expression: {error}.") from error
         self.groups = int(self._compiled.groups)
         self.timeout = above(f"{owner}.timeout", timeout, note=" seconds")
 
     def fullmatch(self, text: str) -> bool:
-        """Whether the whole text matches."""
+        """Whether the entire text matches."""
         return self._run(self._compiled.fullmatch, text) is not None
 
     def search(self, text: str) -> bool:
@@ -118,7 +118,7 @@ class TimedPattern:
         return self._run(self._compiled.search, text) is not None
 
     def last(self, text: str) -> str | None:
-        """The first group (or all) of the last match in the text; None without a match."""
+        """The first group (or all) of the last match; None without a match."""
         matches = self._run(self._compiled.findall, text)
         if not matches:
             return None
@@ -129,4 +129,4 @@ class TimedPattern:
         try:
             return method(text, timeout=self.timeout, concurrent=True)
         except MemoryError as error:  # its backtracking stack is bounded
-            raise TimeoutError("the pattern ran out of memory") from error
+            raise TimeoutError("The pattern ran out of memory.") from error

@@ -1,4 +1,4 @@
-"""Asks chat models at any OpenAI-compatible address: what `GenerativeJudge`, `GroupRanking`, and `Rubric` share."""
+"""Queries chat models on OpenAI-compatible servers. Shared by `GenerativeJudge`, `GroupRanking`, and `Rubric`."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ _TOO_LONG = re.compile(r"context.{0,20}(length|window|size)|too (long|large|many
 
 @dataclass
 class Judgment:
-    """What became of one question to a judge.
+    """The outcome of one query to a judge.
 
     Attributes:
-        value: What was read from its answer; None without a valid one.
-        text: Its last answer; None if the server did not answer.
-        requests: Requests sent, 0 if the answer was in the cache.
-        tokens: Prompt and completion tokens of these requests; None if the server does not report them.
+        value: Parsed value of the response. None if there was no valid response.
+        text: Last response. None if the server did not respond.
+        requests: Number of requests. 0 if the response was cached.
+        tokens: Prompt and completion tokens of these requests. None if the server doesn't report them.
     """
 
     value: Any = None
@@ -52,37 +52,37 @@ class Judgment:
 
 
 class ChatJudge(RetryingReward):
-    """A reward that asks a chat model and reads its answer. Base class of the judges.
+    """Base class of judges: rewards that query a chat model and parse its response.
 
-    An answer that cannot be read (cut off, refused, not in the required format, a score out of range) is asked for
-    again with the reason, at most `answer_retries` times. After that the rows are not scored, and their share is logged
-    as `reward/<name>/unread`. Valid answers are cached by address and request.
+    If a response is invalid (truncated, refused, malformed, or with a score out of range), the judge is queried again
+    with the reason, up to `answer_retries` times. After that, the completions are unscored; their fraction is logged as
+    `reward/<name>/unread`. Valid responses are cached by URL and request.
 
-    Logged per completion: `prompt_tokens`, `completion_tokens`, and with `price` `cost`; `cached` is the share of
-    questions that the cache answered. `<name>/judge_call` shows the requests, tokens, and cost of each question with
-    the completions; completions that share a question show the same. The total is reported when the judge is closed.
+    Logs `prompt_tokens`, `completion_tokens`, and (if `price` is set) `cost` per completion, and `cached`, the fraction
+    of queries answered from the cache. `<name>/judge_call` shows requests, tokens, and cost of each query with the
+    completions. The total is logged when the judge is closed.
 
     Args:
-        url: Address of an OpenAI-compatible server: the base, such as `http://127.0.0.1:8000/v1`, or the whole address,
-            which ends with `/chat/completions`.
-        model: The judge's name at the server.
-        prompt_column: Column of the question before any chat template, whose markers would confuse another model. A
-            conversation becomes the texts of its turns.
-        send_images: Send the row's images.
-        video_frames: Number of evenly spaced frames of each video to send as images; 0 sends none.
-        max_tokens: Maximum length of an answer.
-        temperature: Sampling temperature of the judge; 0 is greedy.
-        extra: Further keys of the request, such as {"chat_template_kwargs": {"enable_thinking": false}}. null removes a
-            key: {"response_format": null} for servers without structured output, {"max_tokens": null,
+        url: URL of an OpenAI-compatible server: the base URL, such as `http://127.0.0.1:8000/v1`, or the full URL
+            ending in `/chat/completions`.
+        model: Model name on the server.
+        prompt_column: Dataset column with the question. It has no chat template applied, whose special tokens would
+            confuse another model. Conversations are converted to the text of their messages.
+        send_images: Whether to send the example's images.
+        video_frames: Number of evenly spaced frames of each video to send as images. 0 sends none.
+        max_tokens: Maximum length of a response in tokens.
+        temperature: Sampling temperature of the judge. 0 is greedy.
+        extra: Additional keys of the request, such as {"chat_template_kwargs": {"enable_thinking": false}}. null
+            removes a key: {"response_format": null} for servers without structured output, {"max_tokens": null,
             "max_completion_tokens": 2000, "temperature": null} for OpenAI's reasoning models.
         price: Dollars per million prompt tokens and per million completion tokens.
-        cache: SQLite file that keeps answers for later runs; processes on one node may share it. Defaults to a
+        cache: SQLite file that caches responses across runs. Processes on one node can share it. Defaults to a
             temporary file.
-        answer_retries: Maximum number of times that an invalid answer is asked for again.
-        timeout: Seconds for one request.
+        answer_retries: Maximum number of retries after invalid responses.
+        timeout: Time limit per request in seconds.
         concurrency: Maximum number of concurrent requests.
-        connection: Retries, token, `on_failure`: the other arguments of `RetryingReward`. With `on_failure="skip"` a
-            request that is too long for the judge's context also leaves its rows unscored.
+        connection: Other arguments of `RetryingReward`, such as `retries`, `token_env`, and `on_failure`. With
+            `on_failure="skip"`, requests that exceed the judge's context also leave their completions unscored.
 
     Raises:
         ValueError: An argument is out of range.
@@ -124,12 +124,12 @@ class ChatJudge(RetryingReward):
     async def ask(
         self, messages: list[dict[str, Any]], read: Callable[[str], Any], schema: dict[str, Any] | None = None
     ) -> Judgment:
-        """Asks the judge until its answer can be read.
+        """Queries the judge until its response is valid.
 
         Args:
-            messages: The conversation.
-            read: Turns the answer into a value; raises a ValueError with the reason if it is not valid.
-            schema: JSON schema of the answer, for servers with structured output.
+            messages: Conversation to send.
+            read: Parser of the response. Raises a ValueError with the reason if the response is invalid.
+            schema: JSON schema of the response, for servers with structured output.
         """
         body = {**self.body, "messages": messages}
         if schema is not None:
@@ -138,7 +138,7 @@ class ChatJudge(RetryingReward):
         body = {key: value for key, value in {**body, **self.extra}.items() if value is not None}
         key = hashlib.sha256(json.dumps([self.url, body], default=str).encode()).hexdigest()
         lock = self._asking.setdefault(key, asyncio.Lock())
-        async with lock:  # equal questions of one group are asked once
+        async with lock:  # identical queries of a group are sent once
             judged = Judgment()
             found = self._open_cache().execute("SELECT answer FROM answers WHERE key = ?", (key,)).fetchone()
             if found is not None and await _read(judged, found[0], read) is None:
@@ -162,11 +162,11 @@ class ChatJudge(RetryingReward):
         log_metric: Callable[[str, float], None],
         log_extra: Callable[[str, Sequence[Any]], None],
     ) -> None:
-        """Logs what the questions to the judge came to.
+        """Logs the outcomes of queries.
 
         Args:
-            judged: One per question.
-            questions: n numbers of the question of each completion.
+            judged: Outcome of each query.
+            questions: Index of the query for each of n completions.
         """
         asked = [judged[number] for number in questions]
         rows = max(1, len(asked))
@@ -191,13 +191,13 @@ class ChatJudge(RetryingReward):
         )
 
     def cost(self, tokens: tuple[int, int] | None) -> float | None:
-        """Dollars for prompt and completion tokens; None without `price` or tokens."""
+        """Cost of prompt and completion tokens in dollars; None without `price` or tokens."""
         if tokens is None or self.price is None:
             return None
         return (tokens[0] * self.price[0] + tokens[1] * self.price[1]) / 1e6
 
     def pictures(self, images: Sequence[Any], videos: Sequence[Any], num_rows: int) -> list[list[dict[str, Any]]]:
-        """The images and video frames of each row, as parts of a message."""
+        """The images and video frames of each completion as message parts."""
         pictures: list[list[str]] = [[] for _ in range(num_rows)]
         if self.send_images and any(images):
             pictures = [list(row) for row in encode_rows(images)]
@@ -211,7 +211,7 @@ class ChatJudge(RetryingReward):
         ]
 
     async def close(self) -> None:  # type: ignore[override]
-        """Closes the connections and the cache, and reports what the judge cost."""
+        """Closes the connections and the cache, and logs the total cost."""
         await super().close()
         if self._answers is not None:
             self._answers.close()
@@ -226,8 +226,8 @@ class ChatJudge(RetryingReward):
             )
 
     async def _request(self, body: dict[str, Any], judged: Judgment, read: Callable[[str], Any]) -> str | None:
-        """Sends one request and adds it to `judged`; returns why its answer is not valid."""
-        answer = await self.post(body, "a row")
+        """Sends one request and adds it to `judged`. Returns why the response is invalid, or None."""
+        answer = await self.post(body, "a completion")
         judged.requests += 1
         if answer is None:
             judged.text = None
@@ -238,18 +238,20 @@ class ChatJudge(RetryingReward):
             usage = answer.get("usage")
             tokens = None if usage is None else (int(usage["prompt_tokens"]), int(usage["completion_tokens"]))
         except (AttributeError, KeyError, IndexError, TypeError) as error:
-            raise RewardError(f"{self.url} answered {str(answer)[:200]}, not a chat completion.") from error
+            raise RewardError(
+                f"url={self.url}: returned {str(answer)[:200]}, not a chat completion. Check the URL."
+            ) from error
         if tokens is not None:
             before = judged.tokens or (0, 0)
             judged.tokens = before[0] + tokens[0], before[1] + tokens[1]
-        if choice.get("finish_reason") == "length":  # it may end in what it quotes of a completion
+        if choice.get("finish_reason") == "length":  # a truncated response may end in a quote from a completion
             judged.text = text
             return "It was cut off. Be shorter."
         return await _read(judged, text, read)
 
     def _decoded(self, response: httpx.Response) -> Any:
         if self.on_failure == "skip" and response.status_code in (400, 413, 422) and _TOO_LONG.search(response.text):
-            log.warning(f"{self.url} found a request too long; not scored: {redact_text(response.text)[:200]}")
+            log.warning(f"{self.url} rejected a request as too long; left unscored: {redact_text(response.text)[:200]}")
             return None
         return super()._decoded(response)
 
@@ -261,13 +263,13 @@ class ChatJudge(RetryingReward):
                 answers = sqlite3.connect(self.cache or "", timeout=60, check_same_thread=False)
                 answers.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, answer TEXT)")
             except (OSError, sqlite3.Error) as error:
-                raise RewardError(f"cache={self.cache!r}: {error}. Name another file.") from error
+                raise RewardError(f"cache={self.cache!r}: {error}. Use another file.") from error
             self._answers = answers
         return self._answers
 
 
 async def _read(judged: Judgment, text: str, read: Callable[[str], Any]) -> str | None:
-    """Keeps an answer and what it says; returns why it is not valid."""
+    """Stores a response and its value in `judged`. Returns why the response is invalid, or None."""
     judged.text = text
     try:
         judged.value = await asyncio.to_thread(read, text)
@@ -279,16 +281,16 @@ async def _read(judged: Judgment, text: str, read: Callable[[str], Any]) -> str 
 def rows_to_judge(
     completions: Sequence[str], prompt_column: str, shown: Iterable[str], columns: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """`question`, `answer`, and the shown columns of each row, as a judge gets them.
+    """Builds the judge's input for each completion: `question`, `answer`, and the shown columns.
 
-    The question of a trajectory of an environment is what came before its first reply, and the answer all that follows.
+    For a trajectory, the question is everything before the first assistant message, and the answer everything after.
     """
     own = {name: column_of(dict(columns), name) for name in shown}
     rows: list[dict[str, Any]] = []
     for i, completion in enumerate(completions):
         turns = [{**turn, "content": plain_text(turn.get("content") or "")} for turn in _turns(columns, i)]
         replies = [number for number, turn in enumerate(turns) if turn.get("role") == "assistant"]
-        if replies and turns[replies[-1]]["content"] == (completion or ""):  # a conversation, not a column of the data
+        if replies and turns[replies[-1]]["content"] == (completion or ""):  # a trajectory, not a dataset column
             row: dict[str, Any] = {"question": turns[: replies[0]], "answer": turns[replies[0] :]}
         else:
             row = {"question": plain_text(column_of(dict(columns), prompt_column)[i]), "answer": completion}
@@ -303,19 +305,19 @@ def _turns(columns: Mapping[str, Any], row: int) -> list[dict[str, Any]]:
 
 
 def quoted(value: Any) -> str:
-    """JSON whose texts can end neither a string nor a turn: markers of chat templates in them are escaped as well.
+    """JSON with escaped chat template tokens, so that a text can end neither its string nor the message.
 
-    A server tokenizes markers such as `<|im_end|>` and `[INST]` in a message as its own.
+    Servers tokenize text such as `<|im_end|>` and `[INST]` in a message as special tokens.
     """
     text = json.dumps(value, ensure_ascii=False, default=str).encode(errors="backslashreplace").decode()
     return _STRINGS.sub(lambda one: _MARKERS.sub(lambda mark: f"\\u{ord(mark[0]):04x}", one[0]), text)
 
 
 def read_json(text: str) -> dict[str, Any]:
-    """The JSON object that an answer is, after the reasoning and within the code fence that some models write.
+    """Parses a response as a JSON object, after optional reasoning and within an optional code fence.
 
     Raises:
-        ValueError: It is anything else; a JSON object within other text may be quoted from a completion.
+        ValueError: The response contains other text; a JSON object in it might be quoted from a completion.
     """
     text = text.rpartition("</think>")[2].strip()
     text = fenced[1] if (fenced := re.fullmatch(r"```(?:json)?\s*(.*?)\s*```", text, re.DOTALL)) else text
@@ -329,7 +331,7 @@ def read_json(text: str) -> dict[str, Any]:
 
 
 def read_score(entry: Any, scale: int) -> float:
-    """The `score` of an object, in [0, scale]; a ValueError if there is none."""
+    """The `score` of an object. Raises a ValueError if it is missing or not in [0, scale]."""
     score = entry.get("score") if isinstance(entry, dict) else None
     if isinstance(score, bool) or not isinstance(score, int | float) or not 0 <= score <= scale:
         raise ValueError(f'Each "score" must be a number from 0 to {scale}.')
@@ -337,7 +339,7 @@ def read_score(entry: Any, scale: int) -> float:
 
 
 def object_schema(**properties: Any) -> dict[str, Any]:
-    """The JSON schema of an object with exactly these keys, in this order."""
+    """JSON schema of an object with exactly these keys in this order."""
     return {
         "type": "object",
         "properties": properties,
@@ -347,7 +349,7 @@ def object_schema(**properties: Any) -> dict[str, Any]:
 
 
 def plain_text(value: Any) -> str:
-    """A column's value as text; of a conversation the texts of its turns, without images."""
+    """A column's value as text. For a conversation, the text of its messages without images."""
     listed = isinstance(value, (list, tuple))
     if listed and value and all(isinstance(turn, dict) and "content" in turn for turn in value):
         return "\n\n".join(plain_text(turn["content"]) for turn in value)

@@ -1,4 +1,4 @@
-"""Reward of hidden tests for code that a policy writes."""
+"""Rewards generated code with hidden tests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FENCES = ("```", "```python", "```python3", "```py")
 
 
 def extract_code(completion: str) -> str:
-    """The last fenced Python block of a completion; without one, the whole completion."""
+    """The last fenced Python block of a completion, or the whole completion if there is none."""
     found: list[str] | None = None
     block: list[str] | None = None
     for line in completion.split("\n"):
@@ -40,32 +40,33 @@ def extract_code(completion: str) -> str:
 
 
 class CodeTests(Reward):
-    """Share of hidden tests that a completion's code passes, run in a `Sandbox`.
+    """Fraction of hidden tests that a completion's code passes, run in a `Sandbox`.
 
-    A row's tests have one of these forms, or are JSON of it:
+    The tests of an example have one of these forms, or are JSON of it:
 
-    - a list of Python snippets, each a test that passes if it raises nothing, such as `assert add(1, 2) == 3`;
-    - Python code, which is cut into tests after each top-level statement with an `assert`;
-    - a list of `{"input": ..., "output": ...}`: what the program reads from stdin and has to print. Whitespace at the
-      end of lines and of the output is ignored;
-    - `{"inputs": [...], "outputs": [...]}`, the same.
+    - A list of Python snippets, such as `assert add(1, 2) == 3`. Each is a test that passes if it raises nothing.
+    - Python code. It is split into tests after each top-level statement with an `assert`.
+    - A list of `{"input": ..., "output": ...}`: the program's stdin and expected stdout. Trailing whitespace of lines
+      and of the output is ignored.
+    - `{"inputs": [...], "outputs": [...]}`, which is equivalent.
 
-    The code runs in one sandbox and the tests in another. Built-in values go between the two, so the code can't read
-    the tests, compare, or report a result. Other objects have their attributes, methods, items, and length, but compare
-    equal only to themselves: tests compare built-in values. Tests import the modules that they use.
+    Code and tests run in separate sandboxes that exchange only built-in values, so the code can't read the tests or
+    fake a result. Tests can access attributes, methods, items, and the length of other objects. Such objects equal only
+    themselves, so tests must compare built-in values. Tests must import the modules they use.
 
-    A row is not applicable (None) if its tests are None or have a syntax error. Logged as fractions: `all_passed` and
-    `unusable` rows.
+    A completion is unscored if its tests are None or have a syntax error. Logs the fractions `all_passed` and
+    `unusable`.
 
     Args:
         column: Dataset column with the tests.
-        all_or_nothing: Reward 1 if all tests pass and else 0, instead of the share.
-        test_timeout: Seconds per test, above 0.
-        sandbox: Where the code runs. Its `timeout` is for all tests of a completion.
-        concurrency: Completions that run at the same time. Defaults to the number of CPUs.
+        all_or_nothing: Whether to return 1 if all tests pass and 0 otherwise, instead of the fraction.
+        test_timeout: Time limit per test in seconds, above 0.
+        sandbox: Sandbox for the code. Its `timeout` applies to all tests of a completion together. Defaults to a
+            `Sandbox` with a timeout of 30 seconds.
+        concurrency: Maximum number of completions tested concurrently. Defaults to the number of CPUs.
 
     Raises:
-        ValueError: A number is out of range, or no sandbox works here.
+        ValueError: A number is out of range, or no sandbox works on this system.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class CodeTests(Reward):
         return sum(results) / len(tests)
 
     def _verdicts(self, code: str, tests: list[str]) -> list[bool]:
-        """Which tests passed, until the tests ended."""
+        """Whether each test passed, up to the end of the tests."""
         (answers, tell), (requests, ask) = os.pipe(), os.pipe()
         streams = [answers, tell, requests, ask]
         try:
@@ -126,7 +127,7 @@ class CodeTests(Reward):
         return [verdict == ord("1") for verdict in verdicts]
 
     def _outputs(self, code: str, pairs: list[tuple[str, str]]) -> list[bool]:
-        """Which outputs were right."""
+        """Whether each output is correct."""
         size = 2 * max(len(output.encode()) for _, output in pairs) + 4096
         inputs = [text for text, _ in pairs]
         with self._started(
@@ -140,7 +141,7 @@ class CodeTests(Reward):
                 isinstance(text, str) and _lines(text) == _lines(output)
                 for text, (_, output) in zip(outputs, pairs, strict=True)
             ]
-        except (ValueError, TypeError, RecursionError):  # what the completion's code wrote in its place
+        except (ValueError, TypeError, RecursionError):  # the completion's code wrote something else
             return []
 
     def _started(self, role: str, stdin: int, stdout: int, stderr: int, code: str = "", **job: Any) -> Any:
@@ -160,10 +161,10 @@ def _lines(text: str) -> list[str]:
 
 
 def parse_tests(cell: Any) -> list[Any] | None:
-    """A row's tests as snippets or as pairs of input and output; None if there are none that can be used.
+    """Parses tests to snippets or to (input, output) pairs. Returns None if there are no usable tests.
 
     Raises:
-        RewardError: The value has none of the forms that `CodeTests` describes.
+        RewardError: The value has none of the forms in `CodeTests`.
     """
     if isinstance(cell, str):
         try:
@@ -180,13 +181,13 @@ def parse_tests(cell: Any) -> list[Any] | None:
         if all(isinstance(test, Mapping) and {"input", "output"} <= test.keys() for test in cell):
             return [(str(test["input"]), str(test["output"])) for test in cell]
     raise RewardError(
-        f"tests={str(cell)[:80]!r}: neither test code, a list of it, nor pairs of input and output. "
+        f"tests={str(cell)[:80]!r}: must be test code, a list of it, or pairs of input and output. "
         'Write ["assert add(1, 2) == 3"] or [{"input": "1 2", "output": "3"}].'
     )
 
 
 def _snippets(source: str) -> list[str] | None:
-    """Top-level statements in groups that end with an `assert`; None without statements, or for a syntax error."""
+    """Groups of top-level statements, each ending with an `assert`; None if empty or not valid Python."""
     try:
         statements = ast.parse(source).body
     except (SyntaxError, ValueError):

@@ -1,8 +1,8 @@
-"""Runs in the sandboxes of `CodeTests`, as a file: as the completion's side of a test, or as the tests' side.
+"""Script that runs in the sandboxes of `CodeTests`: one runs the completion's code, the other the tests.
 
-The completion's side has the functions and answers requests to call them. The tests' side runs the tests with stand-ins
-for these functions, and alone reports what passed. JSON lines with plain values go between the two. So the completion's
-code meets the arguments of calls, and never a test, an expected value, or a comparison.
+The completion's process holds its functions and answers requests to call them. The test process runs the tests with
+proxies of these functions and reports the results. They exchange JSON lines with built-in values. The completion's code
+sees only the arguments of calls, never a test, an expected value, or a comparison.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     **{"str": str, "repr": repr},
 }
 _CONTAINERS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
-# Methods by which tests ask an answer about itself: an object of the completion's would confirm anything.
+# Predicates that tests may call on a result. An object defined by the completion could return True for all of them.
 _PREDICATES = {"startswith", "endswith"} | {
     name for kind in (str, float, frozenset) for name in dir(kind) if name.startswith("is")
 }
 
 
 class _Ended(BaseException):
-    """The time is up, or the other side is gone. A test can't catch it by accident."""
+    """Raised on a timeout or if the other process exits. Not an Exception, so tests don't catch it by accident."""
 
 
 def _late(*_: Any) -> None:
@@ -41,7 +41,7 @@ def _late(*_: Any) -> None:
 
 
 class Channel:
-    """Reader and writer of lines on this side, and its objects that the other side names by number."""
+    """One end of the connection, with the objects that the other end refers to by number."""
 
     def __init__(self) -> None:
         self.reader, self.writer = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
@@ -61,7 +61,7 @@ class Channel:
         raise _Ended
 
     def encode(self, value: Any) -> Any:
-        """JSON of a value. One of a class derived from a built-in class becomes one of that, without its methods."""
+        """Converts a value to JSON. Instances of subclasses of built-in types become instances of the built-in type."""
         if value is None or isinstance(value, bool):
             return value
         if isinstance(value, float):
@@ -97,11 +97,11 @@ class Channel:
         return self.objects[held] if name == "yours" else Remote(self, int(held))
 
     def ask(self, operation: str, target: int, *args: Any, **kwargs: Any) -> Any:
-        """Applies an operation to an object of the other side. What it does to lists and the like happens here too."""
+        """Applies an operation to an object of the other end. Copies its changes to mutable arguments."""
         self.sent = number = self.sent + 1
         self.send(number, operation, target, list(map(self.encode, args)), self.encode(kwargs))
         while len(answer := self.receive()) == 5 or answer[0] != number:
-            if len(answer) == 5:  # a function among the arguments is called
+            if len(answer) == 5:  # calls a function among the arguments
                 self.apply(answer, ("call",))
         _, raised, value, changed = answer
         for old, new in zip(args, map(self.decode, changed)):  # noqa: B905
@@ -116,7 +116,7 @@ class Channel:
         raise (kind if isinstance(kind, type) and issubclass(kind, Exception) else RuntimeError)(str(value))
 
     def apply(self, request: Any, allowed: Any = _OPERATIONS) -> None:
-        """Answers a request of the other side."""
+        """Answers a request of the other end."""
         number, operation, target, args, kwargs = request
         try:
             if operation not in allowed:
@@ -134,9 +134,9 @@ class Channel:
 
 
 class Remote:
-    """Stands for an object of the completion in a test, which can call and read it.
+    """Proxy of a completion's object in a test, which can call it and read its attributes.
 
-    It equals only itself and has no truth value, order, or arithmetic: the object must not decide whether it is right.
+    Equals only itself and has no truth value, order, or arithmetic, so the object can't decide whether a test passes.
     """
 
     def __init__(self, channel: Channel, number: int) -> None:
@@ -148,7 +148,7 @@ class Remote:
         return _ask("getattr")(self, name)
 
     def __bool__(self) -> bool:
-        raise TypeError("an object of the completion has no truth value here")
+        raise TypeError("an object of the completion has no truth value in a test")
 
 
 def _ask(operation: str) -> Callable[..., Any]:
@@ -165,7 +165,7 @@ for _operation in _OPERATIONS:
 
 
 def candidate(job: dict[str, Any]) -> None:
-    """The completion's side."""
+    """Runs the completion's process."""
     channel, names = Channel(), {}
     signal.setitimer(signal.ITIMER_REAL, job["seconds"])
     try:
@@ -187,7 +187,7 @@ def candidate(job: dict[str, Any]) -> None:
 
 
 def tester(job: dict[str, Any]) -> None:
-    """The tests' side: writes a 1 or 0 per test to stderr."""
+    """Runs the test process. Writes 1 or 0 per test to stderr."""
     verdicts = os.fdopen(os.dup(2), "wb", buffering=0)
     channel = Channel()
     os.dup2(0, 2)
@@ -196,7 +196,7 @@ def tester(job: dict[str, Any]) -> None:
     for name, value in channel.receive()[0].items():
         if not hasattr(builtins, name):
             namespace[name] = channel.decode(value)
-    for name in _modules(job["tests"]):  # and not what the completion calls so
+    for name in _modules(job["tests"]):  # take precedence over the completion's names
         namespace[name] = importlib.import_module(name)
     for test in job["tests"]:
         signal.setitimer(signal.ITIMER_REAL, job["seconds"] + 1.0)
@@ -210,7 +210,7 @@ def tester(job: dict[str, Any]) -> None:
 
 
 def _modules(tests: list[str]) -> set[str]:
-    """Names of the standard library's modules whose parts the tests use, such as `math` in `math.isclose`."""
+    """Names of standard library modules that the tests use, such as `math` in `math.isclose`."""
     nodes = [node for source in tests for node in ast.walk(ast.parse(source))]
     used = {node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)}
     stored = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
@@ -218,7 +218,7 @@ def _modules(tests: list[str]) -> set[str]:
 
 
 def programs(job: dict[str, Any]) -> None:
-    """Runs the completion as a program for each input, and prints the list of outputs, None if it failed."""
+    """Runs the completion as a program for each input. Prints the list of outputs, None for failures."""
     outputs = []
     for text in job["inputs"]:
         with open("input", "wb+") as source, open("output", "wb+") as sink:

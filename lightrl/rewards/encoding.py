@@ -1,4 +1,4 @@
-"""Images and videos on the wire: lossless base64 PNG."""
+"""Encodes images and videos as base64 PNG (lossless) for HTTP requests."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 
 
 def open_image(file: Any) -> Any:
-    """A PIL image of a path or a binary file, in any format that PIL reads except PostScript (EPS).
+    """Opens a path or a binary file as a PIL image, in any format that PIL supports except PostScript (EPS).
 
-    PIL has Ghostscript run PostScript, which is a program.
+    PIL executes PostScript with Ghostscript.
 
     Raises:
-        ValueError: It is PostScript. PIL raises nearly anything for broken files.
+        ValueError: The file is PostScript. PIL raises many other types for broken files.
     """
     from PIL import Image
 
     image = Image.open(file)
     if image.format == "EPS":
         image.close()
-        raise ValueError("PostScript (EPS) is a program and is not run: convert it, for example to PNG")
+        raise ValueError("PostScript (EPS) images are not supported. Convert the image, for example to PNG.")
     return image
 
 
 def png(image: Any) -> bytes:
-    """A PIL image, or an array of shape (H, W) or (H, W, 3) of uint8, as the bytes of a PNG file."""
+    """Encodes a PIL image, or a uint8 array of shape (H, W) or (H, W, 3), as PNG."""
     if not hasattr(image, "save"):
         from PIL import Image
 
@@ -41,7 +41,7 @@ def png(image: Any) -> bytes:
 
 
 def encode_media(value: Any) -> Any:
-    """Base64 text of bytes, a PIL image, or an array, also in lists (a video is a list of frames); text stays."""
+    """Encodes bytes, PIL images, arrays, and lists of them (a video is a list of frames) as base64. Keeps text."""
     if isinstance(value, (list, tuple)) or getattr(value, "ndim", 0) == 4:
         return [encode_media(item) for item in value]
     if isinstance(value, bytes):
@@ -52,7 +52,7 @@ def encode_media(value: Any) -> Any:
 
 
 def encode_rows(rows: Sequence[Any]) -> list[Any]:
-    """`encode_media` of each row; rows that are the same object, as in a group, are encoded once."""
+    """Applies `encode_media` to each row. Encodes identical objects, as in a group, once."""
     done: dict[int, Any] = {}
     for row in rows:
         if id(row) not in done:
@@ -61,10 +61,10 @@ def encode_rows(rows: Sequence[Any]) -> list[Any]:
 
 
 def decode_images(rows: Sequence[Any], name: str = "images", max_pixels: float = math.inf) -> list[list[Any]]:
-    """PIL images of n rows, each a list of base64 texts, one such text, or None; the inverse of `encode_rows`.
+    """Decodes the images of n rows. Each row is a list of base64 texts, one such text, or None.
 
     Raises:
-        ValueError: A value is not a base64 image (names the row), or they have more pixels together.
+        ValueError: A value is not a base64 image, or the images have more than `max_pixels` pixels in total.
     """
     decode = _Decoder(name, max_pixels)
     return [
@@ -74,10 +74,10 @@ def decode_images(rows: Sequence[Any], name: str = "images", max_pixels: float =
 
 
 def decode_videos(rows: Sequence[Any], max_pixels: float = math.inf) -> list[list[Any]]:
-    """Videos of n rows, each a list of videos of base64 frames, as arrays (frames, height, width, 3).
+    """Decodes the videos of n rows, each a list of videos of base64 frames, to arrays (frames, height, width, 3).
 
     Raises:
-        ValueError: A frame is not a base64 image (names the row), or they have more pixels together.
+        ValueError: A frame is not a base64 image, or the videos have more than `max_pixels` pixels in total.
     """
     import numpy as np
 
@@ -92,14 +92,14 @@ def decode_videos(rows: Sequence[Any], max_pixels: float = math.inf) -> list[lis
 
 @dataclass
 class _Decoder:
-    """Reads base64 texts as images while pixels are left for them: a small file may hold a huge image."""
+    """Decodes base64 images up to a total number of pixels, because a small file can contain a huge image."""
 
     name: str
     left: float
 
     def listed(self, value: Any, row: int) -> list[Any]:
         if not isinstance(value, list | None):
-            raise ValueError(f"{self.name}, row {row}: {str(value)[:40]!r} is not a list.")
+            raise ValueError(f"{self.name}, row {row}: {str(value)[:40]!r} is not a list. Send a list.")
         return value or []
 
     def __call__(self, text: Any, row: int) -> Any:
@@ -109,8 +109,8 @@ class _Decoder:
             self.left -= image.width * image.height
             if self.left >= 0:
                 image.load()
-        except Exception as error:  # PIL raises nearly anything for broken files
-            raise ValueError(f"{self.name}, row {row}: {str(text)[:40]!r} is not a base64 image.") from error
+        except Exception as error:  # PIL raises many types for broken files
+            raise ValueError(f"{self.name}, row {row}: {str(text)[:40]!r} is not a base64 image. Fix it.") from error
         if self.left < 0:
-            raise ValueError(f"{self.name}, row {row}: too many pixels in one request; send fewer rows at a time.")
+            raise ValueError(f"{self.name}, row {row}: the request has too many pixels. Send fewer rows per request.")
         return image

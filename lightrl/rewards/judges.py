@@ -1,4 +1,4 @@
-"""Judges that grade completions in free text, or compare those of a group; `Rubric` asks them several questions."""
+"""Judges that grade completions in free text or rank the completions of a group."""
 
 from __future__ import annotations
 
@@ -44,22 +44,24 @@ class GenerativeJudge(ChatJudge):
 
         r = (x - low) / (high - low)        x: the last number that `pattern` finds in the judgment
 
-    Each completion is one request with one user turn: the row's images, then `instruction`. A judgment without a number
-    in [low, high] is not valid (see `ChatJudge`). Judgments are shown with the completions as `<name>/judgement`.
+    Each request contains one completion in a user message: the example's images, then `instruction`. A judgment without
+    a number in [low, high] is invalid (see `ChatJudge`). Judgments are shown with the completions as
+    `<name>/judgement`.
 
     Args:
-        url: Address of an OpenAI-compatible server, see `ChatJudge`.
-        model: The judge's name at the server.
-        instruction: Text for the judge. `{completion}` (required, filled in as a JSON string, which it cannot break out
-            of), `{prompt}`, and `{name}` of any dataset column are filled in; `{{` and `}}` are braces.
-        pattern: Regular expression with one group, the number. A judgment on which it takes over a second has none.
-        low: x of reward 0.
-        high: x of reward 1, above low.
-        judge: The other arguments of `ChatJudge`.
+        url: URL of an OpenAI-compatible server (see `ChatJudge`).
+        model: Model name on the server.
+        instruction: Prompt template with the placeholders `{completion}` (required), `{prompt}`, and `{column}` for any
+            dataset column. The completion is inserted as a JSON string, so it can't escape. Write `{{` and `}}` for
+            literal braces.
+        pattern: Regular expression whose only group is the number. Has a time limit of one second per judgment.
+        low: Grade with reward 0.
+        high: Grade with reward 1. Must be above `low`.
+        judge: Other arguments of `ChatJudge`.
 
     Raises:
-        ValueError: An argument is out of range, the pattern does not have one group, or the instruction cannot be
-            filled in or does not show the completion.
+        ValueError: An argument is out of range, the pattern doesn't have exactly one group, or the instruction has an
+            invalid placeholder or lacks `{completion}`.
     """
 
     def __init__(
@@ -74,9 +76,9 @@ class GenerativeJudge(ChatJudge):
     ) -> None:
         self.pattern = TimedPattern("GenerativeJudge", pattern, timeout=1.0)
         if self.pattern.groups != 1:
-            raise ValueError(f"GenerativeJudge: pattern={pattern!r} has {self.pattern.groups} groups. Use one group.")
+            raise ValueError(f"GenerativeJudge: pattern={pattern!r}: has {self.pattern.groups} groups. Use one group.")
         if not low < high:
-            raise ValueError(f"GenerativeJudge: low={low}, high={high}: low must be below high.")
+            raise ValueError(f"GenerativeJudge: low={low}: must be below high={high}. Change one of them.")
         super().__init__(url, model, **judge)
         self.fields = _fields(instruction)
         self.instruction = instruction
@@ -119,28 +121,28 @@ class GenerativeJudge(ChatJudge):
 
 
 class GroupRanking(ChatJudge):
-    """Lets a judge compare all completions of a prompt in one request.
+    """Asks a judge to compare all completions of a prompt in one request.
 
-        by="score":  r = score / 100, relative to the others of the group
-        by="rank":   r = (answers with a lower score + half of the others with the same) / (n - 1), in [0, 1]
+        by="score":  r = score / 100, relative to the rest of the group
+        by="rank":   r = (completions with a lower score + half of the others with the same) / (n - 1), in [0, 1]
 
-    n is the number of different answers; equal answers are shown once and get the same reward. Answers are shown in an
-    order and under names that depend on a hash of their text, so none can name another or choose its place. If the
-    judge's answer is not valid (see `ChatJudge`), no completion of the group is scored. Trajectories of environments
-    are shown with all of their turns. Compare its rewards within a group only; its mean over a run tells nothing.
+    n is the number of distinct completions. Identical completions are shown once and get the same reward. Order and
+    names of completions depend on a hash of their text, so a completion can't refer to another or influence its
+    position. If the judge's response is invalid (see `ChatJudge`), the whole group is unscored. The judge sees all
+    turns of a trajectory. Rewards are only comparable within a group; their mean over a run is not meaningful.
 
     Args:
-        url: Address of an OpenAI-compatible server, see `ChatJudge`.
-        model: The judge's name at the server.
-        rubric: What makes an answer better.
-        by: Reward from the judge's scores or from their order.
-        columns: Dataset columns that the judge also sees, such as a reference answer.
-        judge: The other arguments of `ChatJudge`.
+        url: URL of an OpenAI-compatible server (see `ChatJudge`).
+        model: Model name on the server.
+        rubric: Criteria for better completions.
+        by: Whether rewards are the judge's scores ("score") or their ranks ("rank").
+        columns: Dataset columns to show to the judge, such as a reference answer.
+        judge: Other arguments of `ChatJudge`.
 
     Raises:
         ValueError: An argument is out of range.
 
-    Source: RULER, https://art.openpipe.ai/fundamentals/ruler. It has scores only, and shows answers as sampled.
+    Source: RULER, https://art.openpipe.ai/fundamentals/ruler. RULER supports only scores and keeps the sampling order.
     """
 
     def __init__(
@@ -189,7 +191,7 @@ class GroupRanking(ChatJudge):
     async def _compare(
         self, question: Mapping[str, Any], answers: Iterable[str], pictures: list[dict[str, Any]]
     ) -> Judgment:
-        """The judgment of one group; its value is JSON of an answer -> reward."""
+        """Judges one group. The value of the judgment maps each answer (as JSON) to its reward."""
         key = quoted(question)
         places = {answer: hashlib.sha256((key + answer).encode()).hexdigest()[:4] for answer in answers}
         order = sorted(places, key=lambda answer: (places[answer], answer))
@@ -226,18 +228,20 @@ class GroupRanking(ChatJudge):
 
 
 def _fields(instruction: str) -> set[str]:
-    """The names that are filled into an instruction."""
+    """The placeholders in an instruction."""
     try:
         parts = [part[1:] for part in string.Formatter().parse(instruction) if part[1] is not None]
     except ValueError as error:
-        raise ValueError(f"GenerativeJudge: instruction={instruction[:60]!r}: {error}. Write braces twice.") from error
+        raise ValueError(
+            f"GenerativeJudge: instruction={instruction[:60]!r}: {error}. Double literal braces ({{{{ and }}}})."
+        ) from error
     for name, form, conversion in parts:
         if not name or form or conversion or set(".[]") & set(name) or name.isdigit():
             raise ValueError(
-                f"GenerativeJudge: instruction has {{{name}}} with more, or less, than a name. Write {{completion}}, "
-                "{prompt}, or {COLUMN} alone, and any other braces twice."
+                f"GenerativeJudge: instruction: the placeholder {{{name}}} must be a plain name. Use {{completion}}, "
+                "{prompt}, or {COLUMN}, and double literal braces."
             )
     fields = {str(name) for name, _, _ in parts}
     if "completion" not in fields:
-        raise ValueError("GenerativeJudge: instruction without {completion}: the judge would not see what it grades.")
+        raise ValueError("GenerativeJudge: instruction: lacks {completion}, the text to grade. Add it.")
     return fields

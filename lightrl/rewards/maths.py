@@ -1,7 +1,7 @@
-"""Mathematical equality by `math-verify`, in child processes.
+"""Checks mathematical equality with `math-verify` in child processes.
 
-Comparing expressions may take forever or all memory (`9**9**9`), holds Python's lock meanwhile, and math-verify's own
-time limits work in a main thread only. A child process can be killed.
+Comparing expressions can take unlimited time or memory (`9**9**9`) while holding the GIL, and math-verify's time limits
+work only in the main thread. A child process can be killed.
 """
 
 from __future__ import annotations
@@ -26,22 +26,23 @@ _GRACE_SECONDS = 2.0
 
 
 class MathVerify(Reward):
-    """1 if the completion's final answer equals the reference mathematically, else 0 (`1/2` = `0.5`).
+    """1 if the final answer is mathematically equal to the reference (`1/2` = `0.5`), 0 otherwise.
 
-    math-verify finds the answer (the last box, LaTeX formula, or number). A row is not applicable (None) if the
-    reference is None or not a formula, or if the comparison exceeds `timeout`. Logged as fractions: `unparsable`
-    references, `timeouts`, and `crashes` of the process.
+    math-verify finds the answer: the last box, LaTeX formula, or number. A completion is unscored if the reference is
+    None or not a formula, or if the comparison times out. Logs the fractions of `unparsable` references, `timeouts`,
+    and process `crashes`.
 
     Args:
         column: Dataset column with the reference: LaTeX with or without dollar signs, or a number.
-        timeout: Seconds for one comparison, above 0, without the start of a process.
-        num_workers: Number of processes; each takes about 80 MB and starts when first needed.
-        timeout_value: Reward of a comparison that timed out; None leaves the row unscored, 0 counts it as wrong.
+        timeout: Time limit per comparison in seconds, above 0. Excludes the startup of a process.
+        num_workers: Maximum number of processes. Each uses about 80 MB and starts on demand.
+        timeout_value: Reward of a comparison that timed out. None leaves the completion unscored; 0 counts it as
+            incorrect.
 
     Raises:
         ValueError: math-verify is not installed, or a number is out of range.
 
-    Source: https://github.com/huggingface/Math-Verify, its defaults.
+    Source: https://github.com/huggingface/Math-Verify with its default settings.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class MathVerify(Reward):
         self.timeout_value = timeout_value
         self.max_concurrency = at_least("MathVerify.num_workers", num_workers, 1)
         self._workers = [_Worker() for _ in range(num_workers)]
-        self._idle: queue.LifoQueue[_Worker] = queue.LifoQueue()  # last in, first out, so that few workers start
+        self._idle: queue.LifoQueue[_Worker] = queue.LifoQueue()  # LIFO, so that few workers start
         for worker in self._workers:
             self._idle.put(worker)
 
@@ -83,7 +84,7 @@ class MathVerify(Reward):
         return answer.removeprefix("=") if answer.startswith("=") else None
 
     def close(self) -> None:
-        """Ends the worker processes."""
+        """Stops the worker processes."""
         for worker in self._workers:
             worker.stop()
 
@@ -97,16 +98,16 @@ class MathVerify(Reward):
 
 
 class _Worker:
-    """One child process, started at first use and after it was killed. One thread at a time asks it."""
+    """A child process, started on first use and after it was killed. Used by one thread at a time."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
 
     def ask(self, question: dict[str, Any]) -> str:
-        """The process's answer, "timeout", or "crashed" if the process died twice."""
+        """The process's response, "timeout", or "crashed" if the process died twice."""
         request, timeout = json.dumps(question).encode() + b"\n", question["timeout"]
-        for _ in range(2):  # it may have been killed for what others did
+        for _ in range(2):  # an earlier request may have killed it
             process = self._started()
             answer: bytes | None = b""
             with contextlib.suppress(BrokenPipeError):
@@ -129,7 +130,7 @@ class _Worker:
             process.wait()
             for pipe in (process.stdin, process.stdout):
                 assert pipe is not None
-                with contextlib.suppress(OSError):  # unsent requests don't matter
+                with contextlib.suppress(OSError):  # ignores unsent requests
                     pipe.close()
 
     def _started(self) -> subprocess.Popen[bytes]:
@@ -141,13 +142,13 @@ class _Worker:
             self._process = process
         if not self._line(process, _START_SECONDS):
             self.stop()
-            raise RuntimeError(f"MathVerify: its process did not start ({' '.join(command)}); see its error above.")
+            raise RuntimeError(f"MathVerify: its process did not start ({' '.join(command)}). See its error above.")
         return process
 
     @staticmethod
     def _line(process: subprocess.Popen[bytes], timeout: float) -> bytes | None:
-        """The next line; empty if the process ended, None if there is none within `timeout` seconds."""
+        """The next line; empty if the process exited, None after `timeout` seconds."""
         assert process.stdout is not None
-        poll = select.poll()  # `select.select` accepts no descriptors above 1023
+        poll = select.poll()  # `select.select` doesn't support descriptors above 1023
         poll.register(process.stdout, select.POLLIN)
         return process.stdout.readline() if poll.poll(1000 * timeout) else None

@@ -1,6 +1,6 @@
-"""The child process of `MathVerify`: reads one JSON object per line and answers with one verdict per line.
+"""Child process of `MathVerify`. Reads one JSON object per line and writes one verdict per line.
 
-It runs as a file, not as a module, so that it loads math-verify alone. It ends with its input or its parent.
+Runs as a script, so that it imports only math-verify. Exits when its input ends or its parent exits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MEMORY_BYTES = 4 << 30
 
 
 class _OutOfTime(BaseException):
-    """Not an Exception: math-verify catches those while it compares."""
+    """Not an Exception, because math-verify catches those."""
 
 
 def _out_of_time(*_: Any) -> None:
@@ -27,18 +27,18 @@ def _out_of_time(*_: Any) -> None:
 
 
 def main() -> None:
-    """Answers comparisons until its input ends, under bounds on time and memory."""
+    """Answers requests until the input ends, with limits on time and memory."""
     sys.path = [entry for entry in sys.path if os.path.abspath(entry) != os.path.dirname(os.path.abspath(__file__))]
     import math_verify
 
-    logging.disable(logging.WARNING)  # math-verify warns that its own time limits are off; ours are on
+    logging.disable(logging.WARNING)  # math-verify warns that its own time limits are disabled
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
     signal.signal(signal.SIGALRM, _out_of_time)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # whatever a library prints goes to stderr
+    os.dup2(2, 1)  # redirects output of libraries to stderr
     parent = os.getppid()
-    # The first comparison loads parsers and fills caches for seconds. It runs before the clock does.
+    # The first comparisons take seconds to load parsers and fill caches, so they run without a time limit.
     for gold, text in (("\\frac{1}{2}", "so it is $0.5$"), ("3\\sqrt{2}", "\\boxed{\\sqrt{18}}")):
         _judge(math_verify, {"gold": gold, "text": text, "timeout": 0.0})
     answers.write('"ready"\n')
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def _judge(math_verify: Any, request: dict[str, Any]) -> str:
-    """The verdict, or without a reference `=` and the answer in the text; a `timeout` of 0 seconds is none."""
+    """The verdict, or without a reference `=` and the answer. A `timeout` of 0 means no limit."""
     signal.setitimer(signal.ITIMER_REAL, request["timeout"])
     try:
         if "gold" not in request:
@@ -70,7 +70,7 @@ def _judge(math_verify: Any, request: dict[str, Any]) -> str:
 
 
 def _answer(parsed: list[Any]) -> str:
-    """`=` and one spelling of equal answers; "none" where nothing was found."""
+    """`=` and a canonical form of the answer; "none" without an answer."""
     if not parsed:
         return "none"
     import sympy  # type: ignore[import-untyped]
@@ -82,7 +82,7 @@ def _answer(parsed: list[Any]) -> str:
 
 
 def _parse_gold(math_verify: Any, gold: str) -> list[Any]:
-    """A bare formula such as `3\\sqrt{2}` is only read as LaTeX between dollar signs; `\\$5` has none of these."""
+    """Parses the reference. Adds dollar signs to a bare formula such as `3\\sqrt{2}`; `\\$5` counts as bare."""
     bare = re.search(r"(?<!\\)\$", gold) is None and "\\boxed" not in gold
     parsed = math_verify.parse(f"${gold}$", parsing_timeout=None) if bare else []
     return list(parsed or math_verify.parse(gold, parsing_timeout=None))

@@ -1,4 +1,4 @@
-"""Rewards over HTTP: requests that are retried, and `RemoteReward`, which asks a scoring server."""
+"""Rewards over HTTP with retries, and `RemoteReward`, which queries a scoring server."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from lightrl.rewards.encoding import encode_rows
 from lightrl.rewards.rules import column_of
 
 log = logging.getLogger(__name__)
-_RETRIED_STATUS = frozenset({408, 425, 429})  # "try again later"; every other 4xx is a mistake in the request
+_RETRIED_STATUS = frozenset({408, 425, 429})  # temporary; every other 4xx is an error in the request
 
 
 class RetryingReward(Reward):
-    """A reward that posts JSON to one address.
+    """Base class of rewards that post JSON to a URL, with retries.
 
-    A request that times out, cannot connect, breaks off, or gets a 5xx status is sent again after
-    `backoff * 2^k * u` seconds, k = 0, 1, ... and u uniform in [0.5, 1.5], at most `max_backoff`.
+    Retries requests after timeouts, connection errors, and 5xx responses. Waits `backoff * 2^k * u` seconds before
+    retry k = 0, 1, ..., with u uniform in [0.5, 1.5], but at most `max_backoff`.
 
     Args:
-        url: Address.
-        timeout: Seconds to connect, and between two pieces of the response.
-        retries: Maximum number of times that a failed request is sent again.
-        backoff: Seconds before the first retry.
-        max_backoff: Maximum seconds before a retry.
+        url: URL of the server.
+        timeout: Time limit for connecting, and between two chunks of the response, in seconds.
+        retries: Maximum number of retries per request.
+        backoff: Delay before the first retry in seconds.
+        max_backoff: Maximum delay before a retry in seconds.
         concurrency: Maximum number of concurrent requests of this object.
-        token_env: Environment variable with the server's bearer token; None sends none. The token itself is not an
-            argument, since arguments end up in checkpoints and loggers.
-        on_failure: What happens if the last retry fails: "error" ends the run; "skip" leaves the rows of that request
-            unscored, logs a warning, and counts them in `reward/<name>/unanswered`.
+        token_env: Environment variable with the server's bearer token. Defaults to no token. The token itself is not an
+            argument, because arguments are saved in checkpoints and logs.
+        on_failure: Response to a request whose last retry fails. "error" stops the run. "skip" leaves the completions
+            of that request unscored, logs a warning, and counts them in `reward/<name>/unanswered`.
 
     Raises:
-        ValueError: An argument is out of range, or `token_env` has no token that a header can hold.
+        ValueError: An argument is out of range, or `token_env` contains no valid token.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class RetryingReward(Reward):
     ) -> None:
         owner = type(self).__name__
         if not url.startswith(("http://", "https://")):
-            raise ValueError(f"{owner}.url={url!r}: must start with http:// or https://.")
+            raise ValueError(f"{owner}.url={url!r}: must start with http:// or https://. Fix the URL.")
         self.url = url
         if token_env is not None and not os.environ.get(token_env):
-            raise ValueError(f"{owner}.token_env={token_env!r}: that environment variable is not set.")
+            raise ValueError(f"{owner}.token_env={token_env!r}: the environment variable is not set. Set it.")
         self.token_env = token_env
         self._headers()
         self.on_failure = one_of(f"{owner}.on_failure", on_failure, "error", "skip")
@@ -76,11 +76,11 @@ class RetryingReward(Reward):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def post(self, body: Mapping[str, Any], what: str) -> Any:
-        """Posts JSON and returns the JSON of the response; None if all retries failed and `on_failure` is "skip".
+        """Posts JSON and returns the JSON response; None if all retries failed and `on_failure` is "skip".
 
         Args:
             body: JSON to send.
-            what: What is scored, for messages: "3 rows".
+            what: Description of the request in error messages, such as "3 completions".
 
         Raises:
             ConnectionError: All retries failed and `on_failure` is "error".
@@ -95,20 +95,20 @@ class RetryingReward(Reward):
             try:
                 async with slots:
                     response = await client.post(self.url, json=body, headers=self._headers())
-            except httpx.TransportError as error:  # timeouts, refused and broken connections
+            except httpx.TransportError as error:  # timeouts and connection errors
                 problem = redact_text(f"{type(error).__name__}: {error}")
                 continue
             if response.status_code < 500 and response.status_code not in _RETRIED_STATUS:
                 return self._decoded(response)
             problem = f"status {response.status_code}: {redact_text(response.text)[:200]}"
-        message = f"{self.url} did not score {what} in {self.retries + 1} attempts; the last: {problem}"
+        message = f"{self.url} failed to score {what} after {self.retries + 1} attempts (last error: {problem})"
         if self.on_failure == "error":
             raise ConnectionError(message)
-        log.warning("%s. They count as not scored (on_failure='skip').", message)
+        log.warning("%s. Left unscored (on_failure='skip').", message)
         return None
 
     async def close(self) -> None:  # type: ignore[override]
-        """Closes the connections; the next request opens new ones."""
+        """Closes the connections. The next request opens new ones."""
         client, self._client, self._loop = self._client, None, None
         if client is not None:
             await client.aclose()
@@ -116,27 +116,27 @@ class RetryingReward(Reward):
     def _decoded(self, response: httpx.Response) -> Any:
         said, status = redact_text(response.text)[:200], response.status_code
         if status != 200:
-            hints = {401: " Set token_env.", 403: " Set token_env.", 413: " Send less in one request (batch_size)."}
-            raise RewardError(f"{self.url} rejected the request with {status}: {said}.{hints.get(status, '')}")
+            hints = {401: " Set token_env.", 403: " Set token_env.", 413: " Lower batch_size."}
+            raise RewardError(f"{self.url} rejected the request with status {status}: {said}.{hints.get(status, '')}")
         try:
             value = json.loads(response.content)
         except ValueError as error:
-            raise RewardError(f"{self.url} answered {said!r}, which is not JSON.") from error
-        if value is None:  # None means that the server did not answer
-            raise RewardError(f"{self.url} answered null.")
+            raise RewardError(f"url={self.url}: returned {said!r}, which is not JSON. Check the URL.") from error
+        if value is None:  # None means that the server did not respond
+            raise RewardError(f"url={self.url}: returned null. Check the URL.")
         return value
 
     def _headers(self) -> dict[str, str]:
         if self.token_env is None:
             return {}
         token = os.environ[self.token_env]
-        remember_secret(token)  # a server may quote it
+        remember_secret(token)  # a server may echo it
         bearer_token(f"{type(self).__name__}.token_env: the token in ${self.token_env}", token)
         return {"Authorization": f"Bearer {token}"}
 
     def _open(self) -> tuple[httpx.AsyncClient, asyncio.Semaphore]:
         loop = asyncio.get_running_loop()
-        if self._client is None or self._slots is None or self._loop is not loop:  # connections belong to their loop
+        if self._client is None or self._slots is None or self._loop is not loop:  # connections are bound to a loop
             local = httpx.URL(self.url).host in ("127.0.0.1", "localhost", "::1")
             self._client = httpx.AsyncClient(timeout=self.timeout, trust_env=not local)  # no proxy for loopback
             self._slots, self._loop = asyncio.Semaphore(self.concurrency), loop
@@ -144,32 +144,32 @@ class RetryingReward(Reward):
 
 
 class RemoteReward(RetryingReward):
-    """Asks a scoring server, such as `lightrl serve-reward`.
+    """Scores completions on a server, such as `lightrl serve-reward`.
 
-    A request is `POST url` with JSON, lists of n values without the keys that are not configured:
+    Each request is a `POST` with JSON, with lists of n values. Keys that are not configured are omitted:
 
         {"queries": [prompt + completion, ...], "prompts": [...], "completions": [...], "group_ids": [...],
          "references": [...], "labels": [...], "images": [...], "videos": [...], "completion_ids": [[...], ...],
          "columns": {name: [...]}}
 
-    `images` has a list of base64 PNG files per row, `videos` a list of lists of frames. The response is
-    `{"rewards": [number or null, ...]}` with n values. A 4xx status or any other response is a mistake in the setup:
-    always an error, without retries.
+    `images` contains a list of base64 PNG files per completion, `videos` a list of lists of frames. The response must
+    be `{"rewards": [number or null, ...]}` with n values. A 4xx status or an invalid response is a configuration error.
+    It is not retried and always stops the run.
 
     Args:
-        url: Scoring address, for example `http://127.0.0.1:8000/score`.
-        columns: Dataset columns to send, under their own names.
-        reference_column: Column sent as `references`.
-        label_column: Column sent as `labels`.
-        image_column: Column sent as `images` instead of the row's decoded images: text unchanged, bytes and PIL images
-            as base64, also in lists.
-        send_media: Send the images and videos of rows.
-        send_completion_ids: Also send the sampled token ids.
-        batch_size: Maximum number of rows per request; a larger group is sent whole.
-        connection: Timeout, retries, token: the other arguments of `RetryingReward`.
+        url: URL of the scoring endpoint, such as `http://127.0.0.1:8000/score`.
+        columns: Dataset columns to send in `columns`.
+        reference_column: Dataset column to send as `references`.
+        label_column: Dataset column to send as `labels`.
+        image_column: Dataset column to send as `images` instead of the decoded images. Text is sent unchanged, bytes
+            and PIL images as base64.
+        send_media: Whether to send images and videos.
+        send_completion_ids: Whether to send the sampled token IDs.
+        batch_size: Maximum number of completions per request. Larger groups are not split.
+        connection: Other arguments of `RetryingReward`, such as `timeout`, `retries`, and `token_env`.
 
     Raises:
-        ValueError: An argument is out of range, or `token_env` has no token.
+        ValueError: An argument is out of range, or `token_env` contains no valid token.
     """
 
     def __init__(
@@ -225,14 +225,14 @@ class RemoteReward(RetryingReward):
 
     async def _ask(self, body: dict[str, Any], num_rows: int) -> list[float | None] | None:
         """Rewards of one request; None if all retries failed and `on_failure` is "skip"."""
-        answer = await self.post(body, f"{num_rows} rows")
+        answer = await self.post(body, f"{num_rows} completion{'s' * (num_rows != 1)}")
         if answer is None:
             return None
         rewards = answer.get("rewards") if isinstance(answer, dict) else None
         if not isinstance(rewards, list) or len(rewards) != num_rows:
             raise RewardError(
-                f'{self.url} answered {str(answer)[:200]} for {num_rows} rows, not {{"rewards": [...]}} with '
-                "one number or null each."
+                f"url={self.url}: returned {str(answer)[:200]} for {num_rows} completions. Return "
+                '{"rewards": [...]} with one number or null each.'
             )
         return rewards
 
@@ -242,7 +242,7 @@ def _cut(rows: Mapping[str, Sequence[Any]], start: int, end: int) -> dict[str, A
 
 
 def _batches(group_ids: Sequence[int], size: int) -> list[tuple[int, int]]:
-    """Cuts n rows into [start, end) pieces of at most `size` rows, between groups only."""
+    """Splits n rows into [start, end) batches of at most `size` rows without splitting groups."""
     cuts = [i for i in range(1, len(group_ids)) if group_ids[i] != group_ids[i - 1]] + [len(group_ids)]
     batches, start, end = [], 0, 0
     for cut in cuts:

@@ -1,4 +1,4 @@
-"""Rewards of several named criteria."""
+"""Rewards from several named criteria."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _OFFERED |= {"images", "videos", "audios", "log_metric", "log_extra"}
 
 @dataclass
 class Criterion:
-    """One criterion of a `Rubric`: a question to its judge, or a reward.
+    """One criterion of a `Rubric`: a question for the judge, or a reward function.
 
     Args:
-        question: What the judge scores: "Does the answer name its sources?". Its score is in [0, 1].
-        reward: A `Reward`, an import path, or in Python any function; also one that asks another judge.
-        weight: Factor in the sum; 0 logs the criterion only.
+        question: Question that the judge scores in [0, 1], such as "Does the answer cite its sources?".
+        reward: A `Reward`, an import path, or in Python any function. May use another judge.
+        weight: Weight in the sum. 0 only logs the criterion.
     """
 
     question: str | None = None
@@ -33,30 +33,29 @@ class Criterion:
 
 
 class Rubric(Reward):
-    """The weighted sum of named criteria, each a question to a judge or a reward.
+    """Weighted sum of named criteria. Each criterion is a question for a judge or a reward function.
 
         r = sum_c weight_c * r_c
 
-    The judge sees one completion and all questions in one request, and gives each question a reason and an integer
-    score from 0 to `scale`; r_c = score / `scale`. A completion without a value of any criterion whose weight is not 0
-    is not scored, because the sum of the others would train something else; `reward/Rubric/missing` is their share.
-    The mean of each criterion is logged as `reward/Rubric/<criterion>`, its values and what it logs are shown with the
-    completions. Trajectories of environments are shown with all of their turns.
+    Each request contains one completion and all questions. The judge gives each question a reason and an integer score
+    from 0 to `scale`; r_c = score / `scale`. A completion is unscored if any criterion with a non-zero weight has no
+    value; `reward/Rubric/missing` is the fraction of such completions. Logs the mean of each criterion as
+    `reward/Rubric/<criterion>` and shows its values with the completions. The judge sees all turns of a trajectory.
 
     Args:
         criteria: Name -> criterion.
-        url: Address of an OpenAI-compatible server, see `ChatJudge`. Only questions need it.
-        model: The judge's name at the server.
-        scale: Highest score of a question; 1 makes them yes-or-no questions.
-        columns: Dataset columns that the judge also sees, such as a reference answer.
-        judge: The other arguments of `ChatJudge`.
+        url: URL of an OpenAI-compatible server (see `ChatJudge`). Only required for questions.
+        model: Model name on the server.
+        scale: Maximum score of a question. 1 makes them yes/no questions.
+        columns: Dataset columns to show to the judge, such as a reference answer.
+        judge: Other arguments of `ChatJudge`.
 
     Raises:
-        ValueError: No criterion, one with neither or both of `question` and `reward`, weights that are not finite or
-            all 0, questions without `url` and `model`, or an argument out of range.
+        ValueError: `criteria` is empty, a criterion doesn't have exactly one of `question` and `reward`, weights are
+            not finite or all 0, questions lack `url` and `model`, or an argument is out of range.
 
-    Source: https://arxiv.org/abs/2507.17746 (Rubrics as Rewards, explicit aggregation; its sum is divided by that of
-        the weights).
+    Source: Rubrics as Rewards, explicit aggregation, https://arxiv.org/abs/2507.17746. The paper divides the sum by the
+        sum of weights.
     """
 
     def __init__(
@@ -70,16 +69,16 @@ class Rubric(Reward):
     ) -> None:
         for name, criterion in criteria.items():
             if (criterion.question is None) == (criterion.reward is None):
-                raise ValueError(f"Rubric.criteria[{name!r}]: has neither or both. Set either question or reward.")
+                raise ValueError(f"Rubric.criteria[{name!r}]: must have either a question or a reward. Set one.")
         self.weights = {name: float(criterion.weight) for name, criterion in criteria.items()}
         if not all(map(math.isfinite, self.weights.values())) or not any(self.weights.values()):
-            raise ValueError(f"Rubric.criteria: the weights {self.weights} must be finite, and one must not be 0.")
+            raise ValueError(f"Rubric.criteria: the weights {self.weights} must be finite and not all 0. Fix them.")
         questions = {name: one.question for name, one in criteria.items() if one.question is not None}
         self.parts = [
             RewardFunction(name, load_reward(one.reward)) for name, one in criteria.items() if one.reward is not None
         ]
         if questions and (url is None or model is None):
-            raise ValueError(f"Rubric.url={url!r}, model={model!r}: {', '.join(questions)} need a judge. Set both.")
+            raise ValueError(f"Rubric.url={url!r}, model={model!r}: {', '.join(questions)} require a judge. Set both.")
         self.judge = RubricJudge(str(url), str(model), questions, scale, columns, **judge) if questions else None
         needed = {name for part in self.parts for name in (*part.needed_columns, *(part.needs - _OFFERED))}
         self.needed_columns = tuple(sorted(needed | {*(columns or [])}))
@@ -142,22 +141,22 @@ class Rubric(Reward):
             await self.judge.close()
 
     def _total(self, values: Mapping[str, float | None]) -> float | None:
-        """The weighted sum; None if a value with a weight is missing."""
+        """The weighted sum; None if a value with a non-zero weight is missing."""
         weighed = [(weight, values[name]) for name, weight in self.weights.items() if weight]
         known = [weight * value for weight, value in weighed if value is not None]
         return math.fsum(known) if len(known) == len(weighed) else None
 
 
 class RubricJudge(ChatJudge):
-    """The judge of a `Rubric`: asks all questions about one completion in one request.
+    """The judge of a `Rubric`. Asks all questions about one completion in one request.
 
     Args:
-        url: See `ChatJudge`.
-        model: See `ChatJudge`.
+        url: URL of an OpenAI-compatible server (see `ChatJudge`).
+        model: Model name on the server.
         questions: Name -> question.
-        scale: Highest score.
-        columns: Dataset columns that the judge also sees.
-        judge: The other arguments of `ChatJudge`.
+        scale: Maximum score.
+        columns: Dataset columns to show to the judge.
+        judge: Other arguments of `ChatJudge`.
     """
 
     def __init__(

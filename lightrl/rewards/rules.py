@@ -1,4 +1,4 @@
-"""Rewards by rule. None of them reads the prompt: a format that the prompt shows must not count as an answer.
+"""Rule-based rewards. They don't read the prompt, so a format shown in the prompt never counts as an answer.
 
 |y| is a completion's length in sampled tokens, including the end-of-sequence token.
 """
@@ -49,25 +49,25 @@ _GYM_EXTRACTORS: dict[str, Callable[[str], str | None]] = {
 class ExactAnswer(Reward):
     r"""1 if the extracted answer equals the reference, 0 if it differs or is missing.
 
-    A row whose reference is None is not applicable (None). The fraction of rows on which `pattern` timed out is logged
-    as `timeouts`.
+    If the reference is None, the completion is unscored. Logs `timeouts`, the fraction of completions on which
+    `pattern` timed out.
 
     Args:
-        column: Dataset column with the reference; numbers are compared as text.
-        extract: How to find the answer in the completion: "text" (all of it), "gsm8k" (number after the last `####`),
-            "boxed" (last `\boxed{}`), "number" (last number).
-        reference_extract: The same for the reference; GSM8K's own `answer` column needs "gsm8k".
-        pattern: Regular expression that finds the answer instead of `extract`: the first group (or all) of its last
-            match in the completion.
+        column: Dataset column with the reference. References are compared as text.
+        extract: How to find the answer in the completion: "text" (entire text), "gsm8k" (number after the last
+            `####`), "boxed" (last `\boxed{}`), or "number" (last number).
+        reference_extract: How to find the answer in the reference. The `answer` column of GSM8K requires "gsm8k".
+        pattern: Regular expression that finds the answer instead of `extract`. The answer is the first group of the
+            last match in the completion, or the whole match if the pattern has no groups.
         ignore_case: Compare case-insensitively.
-        ignore_whitespace: Strip the ends and treat a run of whitespace as one space.
-        numeric: Compare two answers that are both numbers by value: 42 = 42.0, 1,000 = 1000.
-        timeout: Seconds that `pattern` may take on one completion, above 0.
-        timeout_value: Reward of a completion on which `pattern` timed out; None leaves it unscored.
+        ignore_whitespace: Strip leading and trailing whitespace and collapse other whitespace to one space.
+        numeric: Compare by value if both answers are numbers: 42 = 42.0, 1,000 = 1000.
+        timeout: Time limit of `pattern` per completion in seconds, above 0.
+        timeout_value: Reward of a completion on which `pattern` timed out. None leaves it unscored.
 
     Raises:
-        ValueError: `pattern` with an `extract`, an invalid pattern, or a number out of range.
-        RewardError: When called: no such column, or a reference without an answer.
+        ValueError: Both `pattern` and `extract` are set, `pattern` is invalid, or a number is out of range.
+        RewardError: When called, if the column is missing or a reference contains no answer.
     """
 
     def __init__(
@@ -83,7 +83,9 @@ class ExactAnswer(Reward):
         timeout_value: float | None = None,
     ) -> None:
         if pattern is not None and extract != "text":
-            raise ValueError(f"ExactAnswer: extract={extract!r} and pattern={pattern!r} exclude one another.")
+            raise ValueError(
+                f"ExactAnswer: extract={extract!r} and pattern={pattern!r} are mutually exclusive. Set only one."
+            )
         self.column = column
         self.needed_columns = (column,)
         self.extract = one_of("ExactAnswer.extract", extract, *EXTRACTORS)
@@ -120,8 +122,8 @@ class ExactAnswer(Reward):
         found = EXTRACTORS[self.reference_extract](str(reference))
         if found is None:
             raise RewardError(
-                f"column {self.column!r} holds {str(reference)[:80]!r}, in which reference_extract="
-                f"{self.reference_extract!r} finds no answer."
+                f"reference_extract={self.reference_extract!r}: finds no answer in {str(reference)[:80]!r} (column "
+                f"{self.column!r}). Use another reference_extract or fix the data."
             )
         return found
 
@@ -141,20 +143,21 @@ class ExactAnswer(Reward):
 
 
 class RegexFormat(Reward):
-    """1 if the completion matches a regular expression, else 0. It reads the completion alone.
+    """1 if the completion matches a regular expression, 0 otherwise. Doesn't read the prompt.
 
     Args:
-        pattern: Python regular expression with its flags inside, for example
-            `(?s)<think>.*</think>\\s*<answer>.*</answer>` if `.` also matches line breaks.
-        match: "full" (the whole completion without whitespace at its ends) or "search" (anywhere in it).
-        timeout: Seconds that the pattern may take on one completion, above 0. `timeouts` logs the fraction of rows
-            that take longer.
-        timeout_value: Reward of a completion on which the pattern timed out; None leaves it unscored.
+        pattern: Python regular expression with inline flags, such as `(?s)<think>.*</think>\\s*<answer>.*</answer>`,
+            in which `.` also matches newlines.
+        match: "full" (match the entire completion, ignoring leading and trailing whitespace) or "search" (match
+            anywhere).
+        timeout: Time limit of the pattern per completion in seconds, above 0. Logs the fraction of timeouts as
+            `timeouts`.
+        timeout_value: Reward of a completion on which the pattern timed out. None leaves it unscored.
 
     Raises:
-        ValueError: An invalid pattern, or an argument out of range.
+        ValueError: The pattern is invalid, or an argument is out of range.
 
-    Source: the format reward of https://arxiv.org/abs/2501.12948.
+    Source: the format reward of DeepSeek-R1, https://arxiv.org/abs/2501.12948.
     """
 
     def __init__(
@@ -179,23 +182,23 @@ class RegexFormat(Reward):
 
 
 class LengthReward(Reward):
-    """Distance from a target length: `r = -alpha * | |y| - target |`.
+    """Penalizes the distance from a target length: `r = -alpha * | |y| - target |`.
 
     Args:
         target: Target length in tokens.
-        column: Dataset column with the target of each row; set one of the two.
+        column: Dataset column with the target of each example. Set either `target` or `column`.
         alpha: Penalty per token, above 0.
 
     Raises:
-        ValueError: Both or none of `target` and `column`, or a number out of range.
+        ValueError: Both or neither of `target` and `column` are set, or a number is out of range.
 
-    Source: the length term of L1-Exact, https://arxiv.org/abs/2503.04697, eq. 1 (alpha = 0.0003). The correctness term
-        is left to another function.
+    Source: the length term of L1-Exact, https://arxiv.org/abs/2503.04697, eq. 1 (alpha = 0.0003). Use another reward
+        function for the correctness term.
     """
 
     def __init__(self, target: int | None = None, column: str | None = None, alpha: float = 0.0003) -> None:
         if (target is None) == (column is None):
-            raise ValueError(f"LengthReward: target={target!r}, column={column!r}: set exactly one of the two.")
+            raise ValueError(f"LengthReward: target={target!r}, column={column!r}: are mutually exclusive. Set one.")
         self.target = at_least("LengthReward.target", target, 0, or_none="with column")
         self.column = column
         self.needed_columns = () if column is None else (column,)
@@ -210,15 +213,15 @@ class LengthReward(Reward):
 
 
 class RepetitionPenalty(Reward):
-    """Share of repeated n-grams: `r = -max_penalty * (1 - #distinct n-grams / #n-grams)`, 0 for fewer than n items.
+    """Penalizes repeated n-grams: `r = -max_penalty * (1 - #distinct n-grams / #n-grams)`, 0 for fewer than n items.
 
     Args:
-        n: Items per n-gram, at least 1.
-        max_penalty: Limit of the penalty if one n-gram repeats all the time, above 0.
-        unit: "words" (split at whitespace, lower case) or "tokens" (for text without spaces).
+        n: Number of items per n-gram, at least 1.
+        max_penalty: Maximum penalty, approached if a single n-gram repeats throughout. Must be above 0.
+        unit: "words" (lowercase, split at whitespace) or "tokens" (for text without spaces).
 
     Source: `get_repetition_penalty_reward` of https://github.com/huggingface/open-r1, after
-    https://arxiv.org/abs/2502.03373. Same formula; there the sign is in `max_penalty`, and units are words only.
+    https://arxiv.org/abs/2502.03373. The formula is the same; open-r1 uses a negative `max_penalty` and only words.
     """
 
     def __init__(self, n: int = 3, max_penalty: float = 1.0, unit: Literal["words", "tokens"] = "words") -> None:
@@ -237,23 +240,24 @@ class RepetitionPenalty(Reward):
 
 
 class SoftOverlong(Reward):
-    """Penalty for a completion that comes close to the length limit:
+    """Penalizes completions close to the length limit:
 
         r = 0                                    |y| <= max_tokens - buffer_tokens
         r = (max_tokens - buffer_tokens - |y|) / buffer_tokens      in between
         r = -1                                   |y| > max_tokens
 
     Args:
-        max_tokens: The limit, usually `max_new_tokens`.
-        buffer_tokens: Width of the soft zone below it, between 1 and `max_tokens`.
+        max_tokens: Length limit, usually `max_new_tokens`.
+        buffer_tokens: Number of tokens before the limit in which the penalty increases, in [1, max_tokens].
 
-    Source: DAPO, https://arxiv.org/abs/2503.14476, eq. 13 (16384 + 4096 tokens there, that is max_tokens=20480,
-    buffer_tokens=4096).
+    Source: DAPO, https://arxiv.org/abs/2503.14476, eq. 13. The paper uses max_tokens=20480 and buffer_tokens=4096.
     """
 
     def __init__(self, max_tokens: int, buffer_tokens: int) -> None:
         if not 1 <= buffer_tokens <= max_tokens:
-            raise ValueError(f"SoftOverlong: buffer_tokens={buffer_tokens}; must be in [1, max_tokens={max_tokens}].")
+            raise ValueError(
+                f"SoftOverlong: buffer_tokens={buffer_tokens}: must be in [1, max_tokens={max_tokens}]. Change one."
+            )
         self.max_tokens = max_tokens
         self.buffer_tokens = buffer_tokens
 
@@ -263,25 +267,25 @@ class SoftOverlong(Reward):
 
 
 class CosineLength(Reward):
-    """A correctness reward shaped by length along half a cosine:
+    """Scales a correctness reward by length with a cosine schedule:
 
         r = at_max + (at_zero - at_max) / 2 * (1 + cos(pi * |y| / max_tokens))       |y| < max_tokens
         r = exceed                                                                  |y| >= max_tokens
 
-    with (at_zero, at_max) of correct or wrong answers. By default short correct answers earn most, and long wrong ones
-    lose least. None if `correct` returns None.
+    (at_zero, at_max) depend on whether the completion is correct. By default, short correct completions get the highest
+    reward, and long incorrect ones a smaller penalty than short incorrect ones. Unscored if `correct` returns None.
 
     Args:
-        correct: Reward function that tells correct (at least 0.5) from wrong; plain or `async`.
+        correct: Reward function for correctness, sync or `async`. Values of at least 0.5 mean correct.
         max_tokens: Length at which `exceed` applies, at least 1.
-        correct_at_zero: Value of a correct answer at length 0.
-        correct_at_max: Value of a correct answer just below `max_tokens`.
-        wrong_at_zero: Value of a wrong answer at length 0.
-        wrong_at_max: Value of a wrong answer just below `max_tokens`.
-        exceed: Value at `max_tokens` and beyond, correct or wrong.
+        correct_at_zero: Reward of a correct completion of length 0.
+        correct_at_max: Reward of a correct completion just below `max_tokens`.
+        wrong_at_zero: Reward of an incorrect completion of length 0.
+        wrong_at_max: Reward of an incorrect completion just below `max_tokens`.
+        exceed: Reward of any completion of `max_tokens` or more.
 
-    Source: https://arxiv.org/abs/2502.03373, section 4. Default values as `get_cosine_scaled_reward` of
-    https://github.com/huggingface/open-r1, which has no `exceed` and measures characters instead of tokens.
+    Source: https://arxiv.org/abs/2502.03373, section 4. Defaults from `get_cosine_scaled_reward` of
+    https://github.com/huggingface/open-r1, which has no `exceed` and measures length in characters.
     """
 
     def __init__(
@@ -323,21 +327,22 @@ class CosineLength(Reward):
 
 
 class CombinedReward(Reward):
-    """The product, minimum, or maximum of several reward functions, or the result of your own function of them.
+    """Combines several reward functions by product, minimum, maximum, or a custom function.
 
-        r = prod_f r_f    (a correct answer in the wrong format earns 0)      min_f r_f      max_f r_f
+        r = prod_f r_f    (a correct answer in the wrong format gets 0)      min_f r_f      max_f r_f
 
-    over the functions that scored the row; None if none did. They run at the same time. The mean of each is logged as
-    `reward/CombinedReward/<function>`; its values are shown with the completions.
+    Uses only the functions that scored the completion; None if none did. Functions run concurrently. Logs the mean of
+    each function as `reward/CombinedReward/<function>` and shows its values with the completions.
 
     Args:
-        rewards: At least two reward functions that read neither images, videos, audio, nor `training_progress`.
-        by: `product`, `min`, `max`, or a function (in YAML its import path) that takes a dictionary, name -> n values
-            or None each, and returns n values.
-        names: One per function. Defaults to the function's or class's own name.
+        rewards: At least two reward functions. They can't use images, videos, audios, or `training_progress`.
+        by: `product`, `min`, `max`, or a function (in YAML, an import path). A function takes a dictionary of name -> n
+            values (number or None) and returns n values.
+        names: Name of each function. Defaults to the name of the function or class.
 
     Raises:
-        ValueError: Fewer than two functions, equal names, an unknown rule, or a function that reads media.
+        ValueError: There are fewer than two functions, names are duplicated, the rule is unknown, or a function uses
+            media.
     """
 
     def __init__(
@@ -350,20 +355,20 @@ class CombinedReward(Reward):
         names = [reward_name(function) for function in functions] if names is None else names
         if len(functions) < 2 or len(set(names)) < len(functions) or len(names) != len(functions):
             raise ValueError(
-                f"CombinedReward: {len(functions)} functions called {names}: needs at least two with different names. "
-                "Set names=[...]."
+                f"CombinedReward: names={names}: needs at least two functions with unique names, got {len(functions)} "
+                "functions. Add functions or set names=[...]."
             )
         self.parts = [RewardFunction(name, function) for name, function in zip(names, functions, strict=True)]
         self.needed_columns = tuple(name for part in self.parts for name in part.needed_columns)
         for part in self.parts:
             if unheard := part.needs.intersection(ONLY_BY_NAME):
                 raise ValueError(
-                    f"CombinedReward: {part.name!r} takes {', '.join(sorted(unheard))}, which only the run's own "
-                    "reward functions get. List it next to CombinedReward, or combine inside your own function."
+                    f"CombinedReward: rewards: {part.name!r} uses {', '.join(sorted(unheard))}, which nested reward "
+                    "functions don't receive. Add it to data.rewards next to CombinedReward."
                 )
         if isinstance(by, str) and by not in _RULES and "." not in by:
             raise ValueError(
-                f"CombinedReward: by={by!r}: must be {', '.join(_RULES)}, or the import path of a function."
+                f"CombinedReward: by={by!r}: is unknown. Use {', '.join(_RULES)}, or the import path of a function."
             )
         self.max_concurrency = min((p.max_concurrency for p in self.parts if p.max_concurrency), default=None)
         self._rule = _RULES.get(by) if isinstance(by, str) else None
@@ -405,17 +410,16 @@ class CombinedReward(Reward):
 
 
 class ReasoningGymReward(Reward):
-    """The score that the row's generator gives the answer, in [0, 1]; 0 if the completion has no answer.
+    """Scores the answer with the example's reasoning-gym generator, in [0, 1]; 0 if the completion has no answer.
 
-    Use it with rows of `ReasoningGymRows`. Some generators give partial credit: read the score as a reward, not as
-    accuracy, unless their scores are 0 and 1.
+    Use it with `ReasoningGymRows`. Some generators give partial credit, so the mean is not always an accuracy.
 
     Args:
-        extract: Where the answer is: "tags" (inside the last `<answer>` tags, what reasoning-gym's own system prompts
-            ask for), "boxed" (the last `\\boxed{}`), "number" (the last number), "last_line", or "text" (everything).
+        extract: How to find the answer in the completion: "tags" (last `<answer>` tags, as in reasoning-gym's system
+            prompts), "boxed" (last `\\boxed{}`), "number" (last number), "last_line", or "text" (entire text).
 
-    Source: https://github.com/open-thought/reasoning-gym (`score_answer`). Unlike its own training scripts, there is no
-        bonus for the format; add `RegexFormat` for one.
+    Source: https://github.com/open-thought/reasoning-gym (`score_answer`). Unlike its training scripts, adds no format
+        bonus; use `RegexFormat` for that.
     """
 
     needed_columns = ("gym",)
@@ -439,7 +443,7 @@ class ReasoningGymReward(Reward):
 
 @lru_cache(maxsize=4096)
 def _gym_scorer(made: str) -> tuple[Callable[[str, Any], float], Any]:
-    """The generator's scorer and the item, recreated from a row's column."""
+    """The generator's scorer and the item, recreated from the column `gym`."""
     row = json.loads(made)
     items = _gym_items(row["name"], json.dumps(row["settings"]), row["seed"], row["size"])
     return items.score_answer, items[row["index"]]
@@ -453,9 +457,9 @@ def _gym_items(name: str, settings: str, seed: int, size: int) -> Any:
 
 
 def column_of(columns: dict[str, Any], name: str) -> Sequence[Any]:
-    """The values of a dataset column; raises a `RewardError` if there is none of that name."""
+    """The values of a dataset column. Raises a `RewardError` if it doesn't exist."""
     if name not in columns:
-        raise RewardError(f"column={name!r} is not in the dataset; it has: {', '.join(sorted(columns))}.")
+        raise RewardError(f"column={name!r}: is not in the dataset. Use one of: {', '.join(sorted(columns))}.")
     return columns[name]  # type: ignore[no-any-return]
 
 
@@ -465,7 +469,7 @@ def _timed(
     timeout_value: float | None,
     log_metric: Callable[[str, float], None] | None,
 ) -> list[float | None]:
-    """`score(row)` of each row, `timeout_value` if it raises a TimeoutError. Logs their fraction as `timeouts`."""
+    """`score(row)` of each row, or `timeout_value` on a TimeoutError. Logs the fraction of timeouts as `timeouts`."""
     values: list[float | None] = []
     timeouts = 0
     for row in range(num_rows):

@@ -1,4 +1,4 @@
-"""Programs that a policy writes, run without network, outside files, or the trainer's environment."""
+"""Runs generated programs without access to the network, other files, or the trainer's environment."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ _MIB = 1 << 20
 
 
 class SandboxError(RuntimeError):
-    """The sandbox itself failed, not the program in it."""
+    """Raised if the sandbox fails, as opposed to the program in it."""
 
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """How a program ended.
+    """The result of a program.
 
     Attributes:
-        stdout: What it wrote, cut at `output_kib`.
-        stderr: The same of its other stream.
+        stdout: Standard output, truncated at `output_kib`.
+        stderr: Standard error, truncated at `output_kib`.
         exit_code: Exit code, negative for a signal.
-        reason: "exit" if the program ended; otherwise the limit that ended it: "timeout", "memory", "processes",
-            "disk", or "output".
+        reason: "exit" if the program exited, otherwise the exceeded limit: "timeout", "memory", "processes", "disk", or
+            "output".
     """
 
     stdout: str
@@ -46,7 +46,7 @@ class SandboxResult:
     reason: str
 
     def text(self) -> str:
-        """Both streams and how the program ended if it failed, as a tool's result."""
+        """Both streams, and the reason if the program failed, as a tool result."""
         parts = [self.stdout, self.stderr]
         if self.reason != "exit":
             parts.append(f"[stopped: {self.reason} limit]")
@@ -56,26 +56,27 @@ class SandboxResult:
 
 
 class Sandbox:
-    """Runs untrusted programs without root or a container.
+    """Runs untrusted programs without root privileges or containers.
 
-    A program sees the system's programs and libraries and a Python installation, all read-only. Its working directory
-    is an empty scratch folder, deleted afterwards. It has no access to the network, other files, other processes, or
-    the trainer's environment variables. Its processes end with it.
+    A program has read-only access to the system's programs and libraries and to a Python installation. Its working
+    directory is an empty scratch directory, deleted afterwards. It has no access to the network, other files, other
+    processes, or the trainer's environment variables. All its processes are killed when it exits.
 
-    bubblewrap is used if it is installed and works here; otherwise sandlock (Landlock and seccomp). Under sandlock a
-    program can't change modes, owners, and times of files, and has no `/dev/shm`.
+    Uses bubblewrap if it is installed and works, otherwise sandlock (Landlock and seccomp). With sandlock, programs
+    can't change the modes, owners, and times of files, and have no `/dev/shm`.
 
     Args:
-        timeout: Seconds per run, including the start (0.1 to 0.3 s).
-        memory_mib: Memory of all processes together, and address space of each.
-        max_processes: Number of processes at a time.
-        disk_mib: Size of the scratch folder.
-        output_kib: Characters of stdout and stderr together; more ends the program.
-        python: Python interpreter for Python programs. Defaults to the trainer's, with its packages.
-        readable: Further files and folders that programs may read.
+        timeout: Time limit per run in seconds, including startup (0.1 to 0.3 s).
+        memory_mib: Memory limit in MiB of all processes together, and address space limit of each.
+        max_processes: Maximum number of concurrent processes.
+        disk_mib: Maximum size of the scratch directory in MiB.
+        output_kib: Maximum size of stdout and stderr together in KiB. Exceeding it stops the program.
+        python: Python interpreter for Python programs. Defaults to the trainer's, including its packages.
+        readable: Additional files and directories that programs can read.
 
     Raises:
-        ValueError: A limit is out of range, or no mechanism works here. The message tells what to install.
+        ValueError: A limit is out of range, or neither mechanism works on this system. The message says what to
+            install.
     """
 
     def __init__(
@@ -99,11 +100,11 @@ class Sandbox:
         self._mechanism = mechanism()
 
     def run_python(self, code: str, stdin: str = "") -> SandboxResult:
-        """Runs a Python program with a text on its standard input."""
+        """Runs a Python program with the given standard input."""
         return self.run([self.python, "-I", "../program/main.py"], stdin, {"main.py": code})
 
     def run_bash(self, script: str, stdin: str = "") -> SandboxResult:
-        """Runs a bash script with a text on its standard input."""
+        """Runs a bash script with the given standard input."""
         return self.run(["bash", "../program/main.sh"], stdin, {"main.sh": script})
 
     def run(self, command: Sequence[str], stdin: str = "", files: Mapping[str, str] | None = None) -> SandboxResult:
@@ -111,8 +112,8 @@ class Sandbox:
 
         Args:
             command: Program and arguments.
-            stdin: Its standard input.
-            files: Name -> text of files in `../program`, which is read-only.
+            stdin: Standard input.
+            files: Name -> text of files in the read-only directory `../program`.
 
         Raises:
             SandboxError: The sandbox failed.
@@ -130,7 +131,7 @@ class Sandbox:
     def started(
         self, command: Sequence[str], files: Mapping[str, str], stdin: Any, stdout: Any, stderr: Any
     ) -> Iterator[Running]:
-        """Starts a command with the given streams, as `subprocess.Popen` takes them; ends it with the block."""
+        """Starts a command with the given streams (see `subprocess.Popen`). Stops it when the block ends."""
         name, where = self._mechanism
         job = {
             **{"mechanism": name, name: where, "command": list(command), "files": dict(files)},
@@ -145,7 +146,7 @@ class Sandbox:
 
 
 class Running:
-    """A program under way in its sandbox."""
+    """A running program in its sandbox."""
 
     def __init__(self, job: Mapping[str, Any], stdin: Any, stdout: Any, stderr: Any) -> None:
         self._deadline = time.monotonic() + job["timeout"] + _GRACE_SECONDS
@@ -166,7 +167,7 @@ class Running:
             self._control.sendall(json.dumps(job).encode() + b"\n")
 
     def read(self, limit: int) -> tuple[list[bytearray], bool]:
-        """The two streams' bytes up to a common limit, and whether there was more."""
+        """The bytes of both streams up to a combined limit, and whether the limit was exceeded."""
         pipes = [self._process.stdout, self._process.stderr]
         streams = [bytearray(), bytearray()]
         with selectors.DefaultSelector() as selector:
@@ -186,7 +187,7 @@ class Running:
         return streams, False
 
     def end(self) -> dict[str, Any]:
-        """How the program ended. One that runs is stopped.
+        """Stops the program if it is running, and returns its exit code and reason.
 
         Raises:
             SandboxError: The sandbox failed.
@@ -202,7 +203,7 @@ class Running:
         return ended
 
     def stop(self) -> None:
-        """Ends the program and all its processes."""
+        """Kills the program and all its processes."""
         self._control.close()
         try:
             self._process.wait(_GRACE_SECONDS)
@@ -216,10 +217,10 @@ class Running:
 
 @functools.cache
 def mechanism() -> tuple[str, str]:
-    """Name and place of what isolates programs here.
+    """Name and path of the sandbox mechanism on this system.
 
     Raises:
-        ValueError: Neither mechanism works. The message has both reasons and what to install.
+        ValueError: Neither mechanism works. The message lists the reasons and what to install.
     """
     reasons = []
     for name, place in mechanisms().items():
@@ -228,22 +229,22 @@ def mechanism() -> tuple[str, str]:
         elif (reason := _trial(name, place)) is None:
             return name, place
         else:
-            reasons.append(f"{name} does not work here ({reason})")
+            reasons.append(f"{name} does not work on this system ({reason})")
     raise ValueError(
-        f"Sandbox: {'; '.join(reasons)}. Install bubblewrap (such as apt install bubblewrap), or on a kernel with "
-        f"Landlock sandlock: {install_command('sandbox')}."
+        f"Sandbox: {'; '.join(reasons)}. Install bubblewrap (for example, apt install bubblewrap), or sandlock if the "
+        f"kernel supports Landlock: {install_command('sandbox')}."
     )
 
 
 def mechanisms() -> dict[str, str | None]:
-    """Place of the program bwrap and of the package sandlock; None if it is not installed."""
+    """Paths of the program bwrap and the package sandlock; None if not installed."""
     found = importlib.util.find_spec("sandlock")
     package = str(Path(found.origin).parent.parent) if found and found.origin else None
     return {"bubblewrap": shutil.which("bwrap"), "sandlock": package}
 
 
 def _trial(name: str, place: str) -> str | None:
-    """Why a mechanism can't run a program here; None if it can."""
+    """Why a mechanism can't run a program on this system; None if it can."""
     job = {"mechanism": name, name: place, "command": ["sh", "-c", "exit 7"], "files": {}, "readable": []}
     limits = {"timeout": 20.0, "processes": 8, "memory": 256 * _MIB, "disk": _MIB}
     running = Running({**job, **limits}, subprocess.DEVNULL, subprocess.DEVNULL, subprocess.PIPE)
@@ -258,14 +259,14 @@ def _trial(name: str, place: str) -> str | None:
 
 
 class SandboxedPython(Sandbox):
-    """Runs Python programs; limits as in `Sandbox`. A call returns what a program printed and how it failed."""
+    """Runs Python programs with the limits of `Sandbox`. A call returns the output and the reason of a failure."""
 
     def __call__(self, code: str) -> str:
         return self.run_python(code).text()
 
 
 class SandboxedBash(Sandbox):
-    """Runs bash scripts; limits as in `Sandbox`. A call returns what a script printed and how it failed."""
+    """Runs bash scripts with the limits of `Sandbox`. A call returns the output and the reason of a failure."""
 
     def __call__(self, code: str) -> str:
         return self.run_bash(code).text()

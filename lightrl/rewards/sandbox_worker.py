@@ -1,7 +1,7 @@
-"""The process around one sandboxed program: starts it, watches its limits, and leaves nothing behind.
+"""Supervisor process of a sandboxed program: starts it, enforces its limits, and cleans up.
 
-It runs as a file with Python's standard library and sandlock alone. A socket brings a JSON line with the program and
-takes a JSON line with how it ended. When the other side closes the socket or dies, the program ends.
+Runs as a script that uses only the standard library and sandlock. Reads the program as a JSON line from a socket and
+writes the result as a JSON line. Stops the program if the other side closes the socket or dies.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _SYSTEM = (
     *("/etc/localtime", "/etc/nsswitch.conf", "/etc/passwd"),
 )
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
-# Landlock does not govern metadata: without these, a program could change the mode of each of its user's files.
+# Landlock doesn't cover metadata: with these, a program could change the mode of any file of its user.
 _METADATA = (
     *("chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat", "file_setattr"),
     *("utime", "utimes", "futimesat", "utimensat", "setxattr", "lsetxattr", "fsetxattr", "setxattrat"),
     *("removexattr", "lremovexattr", "fremovexattr", "removexattrat"),
 )
-# System calls with their numbers on x86-64 and 64-bit ARM. Namespaces or Landlock don't govern these: they reach keys
-# of the kernel, other processes of the user, names of files, or memory that belongs to no process.
+# Denied system calls with their numbers on x86-64 and 64-bit ARM. Namespaces and Landlock don't cover them: they access
+# kernel keys, other processes of the user, file names, or memory that belongs to no process.
 _KERNEL = {
     **{"ptrace": (101, 117), "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219)},
     **{"process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "perf_event_open": (298, 241)},
@@ -50,21 +50,21 @@ _KERNEL = {
     **{"unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41)},
     **{"open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430), "fsmount": (432, 432)},
 }
-# The largest first argument of others: the own process for `prlimit64`, no family of `socket` above AF_NETLINK.
+# Maximum first argument of others: only the calling process for `prlimit64`; families up to AF_NETLINK for `socket`.
 _LARGEST = {(302, 261): 0, (41, 198): 16}
 _EPERM, _ALLOW = (0x06, 0, 0, 0x50001), (0x06, 0, 0, 0x7FFF0000)
-_ENTRY_BYTES = 4096  # a file, even an empty one
+_ENTRY_BYTES = 4096  # counted for each file, even if empty
 _LONGEST_PATH = 1024
 
 
 def main() -> None:
-    """Runs the program that the socket brings."""
+    """Runs the program received from the socket."""
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
     job = json.loads(control.makefile("r").readline())
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: what loses its parent becomes this process's child
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores, and programs inherit
+    libc.prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: adopts orphaned descendants
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # ignored by Python; programs would inherit that
         signal.signal(number, signal.SIG_DFL)
     root = Path(tempfile.mkdtemp(prefix="lightrl-sandbox-"))
     try:
@@ -77,7 +77,7 @@ def main() -> None:
             _remove(root)
     with contextlib.suppress(OSError):
         control.send(json.dumps(ended).encode() + b"\n", socket.MSG_NOSIGNAL)
-    os._exit(0)  # sandlock's own end would wait for what has ended
+    os._exit(0)  # sandlock would wait for processes that have exited
 
 
 def _run(job: dict[str, Any], root: Path, control: socket.socket, libc: Any) -> dict[str, Any]:
@@ -90,12 +90,12 @@ def _run(job: dict[str, Any], root: Path, control: socket.socket, libc: Any) -> 
         (
             resource.RLIMIT_CPU,
             int(job["timeout"] * (os.cpu_count() or 1)) + 10,
-        ),  # if this process is killed
+        ),  # in case this process is killed
         (resource.RLIMIT_FSIZE, job["disk"]),
         (resource.RLIMIT_NOFILE, 256),
     ):
         resource.setrlimit(limit, (value, value))
-    # Not a limit of this process, which needs more address space than some programs may have.
+    # Set by the shell, because this process may need more address space than the program's limit.
     job["command"] = ["sh", "-c", f'ulimit -v {job["memory"] // 1024}; exec "$@"', "sh", *job["command"]]
     deadline = time.monotonic() + job["timeout"]
     pid, wait = _MECHANISMS[job["mechanism"]](job, root, libc)
@@ -104,7 +104,7 @@ def _run(job: dict[str, Any], root: Path, control: socket.socket, libc: Any) -> 
 
 
 def _watch(job: dict[str, Any], root: Path, pid: int, deadline: float, control: socket.socket) -> str:
-    """Why the program ended or has to end."""
+    """Waits until the program exits or exceeds a limit. Returns the reason."""
     poll = select.poll()
     try:
         program = os.pidfd_open(pid)
@@ -121,7 +121,7 @@ def _watch(job: dict[str, Any], root: Path, pid: int, deadline: float, control: 
         memory, deleted = map(sum, zip((0, 0), *map(_usage, pids), strict=True))
         if memory > job["memory"]:
             return "memory"
-        if len(pids) > job["processes"] + 2:  # and those of the mechanism
+        if len(pids) > job["processes"] + 2:  # the mechanism has up to two processes
             return "processes"
         if deleted + _size(root, job["disk"] - deleted) > job["disk"]:
             return "disk"
@@ -140,7 +140,7 @@ def _descendants(pid: int) -> Iterator[int]:
 
 
 def _usage(pid: int) -> tuple[int, int]:
-    """Bytes of memory that a process fills, and of files without a name that it has open."""
+    """Bytes of a process's memory, and of the deleted files that it has open."""
     memory = deleted = 0
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_bytes().splitlines():
@@ -154,7 +154,7 @@ def _usage(pid: int) -> tuple[int, int]:
 
 
 def _size(folder: Path, enough: int) -> int:
-    """Bytes in a folder, counted until there are enough. One that can't be looked into counts as full."""
+    """Bytes in a directory, counted up to `enough`. An unreadable directory counts as full."""
     size, waiting = 0, [str(folder)]
     while waiting and size <= enough:
         try:
@@ -165,15 +165,15 @@ def _size(folder: Path, enough: int) -> int:
                     size += _ENTRY_BYTES + 512 * entry.stat(follow_symlinks=False).st_blocks
                     if entry.is_dir(follow_symlinks=False):
                         waiting.append(entry.path)
-        except FileNotFoundError:  # deleted meanwhile
+        except FileNotFoundError:  # deleted in the meantime
             continue
-        except OSError:  # closed, or too deep
+        except OSError:  # unreadable, or too deep
             return enough + 1
     return size
 
 
 def _kill_all() -> None:
-    """Kills all descendants, also those that fork meanwhile."""
+    """Kills all descendants, including those forked in the meantime."""
     while pids := list(_descendants(os.getpid())):
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -185,7 +185,7 @@ def _kill_all() -> None:
 
 
 def _remove(root: Path) -> None:
-    """Deletes a folder, however deep. Folders move to its top first, since long paths are slow and limited."""
+    """Deletes a directory of any depth. First moves subdirectories to the top, because path lengths are limited."""
     folders = [str(root)]
     for folder in folders:
         with os.scandir(folder) as entries:
@@ -206,7 +206,7 @@ def _environment(scratch: Path) -> dict[str, str]:
 
 
 def _filter(names: Iterable[str]) -> bytes:
-    """A seccomp filter that rejects system calls, and arguments of others."""
+    """A seccomp filter that rejects the named system calls, and arguments of others."""
     column = {"x86_64": 0, "aarch64": 1}[platform.machine()]
     architecture = (0xC000003E, 0xC00000B7)[column]
     rules = [(0x20, 0, 0, 4), (0x15, 1, 0, architecture), (0x06, 0, 0, 0x80000000), (0x20, 0, 0, 0)]
@@ -223,7 +223,7 @@ def _sandlock(job: dict[str, Any], root: Path, libc: Any) -> tuple[int, Callable
     import sandlock
 
     for capability in range(64):
-        libc.prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP: root's program has no more rights than another's
+        libc.prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP: root's programs get no extra privileges
     rules = ctypes.create_string_buffer(code := _filter([]), len(code))
     program = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(rules))
     if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, program, 0, 0):  # PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP
@@ -234,7 +234,7 @@ def _sandlock(job: dict[str, Any], root: Path, libc: Any) -> tuple[int, Callable
         fs_readable=[path for path in readable if os.path.exists(path)],
         fs_writable=[str(scratch), "/dev/null"],
         extra_deny_syscalls=[*_METADATA, *_KERNEL],
-        max_memory=4 * job["memory"],  # which ends the program without a word: other limits come first
+        max_memory=4 * job["memory"],  # kills the program without a message, so other limits apply first
         max_processes=job["processes"],
         no_coredump=True,
         clean_env=True,

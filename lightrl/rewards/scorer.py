@@ -1,6 +1,6 @@
-"""Runs the reward functions of a run concurrently, alongside generation, and sums their rewards.
+"""Runs reward functions concurrently with generation and computes weighted sums.
 
-total[i] = sum over functions f that scored row i of weight_f * r_f[i]      NaN if none did
+total[i] = sum over functions f that scored completion i of weight_f * r_f[i]      NaN if none did
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from lightrl.rewards.base import (
 )
 
 OFFERED = ("prompts", "completions", "completion_ids", "group_ids", "training_progress", *MEDIA)
-"""What every function may name in addition to the dataset's columns."""
+"""Arguments that every function can use in addition to the dataset's columns."""
 OWN_NAMES = ("prompts", "completions", "completion_ids", "group_ids", "training_progress", "log_metric", "log_extra")
-"""Arguments of reward functions that would hide a column of the same name."""
+"""Arguments of reward functions that take precedence over a column of the same name."""
 
 log = logging.getLogger(__name__)
 
@@ -43,52 +43,54 @@ class ScoreHandle:
         self._future = future
 
     def done(self) -> bool:
-        """Whether `result` would return or raise at once."""
+        """Whether `result` would return or raise immediately."""
         return self._future.done()
 
     def __await__(self) -> Generator[Any, None, Scores]:
-        """Waits on an event loop; cancelling the wait cancels the scoring."""
+        """Waits on an event loop. Canceling the wait cancels the scoring."""
         return asyncio.wrap_future(self._future).__await__()
 
     def result(self, timeout: float | None = None) -> Scores:
-        """Waits for the scores, at most `timeout` seconds.
+        """Waits for the scores for at most `timeout` seconds.
 
         Raises:
             RewardError: A function failed, or the scorer was closed.
-            TimeoutError: The scores are not there within `timeout`; ask again.
+            TimeoutError: The scores are not available yet. You can call `result` again.
         """
         try:
             return patient_result(self._future) if timeout is None else self._future.result(timeout)
         except concurrent.futures.CancelledError as error:
-            raise RewardError("the RewardScorer was closed before these rows were scored.") from error
+            raise RewardError("The RewardScorer was closed before it had scored these completions.") from error
 
 
 class RewardScorer:
-    """Scores groups of completions with several reward functions at once.
+    """Scores groups of completions with several reward functions concurrently.
 
-    All functions score a submission at the same time: an `async` function on its own event loop in a background thread,
-    others in a daemon thread per call, so none blocks another. Threads start at the first submission.
+    `async` functions run on their own event loop in a background thread, other functions in a thread per call, so they
+    don't block each other. Threads start at the first submission.
 
     Args:
         functions: Reward functions, at least one: `Reward` objects, import paths (see `load_reward`), or callables.
-        weights: One per function. Defaults to 1 each. A function of weight 0 is run and logged but scores nothing.
-        names: One per function, for logs and `rewards_by_label`. Defaults to the function's or class's own name.
-        rewards_by_label: Label -> [(function's name, weight), ...]. Only the functions of its label score a row; a
-            function runs only on the rows that need it. Excludes `weights`.
-        label_column: Dataset column of the label; only used with `rewards_by_label`.
-        max_concurrency: Maximum number of concurrent calls of one function. Its own `max_concurrency` wins.
-        timeout: Seconds for one call; None waits forever. A function that is not `async` can't be stopped: its result
-            is ignored.
-        on_reward_error: What an exception or a timeout means: "error" ends the run; "skip" leaves the rows of that call
-            unscored by the function, logs a warning, and counts them in `reward/<function>/failed`. Mistakes in the
-            setup always raise: values that are not rewards, missing columns, a `RewardError` of the function itself.
+        weights: Weight of each function. Defaults to 1. A function with weight 0 is called and logged only.
+        names: Name of each function in logs and `rewards_by_label`. Defaults to the name of the function or class.
+        rewards_by_label: Label -> [(function name, weight), ...]. A completion is scored only by the functions of its
+            label. Mutually exclusive with `weights`.
+        label_column: Dataset column with the label, if `rewards_by_label` is set.
+        max_concurrency: Maximum number of concurrent calls per function. A function's own `max_concurrency` takes
+            precedence.
+        timeout: Time limit per call in seconds. Defaults to no limit. Functions that are not `async` can't be stopped;
+            their late results are ignored.
+        on_reward_error: Response to exceptions and timeouts of a function. "error" stops the run. "skip" leaves the
+            completions of that call unscored by the function, logs a warning, and counts the call in
+            `reward/<function>/failed`. Configuration errors always stop the run: invalid rewards, missing columns, and
+            a `RewardError` raised by the function itself.
 
     Attributes:
-        names: One per function.
-        weights: Name -> weight, without functions whose weight differs between labels.
+        names: Name of each function.
+        weights: Name -> weight, excluding functions whose weight depends on the label.
 
     Raises:
-        ValueError: Lengths that differ, equal names, unknown functions, numbers out of range.
+        ValueError: Lengths differ, names are duplicated, a function is unknown, or a number is out of range.
     """
 
     def __init__(
@@ -121,7 +123,7 @@ class RewardScorer:
         self._progress = 0.0
 
     def extract_answer(self, completion: str, label: Any = None) -> str | None:
-        """The answer in a completion, by the first function for rows of this label that finds one."""
+        """Extracts the answer with the first function of the label that finds one."""
         chosen = self.names if self.rewards_by_label is None else self.rewards_by_label.get(label, ())
         for function in self._functions:
             if function.name in chosen:
@@ -140,34 +142,36 @@ class RewardScorer:
         group_ids: Sequence[int],
         media: Mapping[str, Sequence[Any]] | None = None,
     ) -> ScoreHandle:
-        """Starts scoring n rows and returns at once.
+        """Starts scoring n completions and returns immediately.
 
         Args:
             prompts: n strings.
             completions: n strings.
-            completion_ids: n lists of token ids.
+            completion_ids: n lists of token IDs.
             columns: Dataset column -> n values.
             group_ids: n integers. Submit all completions of a prompt together.
-            media: `images`, `videos`, and `audios`, n lists each, decoded; they hide columns of these names.
+            media: Decoded `images`, `videos`, and `audios`, n lists each. Take precedence over columns.
 
         Raises:
-            ValueError: Lengths that differ, or a row with an unknown label.
+            ValueError: Lengths differ, or a label is unknown.
         """
         rows: dict[str, Sequence[Any]] = {**columns, **(media or {})}
         rows.update(prompts=prompts, completions=completions, completion_ids=completion_ids, group_ids=group_ids)
         rows["training_progress"] = [self._progress] * len(completions)
         wrong = {name: len(values) for name, values in rows.items() if len(values) != len(completions)}
         if wrong:
-            raise ValueError(f"RewardScorer.submit: {len(completions)} completions, but {wrong} values.")
+            raise ValueError(
+                f"RewardScorer.submit: got {len(completions)} completions, but {wrong} values. Pass one value each."
+            )
         weights = self._row_weights(rows, len(completions))
         return ScoreHandle(self._loop.submit(self._score(rows, weights)))
 
     def set_progress(self, fraction: float) -> None:
-        """Sets `training_progress`, the fraction of the run that is done."""
+        """Sets `training_progress`, the completed fraction of the run."""
         self._progress = fraction
 
     def require_columns(self, columns: Iterable[str]) -> None:
-        """Raises a `ValueError` if a function needs what neither these dataset columns nor LightRL offer."""
+        """Raises a `ValueError` if a function requires a column that is not among these."""
         offered = {*columns, *OFFERED}
         for function in self._functions:
             if complaint := function.complaint(offered):
@@ -177,13 +181,13 @@ class RewardScorer:
     def check_source(
         self, columns: Collection[str], source: str, labels: Iterable[Any] | None = None, mixed: Iterable[str] = ()
     ) -> None:
-        """Raises a `ValueError` if a function that scores rows of this source needs a column that it lacks.
+        """Raises a `ValueError` if a function that scores a source's examples requires a column that it lacks.
 
         Args:
             columns: Columns of the source.
-            source: Its name in messages.
-            labels: Labels of its rows; None if they are not known, as of a stream.
-            mixed: Columns of sources that it is mixed with; they are None in its rows.
+            source: Name of the source in error messages.
+            labels: Labels of its examples. None if unknown, as for a stream.
+            mixed: Columns of other sources that it is mixed with. They are None in its examples.
         """
         used = set(self.names)
         if self.rewards_by_label is not None:
@@ -196,17 +200,17 @@ class RewardScorer:
                 continue
             if lacking := sorted({*function.needed_columns} - {*columns, *mixed}):
                 raise ValueError(
-                    f"reward function {function.name!r}: column={lacking[0]!r} is not in {source}; there are: "
-                    f"{', '.join(sorted(columns))}. Name the column with the reference, or add it."
+                    f"reward function {function.name!r}: column={lacking[0]!r} is not in {source}, which has: "
+                    f"{', '.join(sorted(columns))}. Set column to the one with the reference, or add it to the data."
                 )
             if complaint := function.complaint({*columns, *OFFERED}, source):
                 raise ValueError(
-                    f"{complaint} Add the column there (null where there is nothing to compare), give the parameter a "
-                    "default, or tell the functions of rows apart by `rewards_by_label`."
+                    f"{complaint} Or add the column to the data (null if not applicable), give the parameter a "
+                    "default, or assign functions to examples with rewards_by_label."
                 )
 
     def check_label(self, row: Mapping[str, Any]) -> None:
-        """Raises a `ValueError` if `rewards_by_label` has no entry for the label of a row."""
+        """Raises a `ValueError` if `rewards_by_label` has no entry for the label of an example."""
         if self.rewards_by_label is None:
             return
         label = row.get(self.label_column)
@@ -216,22 +220,22 @@ class RewardScorer:
             known = False
         if not known:
             raise ValueError(
-                f"has label {label!r} (column {self.label_column!r}), which is not in rewards_by_label; known labels: "
-                f"{', '.join(map(repr, self.rewards_by_label))}. "
-                "Add the label (an empty list scores nothing) or drop such rows."
+                f"has label {label!r} (column {self.label_column!r}), which is not in rewards_by_label (labels: "
+                f"{', '.join(map(repr, self.rewards_by_label))}). "
+                "Add the label, with an empty list to leave its examples unscored, or remove these examples."
             )
 
     def close(self, timeout: float = 5.0) -> None:
-        """Cancels what is being scored and ends the loop, in about `timeout` seconds. `submit` starts it again."""
+        """Cancels scoring and stops the event loop within about `timeout` seconds. `submit` restarts it."""
         try:
             self._loop.close(self._close_functions, timeout)
         except concurrent.futures.TimeoutError:
-            log.warning("A reward function blocks its event loop. Its thread is abandoned.")
+            log.warning("A reward function is blocking its event loop. Abandoned its thread.")
         finally:
-            self._slots = [asyncio.Semaphore(limit) for limit in self._limits]  # the old ones belong to the old loop
+            self._slots = [asyncio.Semaphore(limit) for limit in self._limits]  # semaphores are bound to their loop
 
     async def _close_functions(self) -> None:
-        """Closes all functions, then raises the first of their errors."""
+        """Closes all functions, then raises the first error."""
         errors = []
         for function in self._functions:
             try:
@@ -242,7 +246,7 @@ class RewardScorer:
             raise errors[0]
 
     def _row_weights(self, rows: Mapping[str, Sequence[Any]], num_rows: int) -> list[dict[str, float]]:
-        """Per row, the functions that score it with their weights."""
+        """The functions that score each completion, with their weights."""
         if self.rewards_by_label is None:
             return [self.weights] * num_rows
         self._require_labels(rows)
@@ -258,8 +262,8 @@ class RewardScorer:
         """Raises a `ValueError` if the label column that `rewards_by_label` needs is missing."""
         if self.rewards_by_label is not None and self.label_column not in columns:
             raise ValueError(
-                f"rewards_by_label needs the dataset column label_column={self.label_column!r}; there are: "
-                f"{', '.join(sorted(columns))}."
+                f"label_column={self.label_column!r}: is not a dataset column, but rewards_by_label requires it. "
+                f"Use one of: {', '.join(sorted(columns))}."
             )
 
     async def _score(self, rows: Mapping[str, Sequence[Any]], weights: list[dict[str, float]]) -> Scores:
@@ -276,15 +280,14 @@ class RewardScorer:
             if abs(total) > MAX_REWARD:
                 listed = ", ".join(f"{weight:g} * {name}={values[name]:g}" for name, weight in row_weights.items())
                 raise RewardError(
-                    f"row {row}: the weighted sum of the rewards ({listed}) is {total:g}. Rewards and their squares "
-                    f"are summed in float32: scale weights or rewards so that totals stay at most {MAX_REWARD:g} in "
-                    "size."
+                    f"completion {row}: the weighted sum of rewards ({listed}) is {total:g}, which overflows float32 "
+                    f"sums of squares. Scale weights or rewards to totals of at most {MAX_REWARD:g}."
                 )
             scores.total.append(total)
         return scores
 
     async def _part(self, index: int, rows: Mapping[str, Sequence[Any]], weights: list[dict[str, float]]) -> Scores:
-        """One function's values (as `total`), metrics, and extra columns for all n rows."""
+        """One function's values (as `total`), metrics, and extra columns for all n completions."""
         function = self._functions[index]
         asked = [row for row, row_weights in enumerate(weights) if function.name in row_weights]
         if not asked:
@@ -298,7 +301,7 @@ class RewardScorer:
             if self.on_reward_error == "error":
                 raise
             values, failed = [math.nan] * len(asked), 1.0
-            log.warning("%s Its rows count as not scored (on_reward_error: skip).", error)
+            log.warning("%s Left its completions unscored (on_reward_error: skip).", error)
         metrics = {name: mean(numbers) for name, numbers in calls.metrics.items()}
         if self.on_reward_error == "skip":
             metrics[f"reward/{function.name}/failed"] = failed
@@ -320,31 +323,37 @@ def _check(
     weights: Sequence[float] | None,
     rewards_by_label: Mapping[str, Sequence[tuple[str, float]]] | None,
 ) -> None:
-    """Rejects what would score with another function or weight than was meant."""
+    """Rejects ambiguous or inconsistent functions, names, and weights."""
     if not functions:
-        raise ValueError("functions=[]: has no reward function. Add at least one.")
+        raise ValueError("functions=[]: must contain at least one reward function. Add one.")
     for label, values in (("names", names), ("weights", weights)):
         if values is not None and len(values) != len(functions):
-            raise ValueError(f"{label} has {len(values)} entries for {len(functions)} reward functions.")
+            raise ValueError(
+                f"{label}={list(values)}: has {len(values)} entries for {len(functions)} functions. Pass one each."
+            )
     if twice := sorted({name for name in names if list(names).count(name) > 1}):
-        raise ValueError(f"two reward functions are called {', '.join(twice)}. Tell them apart with names=[...].")
+        raise ValueError(f"names: several reward functions are named {', '.join(twice)}. Set unique names=[...].")
     if weights is not None and not (all(map(math.isfinite, weights)) and any(weights)):
-        raise ValueError(f"weights={list(weights)}: must be finite, and at least one must not be 0.")
+        raise ValueError(f"weights={list(weights)}: must be finite and not all 0. Fix the weights.")
     if rewards_by_label is None:
         return
     if weights is not None:
-        raise ValueError("weights and rewards_by_label exclude one another. Set the weights in rewards_by_label.")
+        raise ValueError("weights and rewards_by_label are mutually exclusive. Set the weights in rewards_by_label.")
     if not rewards_by_label:
-        raise ValueError("rewards_by_label={}: has no label. List the functions of each label, or use None.")
+        raise ValueError("rewards_by_label={}: has no labels. List the functions of each label, or set it to null.")
     for label, parts in rewards_by_label.items():
         for name, weight in parts:
             if name not in names:
                 known = ", ".join(names)
-                raise ValueError(f"rewards_by_label[{label!r}] names {name!r}; the reward functions are: {known}.")
+                raise ValueError(
+                    f"rewards_by_label[{label!r}]: {name!r} is not a reward function. Use one of: {known}."
+                )
             if not math.isfinite(weight):
-                raise ValueError(f"rewards_by_label[{label!r}]: the weight of {name!r} is {weight}; it must be finite.")
+                raise ValueError(
+                    f"rewards_by_label[{label!r}]: the weight of {name!r} is {weight}. Use a finite number."
+                )
         if len({name for name, _ in parts}) != len(parts):
-            raise ValueError(f"rewards_by_label[{label!r}] names a function twice.")
+            raise ValueError(f"rewards_by_label[{label!r}]: lists a function twice. Remove the duplicate.")
     used = {name for parts in rewards_by_label.values() for name, _ in parts}
     if unused := [name for name in names if name not in used]:
-        raise ValueError(f"reward functions that no label uses would never run: {', '.join(unused)}.")
+        raise ValueError(f"rewards_by_label: no label uses {', '.join(unused)}. Add them to a label or remove them.")

@@ -1,4 +1,4 @@
-"""`lightrl serve-reward`: any reward function or sequence-classification model behind HTTP."""
+"""`lightrl serve-reward`: serves a reward function or a sequence classification model over HTTP."""
 
 from __future__ import annotations
 
@@ -31,31 +31,33 @@ from lightrl.rewards.base import (
 log = logging.getLogger(__name__)
 
 PIXELS_PER_BYTE = 16
-"""Limit of pixels of a request's images, and of its videos, per byte of `max_bytes`. Photos have fewer than one."""
+"""Maximum pixels of a request's images or videos per byte of `max_bytes`. Photos have less than one."""
 _TYPES: dict[str, Any] = {"prompts": str, "completions": str, "group_ids": int, "completion_ids": list}
 _FIELDS = (*_TYPES, "references", "labels", "images", "videos")
 
 
 class ModelReward(Reward):
-    """Scores prompt and completion with a model that has one output: r = that output (a logit, not squashed).
+    """Scores prompts and completions with a model that has one output. The reward is the raw logit.
 
-    A row whose texts have no tokens is not applicable (None). In a run, use the module's `reward_models` instead, which
-    are on the strategy's devices.
+    Completions without tokens are unscored. In a training run, use the module's `reward_models` instead; they use the
+    strategy's devices.
 
     Args:
-        path: Directory or hub name of the model and its tokenizer.
-        device: Device, for example "cpu" or "cuda:0".
+        path: Model directory or model ID, including the tokenizer.
+        device: Device, such as "cpu" or "cuda:0".
         dtype: Dtype of the weights. Defaults to float32.
-        chat_template: Jinja text or file with which the tokenizer renders [user: prompt, assistant: completion];
-            "default" is the tokenizer's own; None scores prompt + completion as plain text.
-        max_length: Maximum tokens of a text; longer ones lose their beginning. Defaults to the model's limit.
-        batch_tokens: Maximum tokens per forward pass.
+        chat_template: Jinja template (text or file) that renders [user: prompt, assistant: completion]. "default" uses
+            the tokenizer's template. Defaults to None, which scores prompt + completion as plain text.
+        max_length: Maximum number of tokens. Longer texts are truncated at the beginning. Defaults to the model's
+            limit.
+        batch_tokens: Maximum number of tokens per forward pass.
 
     Raises:
-        ValueError: There is no such model, or it has more than one output or no weights for it (a language model).
+        ValueError: The model doesn't exist, has more than one output, or has no weights for the output (a language
+            model).
     """
 
-    max_concurrency = 1  # concurrent calls would only share the device's memory
+    max_concurrency = 1  # concurrent calls would compete for device memory
 
     def __init__(
         self,
@@ -93,40 +95,42 @@ def serve_reward(
     max_concurrency: int = 8,
     timeout: float | None = None,
 ) -> None:
-    """Serve rewards until interrupted: `POST /score` (see `RemoteReward`) and `GET /health`.
+    """Serve a reward function over HTTP until interrupted.
 
-    A response has status 200 and `{"rewards": [...]}`, 401 without the right token, 413 beyond a limit, 422 if the
-    request cannot be scored, and 500 if the function failed. What the function logs stays on the server.
+    Endpoints: `POST /score` (see `RemoteReward`) and `GET /health`.
 
-    The server trusts everyone who has the token. If others can reach it, put a reverse proxy in front, which limits
-    connections and slow clients.
+    Responds with 200 and `{"rewards": [...]}`, 401 for a wrong token, 413 if a limit is exceeded, 422 if the request
+    is invalid, and 500 if the function failed. Values logged by the function stay on the server.
+
+    Clients with the token are trusted. If untrusted clients can reach the server, put it behind a reverse proxy that
+    limits connections and slow requests.
 
     Args:
-        reward: Reward function: import path, or class_path and init_args. Set this or `model`.
-        model: Directory or hub name of a sequence-classification model with one output, on the CPU; for other devices
-            set `reward` to the class_path `lightrl.rewards.ModelReward`.
-        host: Address to listen on. A token is required beyond loopback.
-        port: TCP port; 0 takes any free one.
-        token: Bearer token of `POST /score`. Other users can see command lines: prefer `token_env`.
-        token_env: Environment variable with the token, if `token` is not set; unset means no token.
-        max_rows: Maximum number of rows per request.
-        max_bytes: Maximum size of a request in bytes, and a sixteenth of the maximum pixels of its images or videos.
-        max_concurrency: Maximum number of concurrent calls; further requests wait. The function's own
-            `max_concurrency` wins.
-        timeout: Seconds for one call of the function; None for no limit.
+        reward: Reward function: an import path, or class_path and init_args. Set either `reward` or `model`.
+        model: Model directory or model ID of a sequence classification model with one output. Runs on the CPU. For
+            other devices, set `reward` to the class_path `lightrl.rewards.ModelReward`.
+        host: Address to listen on. Addresses other than loopback require a token.
+        port: TCP port. 0 picks a free port.
+        token: Bearer token for `POST /score`. Prefer `token_env`, because other users can see command lines.
+        token_env: Environment variable with the token, used if `token` is not set.
+        max_rows: Maximum number of completions per request.
+        max_bytes: Maximum size of a request in bytes. Images and videos may have up to 16 pixels per byte.
+        max_concurrency: Maximum number of concurrent calls; other requests wait. The function's own `max_concurrency`
+            takes precedence.
+        timeout: Time limit per call in seconds. Defaults to no limit.
 
     Raises:
-        ValueError: Not exactly one of `reward` and `model`, a public address without a token, an address where it
-            cannot listen, a limit out of range, or the extra `server` is not installed.
+        ValueError: Not exactly one of `reward` and `model` is set, a public address has no token, the address is not
+            available, a limit is out of range, or the extra `server` is not installed.
     """
     if (reward is None) == (model is None):
-        raise ValueError(f"serve_reward: reward={reward!r}, model={model!r}: set exactly one of the two.")
+        raise ValueError(f"serve_reward: reward={reward!r}, model={model!r}: are mutually exclusive. Set one of them.")
     token = token or os.environ.get(token_env) or None
     remember_secret(token or "")
     bearer_token(f"serve_reward: the token of --token or ${token_env}", token)
     if token is None and not _is_loopback(host):
         raise ValueError(
-            f"serve_reward: host={host!r} can be reached from other computers. Set a token in ${token_env}, "
+            f"serve_reward: host={host!r}: is reachable from other computers. Set a token in ${token_env}, "
             "or listen on 127.0.0.1."
         )
     for name, limit in {"max_rows": max_rows, "max_bytes": max_bytes, "max_concurrency": max_concurrency}.items():
@@ -135,14 +139,14 @@ def serve_reward(
     require_packages("serve_reward", "server", "fastapi", "uvicorn")
     import uvicorn
 
-    with _listening(host, port) as listener:  # before a model loads, which takes long
+    with _listening(host, port) as listener:  # before loading a model, which is slow
         loaded = load_reward(reward) if reward is not None else ModelReward(str(model))
         function = RewardFunction(model or reward_name(loaded), loaded)
         slots = function.max_concurrency or max_concurrency
         app = create_app(
             function, token=token, max_rows=max_rows, max_bytes=max_bytes, max_concurrency=slots, timeout=timeout
         )
-        # Without `lifespan`, which would report a second Ctrl-C by a traceback.
+        # With `lifespan`, a second Ctrl-C would print a traceback.
         config = uvicorn.Config(app, ws="none", lifespan="off", timeout_graceful_shutdown=5)
         with contextlib.suppress(KeyboardInterrupt):
             asyncio.run(_serve(uvicorn.Server(config), listener, function))
@@ -151,11 +155,11 @@ def serve_reward(
 def _listening(host: str, port: int) -> socket.socket:
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        family, *_, address = min(addresses, key=lambda found: found[0] != socket.AF_INET)  # "localhost" may have both
+        family, *_, address = min(addresses, key=lambda found: found[0] != socket.AF_INET)  # prefers IPv4
         return socket.create_server(address, family=family)
-    except (OSError, UnicodeError, OverflowError) as error:  # no such host or address, or a port in use
+    except (OSError, UnicodeError, OverflowError) as error:  # unknown host, foreign address, or port in use
         raise ValueError(
-            f"serve_reward: host={host!r}, port={port}: {error}. Set an address of this computer, such as 127.0.0.1, "
+            f"serve_reward: host={host!r}, port={port}: {error}. Use an address of this computer, such as 127.0.0.1, "
             "and a free port above 1023."
         ) from error
 
@@ -184,7 +188,7 @@ def create_app(
     max_concurrency: int,
     timeout: float | None,
 ) -> Any:
-    """Builds the ASGI application with `POST /score` and `GET /health`; the arguments are those of `serve_reward`."""
+    """Builds the ASGI application with `POST /score` and `GET /health`. See `serve_reward` for the arguments."""
     from fastapi import FastAPI, HTTPException
     from starlette.requests import ClientDisconnect
     from starlette.responses import JSONResponse
@@ -207,20 +211,20 @@ def create_app(
                 if len(body) > max_bytes:
                     raise HTTPException(413, f"the request is larger than max_bytes={max_bytes}")
         except ClientDisconnect as error:
-            raise HTTPException(400, "the request ended before its body did") from error
+            raise HTTPException(400, "the request body is incomplete") from error
         async with slots:
             rows, wrong = await in_thread(lambda: parse_rows(body, function, PIXELS_PER_BYTE * max_bytes), "reading")
             if wrong is not None or rows is None:
                 raise HTTPException(422, str(wrong))
             if (num_rows := len(rows["completions"])) > max_rows:
-                raise HTTPException(413, f"{num_rows} rows are more than max_rows={max_rows}")
+                raise HTTPException(413, f"{num_rows} completions exceed max_rows={max_rows}")
             try:
                 values, _ = await function.run(rows, timeout)
             except RewardError as error:
                 log.exception("Scoring failed")
-                # Only a failed call is worth a retry; a mistake in the setup ends the run that asked.
+                # Clients retry failed calls (500); a configuration error (422) stops the client's run.
                 status = 500 if isinstance(error, CallFailed) else 422
-                raise HTTPException(status, str(error).splitlines()[0]) from error  # lines of code stay on the server
+                raise HTTPException(status, str(error).splitlines()[0]) from error  # source code stays on the server
         counts["requests"] += 1
         counts["rows"] += len(values)
         return JSONResponse({"rewards": [None if math.isnan(value) else value for value in values]})
@@ -231,26 +235,26 @@ def create_app(
 
 
 def parse_rows(body: bytes | bytearray, function: RewardFunction, max_pixels: int) -> dict[str, list[Any]]:
-    """Name -> n values of a request, as a reward function gets them; media are decoded for one that takes them.
+    """Parses a request to name -> n values for the reward function. Decodes media if the function uses them.
 
     Raises:
-        ValueError: Not JSON, or a field of another type or length.
+        ValueError: The request is not JSON, or a field has the wrong type or length.
     """
     sent = json.loads(body)
     if not isinstance(sent, dict) or not isinstance(columns := sent.get("columns", {}), dict):
-        raise ValueError("the request, and columns in it, must be JSON objects")
+        raise ValueError("the request and its columns must be JSON objects")
     rows: dict[str, list[Any]] = {**columns, **{name: sent[name] for name in _FIELDS if sent.get(name) is not None}}
     for name in ("prompts", "completions"):
         if sent.get(name) is None:
-            raise ValueError(f"{name}: is missing")
+            raise ValueError(f"{name}: is required")
     num_rows = len(sent["completions"])
     for name, values in rows.items():
         if not isinstance(values, list) or len(values) != num_rows:
-            raise ValueError(f"{name[:60]}: must be a list, one entry for each completion")
+            raise ValueError(f"{name[:60]}: must be a list with one entry per completion")
     for name, kind in _TYPES.items():
         for row, value in enumerate(rows.get(name, ())):
             if not isinstance(value, kind):
-                raise ValueError(f"{name}, row {row}: must be of type {kind.__name__}, not {type(value).__name__}")
+                raise ValueError(f"{name}, row {row}: must be of type {kind.__name__}, got {type(value).__name__}")
     rows = {"group_ids": list(range(num_rows)), **rows}
     if function.takes & set(MEDIA):
         from lightrl.rewards.encoding import decode_images, decode_videos
@@ -259,5 +263,5 @@ def parse_rows(body: bytes | bytearray, function: RewardFunction, max_pixels: in
         rows["images"] = decode_images(rows.get("images", empty), max_pixels=max_pixels)
         rows["videos"] = decode_videos(rows.get("videos", empty), max_pixels)
     if missing := function.missing(rows):
-        raise ValueError(f"{function.name} needs {', '.join(missing)}, which the request does not send")
+        raise ValueError(f"{function.name} requires {', '.join(missing)}, which the request does not contain")
     return rows

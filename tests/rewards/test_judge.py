@@ -137,7 +137,7 @@ def test_failures_cost_only_their_own_row(chat):
     scores = ask(judge(chat, retries=1, on_failure="skip"), ["blue", "twice"])
     assert math.isnan(scores.total[0]) and scores.total[1] == 0.4
     assert (scores.metrics["reward/judge/unread"], scores.metrics["reward/judge/unanswered"]) == (0.0, 0.5)
-    with pytest.raises(RewardError, match="did not score a row in 2 attempts; the last: status 500"):
+    with pytest.raises(RewardError, match="failed to score a completion after 2 attempts .last error: status 500"):
         ask(judge(chat, retries=1), ["blue"])
 
 
@@ -163,15 +163,15 @@ def test_conversations_lose_their_images():
     ("kwargs", "message"),
     [
         ({"pattern": "score"}, "0 groups"),
-        ({"low": 1.0, "high": 1.0}, "low must be below high"),
+        ({"low": 1.0, "high": 1.0}, "low=1.0: must be below high=1.0"),
         ({"video_frames": -1}, "video_frames=-1"),
         ({"timeout": 0}, "GenerativeJudge.timeout=0"),
         ({"low": math.nan}, "low=nan"),
-        ({"instruction": "Grade."}, "instruction without {completion}"),
-        ({"instruction": "{{completion}}"}, "instruction without {completion}"),
-        ({"instruction": "{}"}, "instruction has {} with more, or less, than a name"),
-        ({"instruction": "{completion.__class__}"}, "more, or less, than a name"),
-        ({"instruction": "{completion} {prompt[0]}"}, "more, or less, than a name"),
+        ({"instruction": "Grade."}, "instruction: lacks {completion}"),
+        ({"instruction": "{{completion}}"}, "instruction: lacks {completion}"),
+        ({"instruction": "{}"}, "instruction: the placeholder {} must be a plain name"),
+        ({"instruction": "{completion.__class__}"}, "must be a plain name"),
+        ({"instruction": "{completion} {prompt[0]}"}, "must be a plain name"),
         ({"instruction": "{completion} {prompt!r}"}, "more, or less, than a name"),
         ({"instruction": "{completion} {prompt:>9999999999}"}, "more, or less, than a name"),
         ({"instruction": "{completion} {"}, "instruction="),

@@ -70,8 +70,8 @@ def test_a_class_without_arguments_is_instantiated(module):
         ("nowhere/x.py:good", "FileNotFoundError"),
         ("broken_rewards:good", "not_there_at_all"),
         ("broken_rewards.py:good", "not_there_at_all"),
-        ("my_rewards:NUMBER", "is a int"),
-        ("my_rewards:Plain", "not a function or a subclass of Reward"),
+        ("my_rewards:NUMBER", "type int"),
+        ("my_rewards:Plain", "a function or a subclass of Reward"),
         ("my_rewards:Needs", "class_path: my_rewards.Needs"),
     ],
 )

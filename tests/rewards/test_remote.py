@@ -97,7 +97,7 @@ def test_what_passes_is_tried_again(server, failures):
 
 def test_retries_are_counted(server):
     server.script = [500] * 3
-    with pytest.raises(RewardError, match=r"1 rows in 3 attempts; the last: status 500: try again"):
+    with pytest.raises(RewardError, match=r"1 completion after 3 attempts \(last error: status 500: try again"):
         ask(RemoteReward(server.url, backoff=0.001, retries=2), ["a"])
     assert len(server.bodies) == 3
 
@@ -109,7 +109,7 @@ def test_on_failure_none_loses_only_the_rows_of_that_request(server, caplog):
     assert scores.total[::2] == [3.0, 4.0] and math.isnan(scores.total[1])
     assert len(server.bodies) == 4  # three, and one repetition
     assert scores.metrics == {"reward/RemoteReward/unanswered": pytest.approx(1 / 3)}
-    assert "did not score 1 rows in 2 attempts" in caplog.text
+    assert "failed to score 1 completion after 2 attempts" in caplog.text
 
 
 def test_the_last_failure_is_shown_without_secrets(monkeypatch, caplog):
@@ -128,7 +128,7 @@ def test_the_last_failure_is_shown_without_secrets(monkeypatch, caplog):
 
 def test_a_server_that_is_not_there():
     reward = {"retries": 1, "backoff": 0.001}
-    with pytest.raises(RewardError, match="2 attempts; the last: ConnectError"):
+    with pytest.raises(RewardError, match=r"2 attempts \(last error: ConnectError"):
         ask(RemoteReward("http://127.0.0.1:9/score", **reward), ["a"])
     scores = ask(RemoteReward("http://127.0.0.1:9/score", on_failure="skip", **reward), ["a", "b"])
     assert all(map(math.isnan, scores.total)) and scores.metrics["reward/RemoteReward/unanswered"] == 1.0

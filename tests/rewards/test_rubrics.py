@@ -131,7 +131,7 @@ def test_failed_requests_end_the_run_or_leave_rows_unscored(grader):
     grader.replies = [(500, {}), (429, {})]
     assert score(rubric(grader), ["abcdef"]).total == [pytest.approx(1.2)], "retried"
     grader.replies = [(500, {})] * 2
-    with pytest.raises(RewardError, match="did not score a row"):
+    with pytest.raises(RewardError, match="failed to score a completion"):
         score(rubric(grader, retries=1), ["abcdef"])
     grader.replies = [(500, {})] * 2
     scores = score(rubric(grader, retries=1, on_failure="skip"), ["abcdef"])

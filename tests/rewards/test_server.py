@@ -97,7 +97,7 @@ def test_media_travel_and_are_decoded_again(serve):
 
 
 def test_limits_and_malformed_requests_are_refused(plain):
-    with pytest.raises(RewardError, match=r"413.*9 rows are more than max_rows=8.*batch_size"):
+    with pytest.raises(RewardError, match=r"413.*9 completions exceed max_rows=8.*batch_size"):
         score(RemoteReward(plain.url, on_failure="skip"), ["a"] * 9)  # a refusal is an error whatever on_failure says
     assert score(RemoteReward(plain.url, batch_size=4), ["a"] * 9).total == [1.0] * 9
     with pytest.raises(RewardError, match=r"413.*max_bytes=2000"):
@@ -153,7 +153,7 @@ def test_a_slow_server(serve):
 def test_a_server_killed_in_the_middle_of_a_request(serve):
     server = serve("kill_once")
     reward = {"retries": 2, "backoff": 0.01, "batch_size": 1, "concurrency": 1}
-    with pytest.raises(RewardError, match=r"did not score 1 rows in 3 attempts"):
+    with pytest.raises(RewardError, match=r"failed to score 1 completion after 3 attempts"):
         score(RemoteReward(server.url, **reward), ["a", "kill", "b"])
     server.process.wait(60)
     server.start()

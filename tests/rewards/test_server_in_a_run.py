@@ -82,7 +82,7 @@ def test_a_run_that_ends_with_an_error_resumes_with_the_rollout_it_lost(
     server: Server = serve("length")
     whole, broken, resumed = Watch(), Watch(server.kill), Watch()
     train(model_path, whole, RemoteReward(server.url, **ONCE))
-    with pytest.raises(RewardError, match=r"remote.*did not score .* rows in 2 attempts"):
+    with pytest.raises(RewardError, match=r"remote.*failed to score .* after 2 attempts"):
         train(model_path, broken, RemoteReward(server.url, **ONCE), RolloutCheckpoint(1, str(tmp_path)))
     assert len(broken.rollouts) == 1
     server.start()

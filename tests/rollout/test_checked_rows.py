@@ -60,7 +60,7 @@ def placed(where: str, rows: Any) -> dict[str, Any]:
 )
 def test_a_source_without_a_column_that_its_rewards_need_is_refused(settings: Any, model_path: str) -> None:
     with pytest.raises(
-        ValueError, match=r"'needs': takes answer, which is neither a column of list \(.*rewards_by_label"
+        ValueError, match=r"'needs': requires answer, which is not a column of list \(.*rewards_by_label"
     ):
         fit(model_path, rewards=[needs], **settings)
 
@@ -70,7 +70,7 @@ def test_a_function_needs_its_columns_where_its_labels_are(model_path: str) -> N
     rewards_by_label = {"m": [("needs", 1.0)], "n": [("free", 1.0)]}
     rewards = RewardScorer([needs, free], rewards_by_label=rewards_by_label)
     fit(model_path, prompts=mixed, rewards=rewards, evaluation=Evaluation(WITHOUT))
-    with pytest.raises(ValueError, match=r"'needs': takes answer.*of list \(prompts\)"):
+    with pytest.raises(ValueError, match=r"'needs': requires answer.*of list \(prompts\)"):
         wrong = {**rewards_by_label, "n": [("needs", 1.0)], "o": [("free", 1.0)]}
         fit(model_path, prompts=mixed, rewards=RewardScorer([needs, free], rewards_by_label=wrong))
 
@@ -78,7 +78,7 @@ def test_a_function_needs_its_columns_where_its_labels_are(model_path: str) -> N
 @pytest.mark.parametrize("reward", [ExactAnswer(), CombinedReward([ExactAnswer(), free])])
 def test_the_column_of_a_rule_is_looked_for_before_training(reward: Any, model_path: str) -> None:
     with pytest.raises(
-        ValueError, match=r"column='answer' is not in list \(evaluation.prompts\); there are: label, prompt"
+        ValueError, match=r"column='answer' is not in list \(evaluation.prompts\), which has: label, prompt"
     ):
         fit(model_path, prompts=WITH, evaluation=Evaluation(WITHOUT), rewards=[reward])
     fit(model_path, prompts=PromptMixture([PromptSource(rows=WITH), PromptSource(rows=WITHOUT)]), rewards=[reward])
