@@ -1,4 +1,4 @@
-"""Environments answer the policy over many turns. A ledger records the tokens that are trained."""
+"""Multi-turn environments, tools, and agent programs, and the records of their sampled tokens."""
 
 from __future__ import annotations
 

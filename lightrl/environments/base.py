@@ -1,4 +1,4 @@
-"""The contract of an environment, which answers the policy turn by turn."""
+"""The interface of environments, which respond to the policy turn by turn."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch import Tensor
 from lightrl.environments.episodes import EnvironmentFailedError as EnvironmentFailedError
 
 Message = dict[str, Any]
-"""A message as chat templates take it: role, content, and by role `tool_calls`, `name`, `tool_call_id`."""
+"""A message in the format of chat templates: `role`, `content`, and optionally `tool_calls`, `name`, `tool_call_id`."""
 Tools = Sequence[dict[str, Any]]
-"""JSON schemas of tools, as chat templates take them."""
+"""JSON schemas of tools in the format of chat templates."""
 
 
 @dataclass
 class ToolCall:
-    """A call of a tool that the policy wrote, with its arguments by name. Tool messages refer to `id`."""
+    """A tool call by the policy. Tool messages refer to `id`."""
 
     name: str
     arguments: dict[str, Any]
@@ -31,15 +31,15 @@ class ToolCall:
 
 @dataclass
 class Reply:
-    """The policy's turn, parsed.
+    """A parsed turn of the policy.
 
     Attributes:
         content: Text without reasoning and tool calls.
-        reasoning: Thoughts; None without any, or without a parser for them.
-        tool_calls: Calls that could be read.
-        errors: What could not be read, in words for the policy.
-        text: The whole turn as decoded, with special tokens.
-        truncated: Whether a limit cut it.
+        reasoning: Reasoning text. None if there is none, or no parser for it.
+        tool_calls: Valid tool calls.
+        errors: Parse errors, as messages for the policy.
+        text: Entire decoded turn, including special tokens.
+        truncated: Whether a token limit truncated the turn.
     """
 
     content: str
@@ -50,7 +50,7 @@ class Reply:
     truncated: bool = False
 
     def message(self) -> Message:
-        """The assistant's message of a conversation."""
+        """The turn as an assistant message."""
         message: Message = {"role": "assistant", "content": self.content}
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
@@ -64,13 +64,14 @@ class Reply:
 
 @dataclass
 class Step:
-    """The environment's answer to a reply.
+    """The environment's response to a reply.
 
     Attributes:
-        messages: Next messages for the policy, none of them the assistant's; not empty unless `done`.
-        reward: Finite reward of this turn, added to the trajectory's.
+        messages: Next messages for the policy, without assistant messages. Must not be empty unless `done`.
+        reward: Reward of this turn (finite), added to the trajectory's reward.
         done: Whether the trajectory ends.
-        failure: What failed that the policy did not cause. The trajectory then ends and is in no loss and no baseline.
+        failure: Description of a failure that the policy did not cause. The trajectory then ends and is excluded from
+            losses and baselines.
     """
 
     messages: Sequence[Message] = ()
@@ -80,65 +81,65 @@ class Step:
 
 
 class Environment(ABC):
-    """One conversation partner of the policy: `reset`, `step` after each reply, `finish`, and always `close`.
+    """Base class of environments. Methods are called in the order `reset`, `step` after each reply, `finish`, `close`.
 
-    Each attempt has a separate environment. All attempts of a group are reset with the same row and seed and must
-    return the same first messages. Otherwise their rewards can't be compared, and the run stops.
+    Each trajectory has its own environment. All trajectories of a group are reset with the same example and seed and
+    must return the same first messages. Otherwise their rewards are not comparable, and the run stops with an error.
 
-    Await what takes long. All async methods of a process share one event loop, and with it clients and locks. A method
-    without `await` may block: it runs in the environment's own thread. An exception in any method is a failure that the
-    policy did not cause.
+    Await slow operations. All async methods of a process share one event loop, so they can share clients and locks. A
+    method without `await` may block, because it runs in the environment's own thread. An exception in any method counts
+    as a failure that the policy did not cause.
     """
 
     tools: Tools = ()
-    """JSON schemas of the tools, as chat templates take them. `reset` may set it."""
+    """JSON schemas of the tools in the format of chat templates. `reset` may set them."""
 
     @abstractmethod
     async def reset(self, row: Mapping[str, Any], *, seed: int) -> list[Message]:
-        """Begins a task.
+        """Starts a task.
 
         Args:
-            row: Row of the dataset.
-            seed: Seed for everything random in the task, the same for all members of a group.
+            row: Example of the dataset (column -> value).
+            seed: Seed for all randomness in the task. Equal for all trajectories of a group.
 
         Returns:
-            First messages of a conversation, before the assistant's first turn.
+            First messages of the conversation, before the first assistant message.
         """
 
     @abstractmethod
     async def step(self, reply: Reply) -> Step:
-        """Answers a reply."""
+        """Responds to a reply of the policy."""
 
     async def finish(self, stop_reason: str) -> float:
-        """Last reward, asked for once if the trajectory did not fail.
+        """Returns the final reward. Called once unless the trajectory failed.
 
         Args:
-            stop_reason: "stop", or the limit that ended it: "length", "turns", "tokens", or "time".
+            stop_reason: "stop", or the limit that ended the trajectory: "length", "turns", "tokens", or "time".
         """
         return 0.0
 
     def state_key(self, messages: Sequence[Message]) -> str:
-        """Names the state that the environment is in when the policy reads these messages.
+        """Returns an identifier of the environment's state when the policy reads these messages.
 
-        Estimators such as GiGPO compare turns of a group that began in equal states. By default the messages' content,
-        with images and arrays by their values.
+        Estimators such as GiGPO compare turns of a group that started in equal states. Defaults to the content of the
+        messages, including the values of images and arrays.
 
         Raises:
-            TypeError: A message has an object that shows nothing of its content.
+            TypeError: A message contains an object whose content can't be determined.
         """
         return json.dumps(list(messages), sort_keys=True, default=_content)
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """Numbers to log of this trajectory."""
+        """Metrics of this trajectory to log."""
         return {}
 
-    async def close(self) -> None:  # noqa: B027 - most environments hold nothing
-        """Frees the environment's resources. Called once, whatever happened before."""
+    async def close(self) -> None:  # noqa: B027 - most environments have no resources
+        """Releases the environment's resources. Always called exactly once."""
 
 
 def _content(value: Any) -> str:
-    """A text for a value that JSON does not have: the same for equal content, in every process."""
+    """A text for a value that JSON doesn't support, equal for equal content in all processes."""
     from PIL import Image
 
     if isinstance(value, Image.Image):
@@ -152,8 +153,8 @@ def _content(value: Any) -> str:
         return f"array {value.dtype} {value.shape} {_digest(np.ascontiguousarray(value).tobytes())}"
     if all(getattr(type(value), name) is getattr(object, name) for name in ("__repr__", "__str__")):
         raise TypeError(
-            f"a message has a {type(value).__name__}, which shows nothing of its content, so states can't be told "
-            "apart. Override `Environment.state_key`, or give the class a __repr__."
+            f"messages: a {type(value).__name__} has no __repr__ of its content, so states can't be compared. "
+            "Override `Environment.state_key` or add a __repr__ to the class."
         )
     return str(value)
 

@@ -1,4 +1,4 @@
-"""Extends the tokens of the last request to the next one, if the chat template is proven to do so."""
+"""Extends the tokens of the last request to the next one if the chat template provably only appends."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from lightrl.environments.base import Message, Tools
 from lightrl.records import ImageInputs
 
 MARK = "\U000f0e4c"
-"""Private-use character inside literal special-token text while it is rendered, so that it is not read as the token."""
+"""Private-use character inserted into literal text of special tokens, so that it is not tokenized as the token."""
 SHORT, LONG = "Qa1", "Zb2 Zb3 " * 7 + "Zb4"
-"""Stand-ins of different lengths for what was sampled."""
-_STARTS, _PROMPTS = 512, 64  # cached renderings, and token IDs of first messages
+"""Placeholders of different lengths for sampled text."""
+_STARTS, _PROMPTS = 512, 64  # sizes of the caches of renderings and of token IDs of first messages
 
 _USER: Message = {"role": "user", "content": "Qu9"}
 
 
 def _called(*calls: tuple[str, str]) -> Message:
-    """The assistant's message that calls tools, each with a name and a value of its argument `x`."""
+    """An assistant message with tool calls, given as (name, value of the argument `x`)."""
     written = [
         {"type": "function", "id": f"call{number:05d}", "function": {"name": name, "arguments": {"x": value}}}
         for number, (name, value) in enumerate(calls)
@@ -32,16 +32,16 @@ def _called(*calls: tuple[str, str]) -> Message:
 
 
 def _result(name: str, number: int) -> Message:
-    """The result of a call."""
+    """The result of a tool call."""
     return {"role": "tool", "name": name, "tool_call_id": f"call{number:05d}", "content": "Qr8"}
 
 
 class Tokens(list[int]):
-    """Token IDs with placeholders of images.
+    """Token IDs with expanded image placeholders.
 
     Attributes:
-        short: The same with one placeholder per image, for engines that expand them.
-        images: Decoded images, in order.
+        short: Token IDs with one placeholder per image, for engines that expand them.
+        images: Decoded images in order.
     """
 
     def __init__(self, ids: Sequence[int], short: Sequence[int] | None = None, images: Sequence[Any] = ()) -> None:
@@ -52,7 +52,7 @@ class Tokens(list[int]):
 
 @dataclass(frozen=True)
 class SampledTurn:
-    """A turn of the policy: what the engine was asked, what it sampled, and the same as a message."""
+    """A turn of the policy: the request's tokens, the sampled tokens, and the parsed message."""
 
     prompt_ids: list[int]
     completion_ids: list[int]
@@ -64,20 +64,20 @@ class ImageProcessor(Protocol):
 
     @property
     def wants_blocks(self) -> bool:
-        """Whether the chat template drops content that is a string instead of a list of blocks."""
+        """Whether the chat template requires content as a list of blocks instead of a string."""
 
     def token(self, kind: str) -> str | None:
-        """Placeholder of one medium of that kind in a prompt's text."""
+        """Placeholder of one image, video, or audio in a prompt's text."""
 
     def images(self, values: Sequence[Any]) -> ImageInputs:
-        """Decodes images and makes their model inputs."""
+        """Decodes images and computes their model inputs."""
 
 
 class Bridge(ABC):
-    """Turns conversations into tokens for one chat template.
+    """Converts conversations to tokens for one chat template.
 
     Args:
-        processor: Processor of a model that sees images; None rejects images.
+        processor: Processor of a VLM. None rejects images.
     """
 
     _special: Mapping[int, str]
@@ -88,10 +88,10 @@ class Bridge(ABC):
         self._drops: dict[str, bool] = {}  # by role
 
     def opened(self, messages: Sequence[Message]) -> list[Message]:
-        """Copies of the messages with decoded images.
+        """Copies messages and decodes their images.
 
         Raises:
-            ValueError: Content that the model or this bridge does not take, or that can't be read.
+            ValueError: The model or this bridge doesn't support the content, or an image can't be decoded.
         """
         opened = []
         for message in messages:
@@ -107,18 +107,18 @@ class Bridge(ABC):
             return part
         if kind != "image" or "image" not in part:
             raise ValueError(
-                f"environment: a {role} message has a content block of type {kind!r} with {', '.join(sorted(part))}. "
-                "Use text and {'type': 'image', 'image': ...}, or describe it in words."
+                f"environment: a {role} message has a content block of type {kind!r} with {', '.join(sorted(part))}, "
+                "which is not supported. Use text or {'type': 'image', 'image': ...}."
             )
         if self.processor is None:
             raise ValueError(
                 f"environment: a {role} message has a content block of type 'image', but the model or its renderer "
-                "takes text only. Describe it in words; for a model that sees set `renderer: template`."
+                "takes text only. Send text, or for a VLM set `renderer: template`."
             )
         return {"type": kind, "image": self.processor.images([part]).images[0]}
 
     def plain_ids(self, tokenizer: Any, text: str) -> list[int]:
-        """Token IDs of a text. Special tokens in it become ordinary ones."""
+        """Token IDs of a text. Literal text of special tokens becomes ordinary tokens."""
         (marked,) = guard([{"role": "", "content": text}], self._special)
         return encode_marked(tokenizer, marked["content"])
 
@@ -127,16 +127,16 @@ class Bridge(ABC):
 
     @abstractmethod
     def render(self, messages: Sequence[Message], tools: Tools) -> Tokens:
-        """The whole conversation, up to the beginning of the assistant's next turn.
+        """Renders a conversation up to the beginning of the next assistant turn.
 
         Raises:
             ValueError: The template rejects the conversation.
         """
 
     def hidden(self, tools: Tools) -> str | None:
-        """What the model does not see: its tools, or its calls of them in later turns. None if it sees both.
+        """What the template hides from the model: its tools, or its tool calls in later turns. None if nothing.
 
-        Conversations that differ in a tool or in a call must not render alike.
+        Checks that conversations that differ in a tool or a call render differently.
         """
         begins: list[list[Message]] = [[_USER], [{"role": "system", "content": "Qs9"}, _USER]]
         for number in range(len(tools)):
@@ -152,7 +152,7 @@ class Bridge(ABC):
         return "its calls of tools in later turns"
 
     def drops(self, role: str, tools: Tools) -> bool:
-        """Whether the template drops messages of that role after the assistant's turn."""
+        """Whether the template drops messages of that role after an assistant turn."""
         if role not in self._drops:
             said = _called(("Qt7", SHORT)) if role == "tool" else {"role": "assistant", "content": SHORT}
             answers = [{**_result("Qt7", 0), "role": role, "content": content} for content in ("Qr8", "Qr9")]
@@ -160,7 +160,7 @@ class Bridge(ABC):
         return self._drops[role]
 
     def _same(self, conversations: Sequence[tuple[Sequence[Message], Tools]]) -> bool:
-        """Whether two conversations have the same tokens; False if the template takes only one of them."""
+        """Whether two conversations have the same tokens. False if the template rejects one of them."""
         one, other = (self._rendered(messages, tools) for messages, tools in conversations)
         return one == other
 
@@ -171,7 +171,7 @@ class Bridge(ABC):
             return None
 
     def takes_parallel_calls(self, tools: Tools) -> bool:
-        """Whether a message may have two tool calls. Some templates raise on the second, or drop it."""
+        """Whether a message may have two tool calls. Some templates reject or drop the second."""
         if bool(tools) not in self._parallel:
             self._parallel[bool(tools)] = self._renders_parallel_calls(tools)
         return self._parallel[bool(tools)]
@@ -187,41 +187,41 @@ class Bridge(ABC):
     def extend(
         self, turn: SampledTurn, history: Sequence[Message], new: Sequence[Message], tools: Tools
     ) -> Tokens | None:
-        """The tokens to append to prompt and completion so that the assistant's next turn begins.
+        """Tokens to append to prompt and completion up to the beginning of the next assistant turn.
 
-        None if the template is not proven to extend these.
+        Returns None if the template doesn't provably extend them.
 
         Args:
             turn: Last turn.
-            history: Conversation before it.
-            new: Messages after it.
-            tools: JSON schemas.
+            history: Conversation before the turn.
+            new: Messages after the turn.
+            tools: JSON schemas of the tools.
         """
 
 
 class TemplateBridge(Bridge):
-    """Extends tokens for any chat template for which rendering stand-ins proves that it may.
+    """Extends tokens for any chat template, after verifying with placeholder texts that it only appends.
 
-    To find what a template writes after the assistant's turn, conversations are rendered in which stand-ins replace
-    what was sampled: two texts of different lengths, after two histories of different lengths. Appending is proven if
-    in all of them
+    To determine the text that a template writes after an assistant turn, the bridge renders conversations with
+    placeholders for the sampled text: two texts of different lengths, after two histories of different lengths.
+    Appending is safe if all renderings satisfy these conditions:
 
-    - the conversation begins with what the engine was asked (no earlier turn is rewritten, no thought dropped),
-    - content, thoughts, and every tool call of the reply are still there,
-    - the turn ends with the token that the policy ended it with,
-    - and what follows is the same text, so that it depends on nothing before it.
+    - The conversation starts with the text of the request (no earlier turn is rewritten, no reasoning dropped).
+    - It contains the content, the reasoning, and every tool call of the reply.
+    - The turn ends with the token that the policy ended it with.
+    - The text after that token is the same, so it doesn't depend on anything before it.
 
-    The text follows a special token, so it can be tokenized alone. A reply that was cut off, or ended by a stop string,
-    is ended with the template's token, as context. The cost does not grow with the conversation, unless histories
-    matter to the template (DeepSeek's tool results): then the real one is rendered.
+    This text follows a special token, so it can be tokenized separately. If a reply was truncated or ended by a stop
+    string, the template's end token is added as context. The cost doesn't grow with the conversation, unless the text
+    depends on the history (DeepSeek's tool results). In that case, the real history is rendered.
 
     Args:
         tokenizer: Tokenizer with a chat template.
-        template_kwargs: Variables of the template, such as `enable_thinking`.
-        processor: Processor of a model that sees images.
+        template_kwargs: Variables of the chat template, such as `enable_thinking`.
+        processor: Processor of a VLM.
 
     Raises:
-        ValueError: There is no chat template.
+        ValueError: The tokenizer has no chat template.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ class TemplateBridge(Bridge):
     ) -> None:
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError(
-                "actor.chat_template=None: the tokenizer has no chat template. Set one for the environment."
+                "actor.chat_template=None: the tokenizer has no chat template, but environments require one. Set it."
             )
         super().__init__(processor)
         self.tokenizer = tokenizer
@@ -256,45 +256,47 @@ class TemplateBridge(Bridge):
         )
 
     def _try(self, messages: Sequence[Message], tools: Tools, form: _Form | None = None) -> str | None:
-        """`_text`, or None if the template rejects the conversation: it may raise anything."""
+        """`_text`, or None if the template rejects the conversation with any exception."""
         try:
             return self._text(messages, tools, form)
         except Exception:
             return None
 
     def _content(self, message: Message) -> Message:
-        """The message with content as the template reads it."""
+        """The message with content in the template's format."""
         if self.processor is None or not isinstance(message.get("content"), str) or not self.processor.wants_blocks:
             return message
         return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
     def _tokens(self, text: str, messages: Sequence[Message]) -> Tokens:
-        """IDs of a rendered text, with each placeholder that the template wrote expanded to those of its image."""
+        """Token IDs of a rendered text, with expanded image placeholders."""
         images = images_of(messages)
         if not images:
             return Tokens(encode_marked(self.tokenizer, text))
-        assert self.processor is not None, "images were opened"
+        assert self.processor is not None, "images were decoded"
         shown = self.processor.images(images)
         first, *rest = text.split(shown.token)
         if len(rest) != len(images):
-            raise ValueError(f"environment: the chat template shows {len(rest)} of {len(images)} images.")
+            raise ValueError(
+                f"actor.chat_template: renders {len(rest)} of the {len(images)} images of a conversation. Use another."
+            )
         whole = first + "".join(placeholders + part for placeholders, part in zip(shown.texts, rest, strict=True))
         return Tokens(encode_marked(self.tokenizer, whole), encode_marked(self.tokenizer, text), images)
 
     def render(self, messages: Sequence[Message], tools: Tools) -> Tokens:
         self._learn_form(messages[:1], tools)
-        first = all(message["role"] != "assistant" for message in messages)  # which all attempts of a group render
+        first = all(message["role"] != "assistant" for message in messages)  # shared by the group, so it is cached
         try:
             text = (self._begun if first else self._text)(guard(messages, self._special), tools)
         except Exception as error:
             raise ValueError(
-                f"The chat template rejects the conversation: {error}. If it has no tool messages, use "
-                "`result_role: user`; if it takes one tool call at a time, set `on_parse_error`."
+                f"actor.chat_template: rejects the conversation: {error}. If it doesn't support tool messages, set "
+                "`result_role: user`. If it supports only one tool call per turn, set `on_parse_error`."
             ) from error
         return Tokens(self._ids(text)) if first and not images_of(messages) else self._tokens(text, messages)
 
     def _learn_form(self, first: Sequence[Message], tools: Tools) -> None:
-        """Finds how this template takes a message with tool calls: some want JSON text, some no content."""
+        """Detects the template's format of tool calls: some require JSON text, some no content."""
         if self._form is not None:
             return
         for answer in (_result("Qt7", 0), {"role": "user", "content": "Qr8"}):
@@ -311,14 +313,14 @@ class TemplateBridge(Bridge):
     ) -> Tokens | None:
         self._learn_form(history[:1], tools)
         if self.processor is not None and not self._placeholders.isdisjoint(turn.completion_ids):
-            return None  # sampled, it has no image; in a new row it is text
+            return None  # a sampled placeholder has no image; a new sequence renders it as text
         new = guard(new, self._special)
         ended = self._end_of_turn(turn.completion_ids, history, tools)
         if ended is None:
             return None
         end, sampled = ended
         suffix = self._common_suffix(self._histories(history), turn.reply, new, tools, end)
-        if suffix is None:  # the real history then, at a cost that grows with it
+        if suffix is None:  # renders the real history, whose cost grows with its length
             suffix = self._common_suffix([guard(history, self._special)], turn.reply, new, tools, end)
         if suffix is None:
             return None
@@ -329,7 +331,7 @@ class TemplateBridge(Bridge):
 
     @functools.cached_property
     def _placeholders(self) -> set[int]:
-        """IDs of the placeholders of media."""
+        """Token IDs of media placeholders."""
         assert self.processor is not None
         tokens = [self.processor.token(kind) for kind in ("image", "video", "audio")]
         return {self.tokenizer.convert_tokens_to_ids(token) for token in tokens if token is not None}
@@ -348,7 +350,7 @@ class TemplateBridge(Bridge):
         return (self._ender, False) if self._ender else None
 
     def _histories(self, history: Sequence[Message]) -> list[list[Message]]:
-        """The prompt alone, and with two more turns of the kinds that there were."""
+        """Two histories: the prompt, and the prompt with two turns of the kinds in the conversation."""
         turns = next((i for i, message in enumerate(history) if message["role"] == "assistant"), len(history))
         prompt = guard(history[:turns], self._special)
         said = [message for message in history if message["role"] == "assistant"]
@@ -368,10 +370,10 @@ class TemplateBridge(Bridge):
         return [prompt, longer]
 
     def _begun(self, history: Sequence[Message], tools: Tools) -> str:
-        """`_text` of a history, cached for later turns and the group's other attempts."""
+        """`_text` of a history, cached for later turns and the rest of the group."""
         try:
-            key = json.dumps([history, tools, datetime.date.today().isoformat()])  # templates may write the day
-        except (TypeError, ValueError):  # it shows images
+            key = json.dumps([history, tools, datetime.date.today().isoformat()])  # templates may contain the date
+        except (TypeError, ValueError):  # the history contains images
             return self._text(history, tools)
         if (text := self._starts.get(key)) is None:
             text = self._starts[key] = self._text(history, tools)
@@ -382,14 +384,14 @@ class TemplateBridge(Bridge):
     def _common_suffix(
         self, histories: Sequence[Sequence[Message]], reply: Message, new: Sequence[Message], tools: Tools, end: str
     ) -> str | None:
-        """What follows `end`, if it is the same after all histories and replies."""
+        """The text after `end`, if it is the same for all histories and replies."""
         found: set[str] = set()
         starts: list[str] = []
         stand_ins = [_stand_in(reply, content) for content in (SHORT, LONG)]
         for history in histories:
             try:
                 start = self._begun(history, tools)
-            except Exception:  # of the template
+            except Exception:  # raised by the template
                 return None
             starts.append(start)
             for stand_in, marks in stand_ins:
@@ -413,7 +415,7 @@ class TemplateBridge(Bridge):
     def _survives(
         self, start: str, history: Sequence[Message], reply: Message, new: Sequence[Message], tools: Tools, tail: str
     ) -> bool:
-        """Whether the real reply, with thoughts written into its content, stays in the conversation."""
+        """Whether the rendered conversation contains the real reply, including reasoning in its content."""
         (real,) = guard([reply], self._special)
         full = self._try([*history, real, *new], tools)
         if full is None or not full.startswith(start) or not full.endswith(tail):
@@ -425,7 +427,7 @@ class TemplateBridge(Bridge):
 
 @dataclass(frozen=True)
 class _Form:
-    """How a template takes a message with tool calls: `text`: arguments as JSON text; `none`: empty content as None."""
+    """A template's format of tool calls. `text`: arguments as JSON text. `none`: empty content as None."""
 
     none: bool = False
     text: bool = False
@@ -446,7 +448,7 @@ class _Form:
 
 
 def _stand_in(reply: Message, content: str) -> tuple[Message, list[str]]:
-    """The reply with every sampled text replaced, and the replacements."""
+    """The reply with placeholders for sampled text, and the placeholders."""
     message: Message = {**reply, "content": ""}
     marks = []
     if reply.get("content") or not reply.get("tool_calls"):
@@ -466,7 +468,7 @@ def _stand_in(reply: Message, content: str) -> tuple[Message, list[str]]:
 
 
 def first_of(text: str, tokens: Any) -> str | None:
-    """The token that comes first in the text; None without any."""
+    """The token that occurs first in the text; None if none occurs."""
     found = [(place, -len(token), token) for token in tokens if token and (place := text.find(token)) >= 0]
     return min(found)[2] if found else None
 
@@ -481,7 +483,7 @@ def special_texts(tokenizer: Any) -> dict[int, str]:
 
 
 def guard(messages: Sequence[Message], special: Mapping[int, str]) -> list[Message]:
-    """The messages with a mark inside each special token's text."""
+    """The messages with a mark inserted into the literal text of special tokens."""
     tokens = [token for token in special.values() if len(token) > 1]
 
     def marked(value: Any) -> Any:
@@ -500,11 +502,11 @@ def guard(messages: Sequence[Message], special: Mapping[int, str]) -> list[Messa
 
 
 def encode_marked(tokenizer: Any, text: str) -> list[int]:
-    """Token IDs of a rendered text. Special-token text with a mark inside becomes ordinary tokens."""
+    """Token IDs of a rendered text. Marked text of special tokens becomes ordinary tokens."""
     return [number for part in text.split(MARK) if part for number in tokenizer.encode(part, add_special_tokens=False)]
 
 
 def images_of(messages: Sequence[Message]) -> list[Any]:
-    """The images that messages show, in order."""
+    """The images in messages, in order."""
     contents = [message["content"] for message in messages if isinstance(message.get("content"), list)]
     return [part["image"] for content in contents for part in content if part["type"] == "image"]

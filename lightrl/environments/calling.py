@@ -1,4 +1,4 @@
-"""Calls of users' code. If it blocks, it holds up neither the engine nor a time limit."""
+"""Calls user code so that blocking code affects neither the engine nor time limits."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightrl.engines.background import BackgroundLoop, in_background
 
 GRACE = 1.0
-"""Seconds that a call has to end once it is cancelled."""
+"""Seconds that a canceled call has to end."""
 
 Outcome: TypeAlias = tuple[Any, BaseException | None]
-"""What a call returned, or what it raised, SystemExit included."""
+"""(Returned value, raised error including SystemExit) of a call."""
 
 
 class LateError(TimeoutError):
-    """A call took longer than its limit."""
+    """Raised if a call exceeds its time limit."""
 
 
 class LoopBlockedError(RuntimeError):
-    """An async function holds up the event loop that all of them share."""
+    """Raised if an async function blocks the shared event loop."""
 
     def __init__(self) -> None:
         super().__init__(
-            "An async function of an environment or program blocks the event loop that all of them share. Await what "
-            "takes long, or make it a plain `def`, which runs in a thread."
+            "An async function of an environment or program blocks the event loop, which all of them share. Await slow "
+            "operations, or make the function a plain `def`, which runs in a thread."
         )
 
 
 class UserCode:
-    """Calls the functions of one object that a user wrote.
+    """Calls the functions of a user's object.
 
-    Async functions that await run on one event loop in a separate thread. All objects share it, so that they may share
-    clients and locks. Other functions run in the object's own thread, one after another. A call that does not end when
-    it is cancelled is left behind with its thread or loop, and later calls get another one.
+    Async functions with `await` run on an event loop in a separate thread. All objects share the loop, so they can
+    share clients and locks. Other functions run sequentially in the object's own thread. If a canceled call doesn't
+    end, its thread or loop is abandoned, and later calls use a new one.
 
     Args:
         name: Name of the object in warnings, and of its thread.
 
     Attributes:
-        blocked: Whether a cancelled call did not end because the shared loop was blocked.
+        blocked: Whether a canceled call didn't end because the shared loop was blocked.
     """
 
     def __init__(self, name: str) -> None:
@@ -60,12 +60,12 @@ class UserCode:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] | None = None
 
     async def call(self, work: partial[Any], limit: float | None = None, *, here: bool = False) -> Outcome:
-        """What the work returned, or what it raised: also a `LateError` or `LoopBlockedError` of ours.
+        """Calls a function and returns its value or error, which may be a `LateError` or `LoopBlockedError`.
 
         Args:
-            work: Function of the user's and its arguments.
-            limit: Seconds that it may take; None for no limit.
-            here: Await it on this event loop, because it is known not to block.
+            work: User's function and its arguments.
+            limit: Time limit in seconds. None means no limit.
+            here: Whether to await it on the current event loop. Only for functions known not to block.
         """
         if here:
             task = asyncio.ensure_future(_awaited(work))
@@ -80,7 +80,7 @@ class UserCode:
             return await self._on_loop(work, limit)
         name = f"{self.name}: `{getattr(work.func, '__name__', type(work.func).__name__)}`"
         value, error = await self._in_thread(partial(_driven, work), name, limit)
-        if error is None and inspect.isawaitable(value):  # an async function in a plain wrapper
+        if error is None and inspect.isawaitable(value):  # an async function in a sync wrapper
             return await self._on_loop(lambda: value, limit)
         return value, error
 
@@ -95,7 +95,7 @@ class UserCode:
 
         def job() -> None:
             outcome = context.run(_outcome, work)
-            with contextlib.suppress(RuntimeError):  # the loop is closed
+            with contextlib.suppress(RuntimeError):  # the loop may be closed
                 loop.call_soon_threadsafe(_settle, done, outcome)
 
         self._jobs.put(job)
@@ -105,8 +105,8 @@ class UserCode:
         finally:
             if not done.done():
                 rank_zero_warn(
-                    f"{name} was still running when its attempt or its time ended. Its thread can't be stopped: give "
-                    "what it waits for a timeout."
+                    f"{name} was still running after its trajectory or time limit ended. Its thread can't be stopped. "
+                    "Add timeouts to its blocking operations."
                 )
                 self.close()
 
@@ -128,14 +128,14 @@ class UserCode:
         return None, LoopBlockedError() if self.blocked else LateError()
 
     def close(self) -> None:
-        """Ends the object's thread once its call has ended, without waiting."""
+        """Stops the object's thread after its current call, without waiting."""
         if self._jobs is not None:
             self._jobs.put(None)
             self._jobs = None
 
 
 def may_await(function: Any) -> bool:
-    """Whether an async function has an `await`, `async for`, or `async with`, or uses asyncio otherwise."""
+    """Whether an async function contains `await`, `async for`, or `async with`, or uses asyncio."""
     if not inspect.iscoroutinefunction(function):
         return False
     code = getattr(function, "__code__", None)
@@ -145,7 +145,7 @@ def may_await(function: Any) -> bool:
 
 
 def _driven(work: partial[Any]) -> Any:
-    """Result of a plain function, or of an async one that awaits nothing."""
+    """Result of a sync function, or of an async function without `await`."""
     if not inspect.iscoroutinefunction(work.func):
         return work()
     try:
@@ -169,11 +169,11 @@ def _settle(done: asyncio.Future[Outcome], outcome: Outcome) -> None:
 def _serve(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (job := jobs.get()) is not None:
         job()
-        del job  # and what it holds
+        del job  # releases its objects
 
 
 class _SharedLoop:
-    """The event loop of async functions."""
+    """The shared event loop of async functions."""
 
     def __init__(self) -> None:
         self._loop = BackgroundLoop("lightrl-users")
@@ -181,7 +181,7 @@ class _SharedLoop:
         self._tasks: dict[Future[Outcome], asyncio.Task[Outcome]] = {}
 
     def start(self, work: Callable[[], Any]) -> Future[Outcome]:
-        """The future outcome of an async function."""
+        """Starts an async function and returns its future outcome."""
         done: Future[Outcome] = Future()
 
         def end(task: asyncio.Task[Outcome]) -> None:
@@ -204,7 +204,7 @@ class _SharedLoop:
         self._loop.submit(cancel())
 
     def give_up(self) -> None:
-        """Leaves a blocked loop behind. Its calls fail, and later ones get another."""
+        """Abandons a blocked loop. Its calls fail, and later calls use a new loop."""
         if _shared[-1] is not self:
             return
         _shared[:] = [_SharedLoop()]
@@ -223,7 +223,7 @@ async def _awaited(work: Callable[[], Any]) -> Outcome:
 
 
 class _ContextExecutor(ThreadPoolExecutor):
-    """Runs what is submitted in the context of its caller."""
+    """Runs functions in the context of their caller."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         return super().submit(contextvars.copy_context().run, partial(fn, *args, **kwargs))

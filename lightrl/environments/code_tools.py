@@ -1,4 +1,4 @@
-"""Tools that run the policy's code in a sandbox, for `ToolEnvironment`."""
+"""Tools for `ToolEnvironment` that run the policy's code in a sandbox."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from lightrl.rewards.sandbox import Sandbox
 
 
 class PythonTool:
-    """Factory for `ToolEnvironment` with one tool, `python`. Each call starts in an empty scratch folder.
+    """Tool class with one tool, `python`. Each call starts in an empty scratch directory.
 
     Args:
-        sandbox: Where the code runs. Defaults to `Sandbox()`.
+        sandbox: Sandbox for the code. Defaults to `Sandbox()`.
     """
 
     def __init__(self, sandbox: Sandbox | None = None) -> None:
         self._sandbox = sandbox or Sandbox()
 
     def reset(self, **row: Any) -> None:
-        """Prepares nothing: calls share no state."""
+        """Does nothing, because calls share no state."""
 
     def python(self, code: str) -> str:
         """Runs a Python program and returns what it prints.
@@ -30,13 +30,17 @@ class PythonTool:
 
 
 class BashTool:
-    """The same with a tool `bash`."""
+    """Tool class with one tool, `bash`. Each call starts in an empty scratch directory.
+
+    Args:
+        sandbox: Sandbox for the scripts. Defaults to `Sandbox()`.
+    """
 
     def __init__(self, sandbox: Sandbox | None = None) -> None:
         self._sandbox = sandbox or Sandbox()
 
     def reset(self, **row: Any) -> None:
-        """Prepares nothing: calls share no state."""
+        """Does nothing, because calls share no state."""
 
     def bash(self, script: str) -> str:
         """Runs a bash script and returns what it prints.

@@ -1,4 +1,4 @@
-"""Episodes make the attempts at a prompt: they ask the engine once, or turn by turn."""
+"""Episodes generate the trajectories of a prompt, in one request or turn by turn."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from lightrl.data.prompts import PromptMixture, PromptSource
 
 Ask: TypeAlias = Callable[[GenerationRequest], Awaitable[CompletionGroup]]
-"""Has the engine complete a request. Cancelling the awaited call, as a time limit does, cancels the request."""
+"""Function that sends a request to the engine. Canceling the call, for example by a time limit, cancels the request."""
 
 
 class EnvironmentFailedError(RuntimeError):
-    """Something failed that the policy did not cause. The trajectory is then in no loss and no baseline."""
+    """Raised for failures that the policy did not cause. The trajectory is excluded from losses and baselines."""
 
 
 def request_seed(seed: int, stream: str, cursor: int, row: int) -> int:
-    """A 62-bit seed: a function of the run's seed, the stream, and the prompt's place in it alone."""
+    """A 62-bit seed that depends only on the run's seed, the stream, and the prompt's position in it."""
     return _digest(f"{seed}/{stream}/{cursor}/{row}")
 
 
@@ -40,18 +40,18 @@ def _digest(text: str) -> int:
 
 @dataclass(frozen=True)
 class Task:
-    """One prompt and the attempts wanted at it.
+    """A prompt and the trajectories to generate.
 
     Attributes:
-        prompt: One row: token IDs, text, columns, inputs, and media.
-        attempts: Numbers of the attempts to make, from 0 to group size - 1. A retry has only those that failed.
-        seed: Seed of the prompt, equal for all its attempts and for retries.
-        sampling: Distribution, and the limit of one request.
+        prompt: One example: token IDs, text, columns, inputs, and media.
+        attempts: Indices of the trajectories in the group, from 0 to group size - 1. A retry has only failed ones.
+        seed: Seed of the prompt, equal for all its trajectories and for retries.
+        sampling: Sampling settings, including the token limit of one request.
         tokenizer: Tokenizer of the policy.
-        max_model_len: Maximum number of tokens that the engine holds, context included.
-        retry: How often these attempts failed before.
+        max_model_len: Maximum number of tokens of the engine, including context.
+        retry: Number of earlier failures of these trajectories.
         name: Name in messages.
-        ended: Called with an attempt as soon as it is over. What it raises must end the episode.
+        ended: Callback for each trajectory when it ends. Its exceptions must propagate from the episode.
     """
 
     prompt: Prompts
@@ -66,34 +66,37 @@ class Task:
 
     @property
     def columns(self) -> dict[str, Any]:
-        """The dataset's row: column -> value."""
+        """The example of the dataset: column -> value."""
         return {name: values[0] for name, values in self.prompt.columns.items()}
 
     def turn_seed(self, attempt: int, turn: int) -> int:
-        """The seed of a request: a function of (prompt's seed, attempt, turn) alone."""
+        """Seed of a request, which depends only on the prompt's seed, the trajectory, and the turn."""
         return _digest(f"{self.seed}/{attempt}/{turn}")
 
     def failed(self, cause: str) -> Trajectory:
-        """An attempt of which only the prompt is left, for something that the policy did not cause."""
+        """A failed trajectory that contains only the prompt."""
         ids = list(self.prompt.token_ids[0])
         row = TrajectoryRow(ids, [-1] * len(ids), [0.0] * len(ids), [-1] * len(ids))
         return Trajectory([row], "", "failure", failure=cause)
 
 
 class Episode(ABC):
-    """Makes the attempts at one prompt. All groups of a rollout run at once, as coroutines of one event loop.
+    """Base class of episodes, which generate the trajectories of a prompt.
 
-    A limit that the policy ran into (turns, tokens, time) ends a trajectory with that `stop_reason`, and it is scored.
-    What the policy can't have caused ends it with "failure" and `Trajectory.failure`: it is made again at most
-    `max_retries` times and then is in no loss. An exception is a mistake in the program, and ends the run.
+    All groups of a rollout run concurrently on one event loop. A trajectory that reaches a limit (turns, tokens, time)
+    ends with that `stop_reason` and is scored. A trajectory that fails for another reason ends with "failure" and a
+    description in `Trajectory.failure`. It is retried up to `max_retries` times and then excluded from the loss. An
+    exception is a bug in the program and stops the run.
 
     Attributes:
-        multi_turn: Whether a trajectory may have several turns or rows, other stop reasons than "stop" and "length", or
-            fail. Logs then report how trajectories ended.
-        max_retries: Maximum number of times that failed attempts are made again.
-        max_failed: Fraction of a rollout's trajectories on a rank, in [0, 1], that may fail for good. More end the run.
-        max_tokens: Maximum number of tokens of a trajectory's row, which sizes the engine; None for the engine's own.
-        playing: Number of attempts whose environment lives now.
+        multi_turn: Whether trajectories may fail or have several turns, several sequences, or other stop reasons than
+            "stop" and "length". If true, the stop reasons are logged.
+        max_retries: Maximum number of retries of failed trajectories.
+        max_failed: Maximum fraction of a rollout's trajectories on a rank, in [0, 1], that may fail after all retries.
+            If more fail, the run stops.
+        max_tokens: Maximum number of tokens of a trajectory's sequence. Determines the engine's size. None uses the
+            engine's limit.
+        playing: Number of trajectories in progress.
     """
 
     multi_turn: bool = True
@@ -102,39 +105,39 @@ class Episode(ABC):
     max_tokens: int | None = None
     playing: int = 0
 
-    def setup(self, tokenizer: Any, processor: Any = None) -> None:  # noqa: B027 - most need none before a task
-        """Takes the policy's tokenizer and, of a model with media, its `MediaProcessor`, before anything runs.
+    def setup(self, tokenizer: Any, processor: Any = None) -> None:  # noqa: B027 - optional
+        """Receives the policy's tokenizer and, for VLMs, its `MediaProcessor`. Called before `run`.
 
         Raises:
-            ValueError: They don't fit.
+            ValueError: They are not supported.
         """
 
     def check_template(self) -> None:  # noqa: B027
-        """Raises a ValueError if the actor must not have another chat template than the tokenizer's."""
+        """Raises a ValueError if the episode doesn't support `actor.chat_template`."""
 
     def check_prompts(self, prompts: PromptSource | PromptMixture) -> None:  # noqa: B027
-        """Raises a ValueError for settings of the prompts that would have no effect."""
+        """Raises a ValueError if settings of the prompts would have no effect."""
 
     @abstractmethod
     async def run(self, task: Task, ask: Ask) -> list[Trajectory]:
-        """Makes the attempts `task.attempts`. If it is cancelled at an `await`, it must free what it holds.
+        """Generates the trajectories `task.attempts`. Must release its resources when canceled at an `await`.
 
         Args:
-            task: Prompt and attempts.
-            ask: Has the engine complete a request of at most `task.max_model_len` tokens. Any number may be asked for
-                at once. Seeds should come from `Task.turn_seed`: two requests with one seed and prompt get the same
+            task: Prompt and trajectories to generate.
+            ask: Function that sends a request of at most `task.max_model_len` tokens to the engine. Calls may be
+                concurrent. Use seeds from `Task.turn_seed`, because requests with equal prompts and seeds get equal
                 completions.
 
         Returns:
-            A trajectory per attempt, in their order.
+            One trajectory per entry of `task.attempts`, in the same order.
         """
 
-    async def close(self) -> None:  # noqa: B027 - only some hold anything
-        """Frees what attempts share, when none runs any more."""
+    async def close(self) -> None:  # noqa: B027 - optional
+        """Releases shared resources. Called when no trajectory is in progress."""
 
 
 class SingleTurn(Episode):
-    """One completion of the prompt per attempt, all asked for at once."""
+    """Generates single-turn completions, with one request per prompt."""
 
     multi_turn = False
     max_retries = 0
@@ -145,12 +148,12 @@ class SingleTurn(Episode):
 
 
 def one_turn(group: CompletionGroup) -> list[Trajectory]:
-    """Each completion as a trajectory of one turn."""
+    """Converts completions to single-turn trajectories."""
     prompt = list(group.request.token_ids)
     context, zeros = [-1] * len(prompt), [0.0] * len(prompt)
     trajectories = []
     for place, completion in enumerate(group.completions):
-        assert completion.finish_reason != "suspended", "the collector waits until a completion is over"
+        assert completion.finish_reason != "suspended", "the collector waits for suspended completions"
         count = len(completion.token_ids)
         row = TrajectoryRow(
             token_ids=[*prompt, *completion.token_ids],

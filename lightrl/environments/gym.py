@@ -1,4 +1,4 @@
-"""Environments with the interface of Gymnasium: `reset(seed)` and `step(action)` on texts."""
+"""Text environments with the Gymnasium interface: `reset(seed)` and `step(action)`."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from lightrl.environments.calling import UserCode
 from lightrl.environments.tools import first_messages
 
 _DRAWING = ("gem", "textarena")
-"""Packages whose environments draw from the generators of the process."""
+"""Packages whose environments use the process-wide random generators."""
 _GENERATORS = threading.Lock()
 
 
 class GymnasiumEnvironment(Environment):
-    """Plays a text environment with the interface of Gymnasium, old Gym, GEM, or SkyRL-Gym.
+    """Plays a text environment with the interface of Gymnasium, Gym, GEM, or SkyRL-Gym.
 
-    `reset(seed=..., options=row)` returns an observation, alone or with an info; `step(action)` returns Gymnasium's
-    five values, Gym's four, or SkyRL-Gym's dictionary. SkyRL-Gym's `init(prompt)` takes the place of `reset`. An
-    argument that the method doesn't have is left out. A column `seed` of the row takes precedence over the group's
-    seed. The first observation follows the row's prompt, and later ones are the next user messages. An observation may
-    be a text or a list of messages. The trajectory ends when the environment is terminated or truncated.
+    `reset(seed=..., options=row)` must return an observation, optionally with an info. `step(action)` must return
+    Gymnasium's five values, Gym's four, or SkyRL-Gym's dictionary. For SkyRL-Gym, `init(prompt)` replaces `reset`.
+    Arguments that a method doesn't accept are omitted. A dataset column `seed` takes precedence over the group's seed.
+    The first observation is appended to the prompt; later observations are user messages. Observations may be texts or
+    lists of messages. The trajectory ends when the environment is terminated or truncated.
 
-    Each attempt has a separate environment and thread, so a slow `step` holds up only its own game. An exception is a
-    failure that the policy did not cause. Sampled tokens are trained as they are, so SkyRL-Gym's
+    Each trajectory has its own environment and thread, so a slow `step` blocks only that trajectory. An exception
+    counts as a failure that the policy did not cause. The sampled tokens are trained unchanged, so SkyRL-Gym's
     `postprocessed_action` has no effect.
 
     Args:
-        factory: Function or class that makes an environment, or its import path, such as "gymnasium.make". A parameter
-            `row` or `extras` gets the dataset's row.
+        factory: Function or class that creates an environment, or its import path, such as "gymnasium.make". A
+            parameter `row` or `extras` receives the example.
         arguments: Keyword arguments of the factory.
-        global_random: Whether the environment draws from `random` or `numpy.random` of the process. Calls of such
-            environments run one at a time, each with its own generator states, so that seeds reproduce a game. None
-            for GEM's and TextArena's, which do.
+        global_random: Whether the environment uses the process-wide generators of `random` or `numpy.random`. Calls of
+            such environments run one at a time, each with its own generator states, for reproducibility. Defaults to
+            true for GEM and TextArena and false otherwise.
 
     Raises:
         ValueError: The factory can't be imported.
@@ -65,17 +65,17 @@ class GymnasiumEnvironment(Environment):
         self._invalid = self._truncated = 0
 
     def action(self, reply: Reply) -> Any:
-        """The action for a reply: its text, or for an action space other than `Text` the JSON value in it.
+        """Converts a reply to an action: its text, or a JSON value if the action space is not `Text`.
 
         Raises:
-            ValueError: The reply is not an action. The policy reads the message.
+            ValueError: The reply is not a valid action. The message is shown to the policy.
         """
         space = getattr(self._env, "action_space", None)
         if not _is_of(space, "gymnasium", "gym") or type(space).__name__ == "Text":
             return reply.content
         try:
             action = json.loads(reply.content)
-            fits = space.contains(action)  # type: ignore[union-attr] # `_is_of` has found a space
+            fits = space.contains(action)  # type: ignore[union-attr] # `_is_of` checked for None
         except (ValueError, TypeError):
             fits = False
         if not fits:
@@ -83,13 +83,13 @@ class GymnasiumEnvironment(Environment):
         return action
 
     def text(self, observation: Any) -> str:
-        """Text of an observation: itself, or what an environment with `render_mode="ansi"` renders."""
+        """Converts an observation to text. Renders the environment if `render_mode="ansi"`."""
         if isinstance(observation, str):
             return observation
         if getattr(self._env, "render_mode", None) == "ansi":
             return str(self._env.render())
         raise ValueError(
-            f"observation={repr(observation)[:60]}: is not a text. Override `text`, or make the environment with "
+            f"observation={repr(observation)[:60]}: is not text. Override `text`, or create the environment with "
             'render_mode="ansi".'
         )
 
@@ -116,7 +116,7 @@ class GymnasiumEnvironment(Environment):
         return self._shown(env.reset(**arguments))
 
     def _shown(self, result: Any) -> Any:
-        """The observation of `reset` or `init`, which may come with an info, as text or messages."""
+        """The observation of `reset` or `init`, with or without an info, as text or messages."""
         if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
             result = result[0]
         return result if _are_messages(result) else self.text(result)
@@ -143,20 +143,20 @@ class GymnasiumEnvironment(Environment):
             self._truncated = bool(ends[1]) if len(ends) == 2 else bool(info.get("TimeLimit.truncated"))
         else:
             raise ValueError(
-                f"step={repr(result)[:60]}: must be Gymnasium's (observation, reward, terminated, truncated, info), "
-                "Gym's (observation, reward, done, info), or SkyRL-Gym's dictionary."
+                f"step: returned {repr(result)[:60]}. Return (observation, reward, terminated, truncated, info), "
+                "(observation, reward, done, info), or SkyRL-Gym's dictionary."
             )
         return None if done else self._shown(observation), float(reward), done
 
     async def _call(self, work: Callable[[], Any]) -> Any:
-        """Result of a call in this environment's thread."""
+        """Calls a function in this environment's thread."""
         value, error = await self._code.call(partial(self._with_states, work))
         if error is not None:
             raise error
         return value
 
     def _with_states(self, work: Callable[[], Any]) -> Any:
-        """Makes a call with this environment's states of the process's generators, if it draws from them."""
+        """Calls a function with this environment's states of the process-wide generators, if it uses them."""
         if not self._isolated:
             return work()
         with _GENERATORS:
@@ -172,7 +172,7 @@ class GymnasiumEnvironment(Environment):
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """Number of replies that were not actions, and whether the environment truncated the game."""
+        """Number of invalid actions, and whether the environment truncated the episode."""
         return {"invalid_actions": float(self._invalid), "truncated": float(self._truncated)}
 
     async def close(self) -> None:
@@ -184,14 +184,14 @@ class GymnasiumEnvironment(Environment):
 
 
 def _is_of(value: Any, *packages: str) -> bool:
-    """Whether a function, a class, or an object's class comes from one of the packages, or a base of the class."""
+    """Whether a function, a class (or one of its bases), or an object's class is from one of the packages."""
     if not (inspect.isroutine(value) or isinstance(value, type)):
         value = type(getattr(value, "unwrapped", value))
     return any(str(each.__module__).partition(".")[0] in packages for each in getattr(value, "__mro__", (value,)))
 
 
 def _accepted(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the arguments that the function has parameters for."""
+    """The arguments that the function has parameters for."""
     parameters = inspect.signature(function).parameters
     return {name: value for name, value in arguments.items() if name in parameters}
 

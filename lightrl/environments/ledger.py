@@ -1,4 +1,4 @@
-"""The token record of a trajectory: what was asked, what was sampled, and what is trained."""
+"""The token record of a trajectory: requested, sampled, and trained tokens."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lightrl.records import Completion, GenerationRequest, ImageInputs, Media, R
 
 
 class Ledger:
-    """Records one conversation of a trajectory: `begin`, then `sampled` and `answer` in turn.
+    """Records one conversation of a trajectory: `begin`, then alternating `sampled` and `answer`.
 
-    Sampled tokens, log-probs, and versions stay as the engine gave them; their text is never tokenized again to be
-    trained. The next request extends the last one if the bridge proves that the chat template does; otherwise a new row
-    begins with the conversation rendered again. A sampled token is trained in the row it was sampled in, and is context
-    elsewhere. Images are decoded once, and go to the engine and into the rows with their placeholders.
+    Keeps tokens, log-probs, and policy versions exactly as sampled; sampled text is never retokenized for training. The
+    next request extends the last one if the bridge verifies that the chat template only appends. Otherwise, the
+    conversation is rendered again and starts a new sequence. A sampled token is trained in the sequence it was sampled
+    in and is context in others. Images are decoded once and passed to the engine and the sequences.
 
     Args:
         bridge: Bridge of the policy's chat template.
@@ -33,16 +33,16 @@ class Ledger:
         self.turns = 0
         self._rows: list[_Row] = []
         self._turn: SampledTurn | None = None
-        self._sampled: list[tuple[int, int, int, Message]] = []  # of each turn: row, tokens before and with it, reply
+        self._sampled: list[tuple[int, int, int, Message]] = []  # per turn: row, start token, end token, reply
 
     def branch(self, messages: Sequence[Message], same: Callable[[Message, Message], bool]) -> Ledger | None:
-        """Another ledger that continues from the latest turn of this one after which `messages` differ.
+        """A new ledger for `messages` that continues from the last turn shared with this ledger.
 
-        Its first row begins with the tokens that were sampled until then, as context. None without such a turn.
+        Its first sequence starts with the tokens up to that turn, as context. Returns None if no turn is shared.
 
         Args:
-            messages: A whole conversation.
-            same: Whether a message of this ledger (first) is meant by one of the conversation.
+            messages: A complete conversation.
+            same: Whether a message of this ledger (first argument) equals one of the conversation.
         """
         said = self.conversation
         common = next((i for i, pair in enumerate(zip(said, messages, strict=False)) if not same(*pair)), len(said))
@@ -64,41 +64,41 @@ class Ledger:
         return other
 
     def follow(self, messages: list[Message], row: _Row, start: int, reply: Message) -> None:
-        """Begins with a row of another ledger, whose last turn began at token `start` and was `reply`."""
+        """Starts with a sequence of another ledger, whose last turn `reply` starts at token `start`."""
         self.messages = messages
         self._rows.append(row)
         self._turn = SampledTurn(row.token_ids[:start], row.token_ids[start:], reply)
 
     @property
     def request_ids(self) -> list[int]:
-        """Token IDs to ask the engine with."""
+        """Token IDs of the next request."""
         return list(self._rows[-1].token_ids)
 
     @property
     def rows(self) -> list[TrajectoryRow]:
-        """The training rows: those with a trained token, each up to its last one."""
+        """The training sequences: those with trained tokens, up to the last trained token."""
         rows = []
         for row in self._rows:
             trained = [i for i, turn in enumerate(row.turn_ids) if turn >= 0]
             if trained:
                 rows.append(self._upto(row, trained[-1] + 1))
-        # If nothing is trained (it failed early, or malformed turns are masked), a record of the request stays.
+        # Without trained tokens (early failure, or masked malformed turns), keeps the request as a record.
         return rows or [self._upto(self._rows[0], len(self._rows[0].token_ids))]
 
     @property
     def forks(self) -> int:
-        """Number of new rows that had to begin."""
+        """Number of additional sequences."""
         return len(self._rows) - 1
 
     def begin(self, messages: Sequence[Message]) -> list[int]:
-        """Renders the prompt. Returns the token IDs to ask with."""
+        """Renders the prompt. Returns the token IDs of the request."""
         assert not self._rows, "a ledger records one conversation"
         self.messages = self.bridge.opened(messages)
         self._begin_row()
         return self.request_ids
 
     def shown(self, request: GenerationRequest) -> GenerationRequest:
-        """The request of `request_ids` with its images, and the experts of earlier turns."""
+        """Adds images, and the routed experts of earlier turns, to a request with `request_ids`."""
         row = self._rows[-1]
         if row.routes is not None:
             request = replace(request, routes=row.routes)
@@ -121,18 +121,18 @@ class Ledger:
         trained: bool = True,
         turn: int | None = None,
     ) -> None:
-        """Records what the engine sampled after `request_ids`.
+        """Records a completion of `request_ids`.
 
         Args:
             completion: Completion of n tokens.
             policy_version: Version of the weights that sampled it, or n versions.
-            reply: The same as an assistant's message.
-            trained: False makes the turn context.
-            turn: Its number in a trajectory with other conversations; None counts from 0.
+            reply: The completion as an assistant message.
+            trained: Whether the turn is trained. Otherwise it is context.
+            turn: Index of the turn in a trajectory with several conversations. Defaults to counting from 0.
         """
         token_ids, logprobs = completion.token_ids, completion.logprobs
         if len(token_ids) != len(logprobs):
-            raise ValueError(f"{len(token_ids)} sampled tokens came with {len(logprobs)} log-probs.")
+            raise ValueError(f"The engine returned {len(token_ids)} tokens, but {len(logprobs)} log-probs.")
         row = self._rows[-1]
         self._turn = SampledTurn(list(row.token_ids), list(token_ids), reply)
         start = len(row.token_ids)
@@ -150,12 +150,12 @@ class Ledger:
         self.turns += 1
 
     def answer(self, messages: Sequence[Message], said: Message | None = None, more: Sequence[int] = ()) -> list[int]:
-        """Appends the environment's messages, or begins a new row. Returns the token IDs to ask with.
+        """Appends the environment's messages or starts a new sequence. Returns the token IDs of the next request.
 
         Args:
             messages: Messages after the last reply.
-            said: The last reply as the conversation has it, if it has more text than was sampled.
-            more: Tokens of that text, which become context.
+            said: Last reply in the conversation, if it contains text in addition to the sampled text.
+            more: Tokens of the additional text, which become context.
 
         Raises:
             ValueError: The template rejects the conversation.
@@ -176,17 +176,17 @@ class Ledger:
         return self.request_ids
 
     def prefill(self, token_ids: Sequence[int]) -> list[int]:
-        """Appends context that the next reply continues. Returns the token IDs to ask with."""
+        """Appends context that the next reply continues. Returns the token IDs of the next request."""
         self._rows[-1].add(Tokens(token_ids))
         return self.request_ids
 
     @property
     def conversation(self) -> list[Message]:
-        """All messages, the last reply included."""
+        """All messages, including the last reply."""
         return [*self.messages, *([self._turn.reply] if self._turn is not None else [])]
 
     def _upto(self, row: _Row, end: int) -> TrajectoryRow:
-        """The first `end` tokens of a row, with their images."""
+        """The first `end` tokens of a row with their images."""
         support = None if row.support is None else row.support.upto(end)
         routes = None if row.routes is None else row.routes.upto(end)
         versions = row.policy_versions[:end]
@@ -202,27 +202,27 @@ class Ledger:
         if not images:
             return None, None
         if row.processed is None or len(row.processed.images) != len(images):
-            assert self.bridge.processor is not None, "images were opened"
+            assert self.bridge.processor is not None, "images were decoded"
             row.processed = self.bridge.processor.images(images)
         inputs: dict[str, Any] = dict(row.processed.inputs)
         for name, entries in row.processed.token_inputs.items():
-            inputs[name] = torch.zeros(1, end, dtype=torch.long)  # what was sampled is text
+            inputs[name] = torch.zeros(1, end, dtype=torch.long)  # sampled tokens are text
             for start, tokens in parts:
                 values = torch.tensor([entries.get(token, 0) for token in tokens])
                 inputs[name][0, start : start + len(tokens)] = values[: end - start]
-        # A row ends behind a token that was sampled, so no image's placeholders are cut.
+        # A row ends after a sampled token, so no image placeholders are truncated.
         short = end + sum(len(tokens.short) - len(tokens) for _, tokens in parts)
         return inputs, Media(images=images, token_ids=row.short[:short], key=row.key)
 
 
 @dataclass
 class _Row(TrajectoryRow):
-    """A row while it grows.
+    """A row under construction.
 
     Attributes:
-        contexts: (place, tokens) of what was not sampled.
+        contexts: (position, tokens) of context.
         short: Tokens with one placeholder per image.
-        processed: Model inputs of its images, made when they are first asked for.
+        processed: Model inputs of the images, computed on first use.
         key: Key of its `Media`.
     """
 

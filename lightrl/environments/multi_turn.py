@@ -1,4 +1,4 @@
-"""Episodes of many turns: what environments and programs have in common."""
+"""Base class of multi-turn episodes with environments or agent programs."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ _PARAMETERS = {"type": "object", "properties": {"x": {"type": "string", "descrip
 EXAMPLE_TOOLS: Tools = [
     {"type": "function", "function": {"name": "Qt7", "description": "Qd7", "parameters": _PARAMETERS}},
 ]
-"""Stand-in for the tools of environments that are not made yet."""
+"""Placeholder for the tools of environments that are not created yet."""
 
 
 @dataclass
 class Attempt:
-    """One attempt of a `MultiTurn` episode.
+    """A trajectory to be played by a `MultiTurn` episode.
 
     Attributes:
-        row: Row of the dataset. Changes reach neither other attempts nor rewards.
-        ask: Has the engine complete a request.
+        row: Example of the dataset. Changes don't affect other trajectories or rewards.
+        ask: Function that sends a request to the engine.
         seed: Seed of the group.
-        turn_seed: From a turn's number to the seed of its request.
-        sampling: Distribution; its `max_new_tokens` limits one request.
-        max_tokens: Maximum number of tokens of a row, context included.
+        turn_seed: Function from a turn's index to the seed of its request.
+        sampling: Sampling settings. `max_new_tokens` limits one request.
+        max_tokens: Maximum number of tokens of a sequence, including context.
         name: Name in messages.
-        first: First messages of the group's attempts so far, which all its attempts share.
+        first: First messages of the group's trajectories so far. Shared by the group.
     """
 
     row: Mapping[str, Any]
@@ -59,32 +59,33 @@ class Attempt:
 
 
 class MultiTurn(Episode):
-    """Plays the attempts of a group at the same time, each with a separate conversation.
+    """Plays the trajectories of a group concurrently, each with a separate conversation.
 
     Args:
-        max_turns: Maximum number of turns of a trajectory.
-        max_tokens_per_turn: Maximum number of tokens of a reply; None for the sampling's `max_new_tokens`.
-        max_tokens: Maximum number of tokens of a trajectory's row, prompt and context included; None for the engine's
-            limit.
-        max_seconds: Seconds that an attempt may take, without waiting for the engine; None for no limit.
-        max_environments: Maximum number of attempts at once in this process.
-        max_retries: Maximum number of times that an attempt is made again if the policy did not cause its failure.
-        max_failed: Fraction of a rollout's trajectories on a rank, in [0, 1], that may fail for good. More end the run.
-        renderer: Family's name in the package `renderers`, such as "qwen3", for local folders and fine-tunes with their
-            model's chat template. "template" uses the chat template. None uses a renderer for models that the package
-            knows by their exact hub name, otherwise the chat template.
-        tool_parser: vLLM's name of the parser of tool calls, such as "hermes", or "smollm2" for lists of calls, which
-            needs no vLLM. None uses the renderer's, or the one that fits the chat template.
-        reasoning_parser: vLLM's name of the parser of thoughts, such as "deepseek_r1". None uses the renderer's,
-            otherwise thoughts stay in the content.
-        template_kwargs: Variables of the chat template, such as `enable_thinking`. A row's columns
+        max_turns: Maximum number of turns per trajectory.
+        max_tokens_per_turn: Maximum number of tokens per turn. Defaults to `max_new_tokens` of the sampling settings.
+        max_tokens: Maximum number of tokens of a trajectory's sequence, including prompt and context. Defaults to the
+            engine's limit.
+        max_seconds: Time limit per trajectory in seconds, excluding generation. Defaults to no limit.
+        max_environments: Maximum number of concurrent trajectories in this process.
+        max_retries: Maximum number of retries of a trajectory whose failure the policy did not cause.
+        max_failed: Maximum fraction of a rollout's trajectories on a rank, in [0, 1], that may fail after all retries.
+            If more fail, the run stops.
+        renderer: Model family in the package `renderers`, such as "qwen3". Set it for local model directories and
+            fine-tuned models that use the family's chat template. "template" uses the chat template. Defaults to the
+            renderer for the model ID if the package has one, otherwise to the chat template.
+        tool_parser: Name of vLLM's tool call parser, such as "hermes", or "smollm2" (lists of calls; doesn't require
+            vLLM). Defaults to the renderer's parser, or is detected from the chat template.
+        reasoning_parser: Name of vLLM's reasoning parser, such as "deepseek_r1". Defaults to the renderer's parser;
+            without one, reasoning stays in the content.
+        template_kwargs: Variables of the chat template, such as `enable_thinking`. The dataset columns
             `chat_template_kwargs` and `template_kwargs` override them.
 
     Attributes:
-        tools_seen: Tool's name -> the tools with which it was offered to the policy.
+        tools_seen: Tool name -> the tools with which it was offered to the policy.
 
     Raises:
-        ValueError: A value is out of its range.
+        ValueError: A value is out of range.
     """
 
     def __init__(
@@ -123,14 +124,14 @@ class MultiTurn(Episode):
 
     @abstractmethod
     async def play(self, attempt: Attempt) -> Trajectory:
-        """Plays one attempt to its end."""
+        """Plays one trajectory to the end."""
 
     def setup(self, tokenizer: Any, processor: ImageProcessor | None = None) -> None:
-        """Takes the policy's tokenizer, and the processor of a model that sees images. Once, before the first attempt.
+        """Receives the policy's tokenizer and the processor of a VLM. Called once, before the first trajectory.
 
         Raises:
-            ValueError: There is no chat template, or one that hides tools although `tool_parser` is set; `renderer` or
-                a parser is unknown.
+            ValueError: The chat template is missing or hides tools although `tool_parser` is set, or `renderer` or a
+                parser is unknown.
         """
         self._tokenizer = tokenizer
         self._processor = processor
@@ -140,14 +141,14 @@ class MultiTurn(Episode):
         if self.tool_parser is not None:
             self._require_shown(bridge, EXAMPLE_TOOLS)
         if self.tool_parser is not None or self.reasoning_parser is not None:
-            self.parser(())  # which rejects unknown names before any model loads
+            self.parser(())  # rejects unknown names before a model is loaded
 
     def variables(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Variables of the chat template for a row."""
+        """Variables of the chat template for an example."""
         return row_variables(row, self.template_kwargs)
 
     def bridge_of(self, row: Mapping[str, Any]) -> Bridge:
-        """Turns conversations into tokens, by a row's variables of the chat template."""
+        """The bridge for an example's variables of the chat template."""
         variables = self.variables(row)
         key = json.dumps(variables, sort_keys=True, default=str)
         if key not in self._bridges:
@@ -163,7 +164,7 @@ class MultiTurn(Episode):
         """The parser of replies with these tools.
 
         Raises:
-            ValueError: The chat template hides tools or calls from the model, or no parser fits it.
+            ValueError: The chat template hides tools or calls from the model, or has no known parser.
         """
         if tools is not EXAMPLE_TOOLS:
             self.tools_seen |= {tool["function"]["name"]: tools for tool in tools}
@@ -182,39 +183,41 @@ class MultiTurn(Episode):
     def _require_shown(self, bridge: Bridge, tools: Tools) -> None:
         if self._renderer is None and (hidden := bridge.hidden(tools)) is not None:
             own = str(self._tokenizer.chat_template)
-            to = "training" if training_template(own) != own else "to a template that writes tools and calls"
+            to = "training" if training_template(own) != own else "to a template that renders tools and calls"
             raise ValueError(
                 f"tool_parser={self.tool_parser!r}: the chat template hides {hidden} from the model. Set "
-                f"actor.chat_template: {to}. Or leave out the tools and tool_parser."
+                f"actor.chat_template: {to}, or remove the tools and tool_parser."
             )
 
     def check_template(self) -> None:
         if self.renderer not in (None, "template"):
             raise ValueError(
-                f"actor.chat_template with episode.renderer={self.renderer!r}: a renderer writes its family's "
-                "template. Leave the renderer out (and name the tool_parser), or the template."
+                f"episode.renderer={self.renderer!r}: ignores actor.chat_template, because it renders its family's "
+                "template. Remove actor.chat_template, or replace renderer with tool_parser."
             )
 
     def check_prompts(self, prompts: PromptSource | PromptMixture) -> None:
         for source in getattr(prompts, "sources", None) or [prompts]:
             if source.system_prompt is not None:
                 raise ValueError(
-                    "prompts.system_prompt with an environment: its `reset` makes the first messages. Put the system's "
-                    "turn there, or into the prompt, a conversation."
+                    "prompts.system_prompt: has no effect, because the environment's `reset` returns the first "
+                    "messages. Add the system message there, or make the prompt a conversation."
                 )
             if source.template_kwargs:
-                raise ValueError("prompts.template_kwargs with an environment: set episode.template_kwargs.")
+                raise ValueError(
+                    "prompts.template_kwargs: has no effect with an environment. Set episode.template_kwargs."
+                )
             if source.max_prompt_tokens is not None and source.overlong == "truncate_left":
                 raise ValueError(
-                    'prompts.overlong="truncate_left" with an environment, which gets the row and not its tokens: use '
-                    '"drop" or "error".'
+                    'prompts.overlong="truncate_left": is not supported with an environment, which receives text '
+                    'instead of tokens. Use "drop" or "error".'
                 )
 
     async def run(self, task: Task, ask: Ask) -> list[Trajectory]:
         if task.prompt.media and task.prompt.media[0]:
             raise ValueError(
-                f"{task.name} has media, but an environment's `reset` makes the first messages: set "
-                "prompts.media_columns={}, and put images into content blocks there."
+                f"prompts.media_columns: {task.name} has media, but the environment's `reset` returns the first "
+                "messages. Set media_columns={}, and add images as content blocks in `reset`."
             )
         row = {**task.columns, "prompt": task.prompt.raw[0]}
         longest = min(self.max_tokens or task.max_model_len, task.max_model_len)

@@ -1,4 +1,4 @@
-"""From sampled tokens to a reply. vLLM's parsers, or those of `renderers`, read reasoning and tool calls."""
+"""Parses sampled tokens to replies with the reasoning and tool call parsers of vLLM or `renderers`."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from lightrl.environments.bridges import Bridge
 from lightrl.records import Completion
 
 MAX_DEPTH = 100
-"""Maximum nesting of a call's arguments: chat templates and logs recurse over them."""
+"""Maximum nesting depth of a call's arguments, because chat templates and logs recurse over them."""
 
 MOST_MARKS = 200
-"""Maximum number of calls and arguments that begin in a reply. vLLM's `qwen3_coder` is quadratic in them."""
+"""Maximum number of calls and arguments in a reply. The runtime of vLLM's `qwen3_coder` is quadratic in them."""
 
 log = logging.getLogger(__name__)
 
 OWN_PARSER = "smollm2"
-"""Parser that needs no vLLM, of `<tool_call>` with a JSON object or a list of them, as SmolLM2 writes calls."""
+"""Built-in parser of `<tool_call>` with a JSON object or a list of them, as in SmolLM2. Doesn't require vLLM."""
 
-# What a chat template with tools writes around a call -> vLLM's parser of it, or our own.
+# Marker in a chat template with tools -> vLLM's parser of its calls, or the built-in one.
 TOOL_PARSERS = {
-    "form='smollm2'": OWN_PARSER,  # of the training template
+    "form='smollm2'": OWN_PARSER,  # in the training template
     "<tool_call>[": OWN_PARSER,
     "<function=": "qwen3_coder",
     "[TOOL_CALLS]": "mistral",
@@ -41,10 +41,10 @@ TOOL_PARSERS = {
 
 
 class ReplyParser(ABC):
-    """Reads what the policy sampled, with the policy's tokenizer.
+    """Base class of parsers of the policy's sampled tokens.
 
     Attributes:
-        name: Name of the parser of tool calls, for messages.
+        name: Name of the tool call parser in messages.
     """
 
     name = "none"
@@ -55,41 +55,41 @@ class ReplyParser(ABC):
 
     @abstractmethod
     def parse(self, prompt_ids: Sequence[int], token_ids: Sequence[int], tools: Tools, *, truncated: bool) -> Reply:
-        """The reply.
+        """Parses a reply.
 
         Args:
-            prompt_ids: What the engine was asked to continue.
-            token_ids: What it sampled, with the end of the turn if it was sampled.
+            prompt_ids: Token IDs of the request.
+            token_ids: Sampled token IDs, including the end-of-turn token if it was sampled.
             tools: JSON schemas of the tools.
-            truncated: Whether a limit cut it.
+            truncated: Whether a token limit truncated the reply.
         """
 
     def grammar(self, tools: Tools, names: Sequence[str] | None, structured: Mapping[str, Any]) -> dict[str, Any]:
-        """What a constrained reply must match, as vLLM's `structured_outputs`.
+        """The grammar of constrained replies, in the format of vLLM's `structured_outputs`.
 
         Args:
             tools: JSON schemas of the tools.
-            names: Tools of which the reply must call one, all if empty. None allows any call, or `structured`.
-            structured: What a reply without a call must match, as vLLM's `structured_outputs`.
+            names: Names of the tools of which the reply must call one; empty means any tool. None makes calls optional.
+            structured: Grammar of a reply without a call, in the same format.
 
         Raises:
-            ValueError: The parser's format of calls has no grammar.
+            ValueError: The parser's call format has no grammar.
         """
         raise ValueError(
-            f"{type(self).__name__} has no grammar of tool calls. Set episode.tool_parser to vLLM's parser of "
-            'the model\'s family, such as "hermes", or episode.constrained to "free".'
+            f"episode.tool_parser: {type(self).__name__} has no grammar of tool calls. Set tool_parser to vLLM's "
+            'parser of the model family, such as "hermes", or set episode.constrained to "free".'
         )
 
     def read(self, prompt_ids: Sequence[int], completion: Completion, tools: Tools, bridge: Bridge) -> Reply:
-        """The reply of a completion. If a part of it can't be read, it has `errors`, and all of it is content."""
+        """Parses a completion. If a part is invalid, the reply has `errors` and its whole text is content."""
         ids = completion.token_ids
         truncated = completion.finish_reason == "length"
         try:
             reply = self.parse(prompt_ids, ids, tools, truncated=truncated)
-        except Exception as error:  # such as RecursionError: the policy writes what no parser was made for
+        except Exception as error:  # such as RecursionError for unusual text
             cause = f"{type(error).__name__}: {error}"[:200]
             if not self._warned:
-                log.warning("%s could not read a reply (%s); such ones are parse errors.", type(self).__name__, cause)
+                log.warning("%s failed to parse a reply (%s). Counted as a parse error.", type(self).__name__, cause)
             self._warned = True
             reply = Reply("", text=self.tokenizer.decode(ids), truncated=truncated)
             reply.errors.append(f"the reply can't be read: {cause}")
@@ -102,7 +102,7 @@ class ReplyParser(ABC):
 
 
 class PlainParser(ReplyParser):
-    """Makes everything content, for environments without tools."""
+    """Returns the whole text as content, for environments without tools."""
 
     def parse(self, prompt_ids: Sequence[int], token_ids: Sequence[int], tools: Tools, *, truncated: bool) -> Reply:
         content = self.tokenizer.decode(token_ids, skip_special_tokens=True)
@@ -110,7 +110,7 @@ class PlainParser(ReplyParser):
 
 
 class RendererParser(ReplyParser):
-    """Reads replies with a renderer, which works on token IDs."""
+    """Parses replies with a renderer, which works on token IDs."""
 
     def __init__(self, renderer: Any, tokenizer: Any) -> None:
         super().__init__(tokenizer)
@@ -134,17 +134,17 @@ class RendererParser(ReplyParser):
 
 
 class VLLMParser(ReplyParser):
-    """Reads with the parsers of vLLM's server, which work on text and need no engine, or with the own one.
+    """Parses replies with vLLM's parsers, which work on text and need no engine, or with the built-in parser.
 
     Args:
         tokenizer: Tokenizer of the policy.
-        tool_parser: vLLM's name of the parser of tool calls, such as "hermes", or "smollm2"; None leaves them in the
-            content. Without vLLM, "hermes" is read by the own parser.
-        reasoning_parser: vLLM's name of the parser of thoughts, such as "deepseek_r1"; None leaves them in the content.
-        marker: Beginning of a tool call, to tell a malformed call from none; "" for other parsers.
+        tool_parser: Name of vLLM's tool call parser, such as "hermes", or "smollm2". None leaves calls in the content.
+            If vLLM is not installed, the built-in parser replaces "hermes".
+        reasoning_parser: Name of vLLM's reasoning parser, such as "deepseek_r1". None leaves reasoning in the content.
+        marker: Text at the beginning of a tool call, used to detect malformed calls. "" disables the detection.
 
     Raises:
-        ValueError: vLLM is not installed, or has no parser of that name.
+        ValueError: vLLM is not installed, or has no parser with that name.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class VLLMParser(ReplyParser):
 
 
 def _json_calls(text: str, tools: Tools) -> tuple[str, list[tuple[str, Any]]]:
-    """The text without calls, and each call's name and arguments, of `<tool_call>` with an object or a list of them."""
+    """Parses `<tool_call>` with an object or a list of them. Returns the other text, and (name, arguments) of calls."""
     calls = []
     for block in re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", text, re.DOTALL):
         made = json.loads(block)
@@ -206,23 +206,23 @@ def _json_calls(text: str, tools: Tools) -> tuple[str, list[tuple[str, Any]]]:
 
 
 def _add_call(reply: Reply, name: str | None, arguments: Any, given_id: str | None) -> None:
-    """Adds a call whose arguments are an object, else an error."""
+    """Adds a call if its arguments are an object, otherwise an error."""
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except (ValueError, RecursionError) as error:  # an integer of thousands of digits, or deeply nested
+        except (ValueError, RecursionError) as error:  # such as an integer with thousands of digits, or deep nesting
             reply.errors.append(f"the arguments of {name} are not valid JSON: {error}")
             return
     if wrong := _not_writable([name, arguments]):
         reply.errors.append(f"the tool call {wrong}.")
     elif not name or not isinstance(arguments, dict):
         reply.errors.append(f"the arguments of {name} must be a JSON object, not {arguments!r}.")
-    else:  # with an ID of nine letters and digits, as Mistral's template asks for
+    else:  # Mistral's template requires IDs with nine letters and digits
         reply.tool_calls.append(ToolCall(name, arguments, given_id or f"call{len(reply.tool_calls):05d}"))
 
 
 def _not_writable(value: Any) -> str | None:
-    """Why a chat template can't write a JSON value, or no tokenizer read it then; None if they can."""
+    """Why a chat template or a tokenizer can't process a JSON value; None if they can."""
     level, depth = [value], 0
     while level := [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]:
         level, depth = [each for each in level if isinstance(each, list | dict)], depth + 1
@@ -238,17 +238,18 @@ def _not_writable(value: Any) -> str | None:
 def choose_parser(
     tokenizer: Any, *, renderer: Any | None, tool_parser: str | None, reasoning_parser: str | None, tools: bool
 ) -> ReplyParser:
-    """The parser of a policy's replies.
+    """Chooses the parser of a policy's replies.
 
     Args:
         tokenizer: Tokenizer of the policy.
-        renderer: Renderer of `make_renderer`, or None.
-        tool_parser: vLLM's name, or "smollm2"; None uses the renderer's parser, or the one that fits the chat template.
-        reasoning_parser: vLLM's name, or None.
-        tools: Whether the environment has any.
+        renderer: Renderer from `make_renderer`, or None.
+        tool_parser: Name of vLLM's parser, or "smollm2". None uses the renderer's parser, or detects it from the chat
+            template.
+        reasoning_parser: Name of vLLM's parser, or None.
+        tools: Whether the environment has tools.
 
     Raises:
-        ValueError: There are tools, and no parser for the template is known.
+        ValueError: There are tools, but no known parser for the chat template.
     """
     if renderer is not None and tool_parser is None and reasoning_parser is None:
         return RendererParser(renderer, tokenizer)
@@ -256,8 +257,8 @@ def choose_parser(
         tool_parser = next((TOOL_PARSERS[mark] for mark in TOOL_PARSERS if mark in str(tokenizer.chat_template)), None)
         if tool_parser is None:
             raise ValueError(
-                "tool_parser=None: how this chat template writes tool calls is not known. Name one of vLLM's parsers "
-                '(tool_parser="hermes"), or the package `renderers`\' name of the model\'s family (renderer="qwen3").'
+                "tool_parser=None: the chat template's format of tool calls is unknown. Set one of vLLM's parsers "
+                '(tool_parser="hermes"), or the model family in the package `renderers` (renderer="qwen3").'
             )
     if tool_parser is None and reasoning_parser is None:
         return PlainParser(tokenizer)

@@ -1,4 +1,4 @@
-"""One attempt at a task in an environment: from the first message to a trajectory."""
+"""Plays trajectories in environments."""
 
 from __future__ import annotations
 
@@ -28,30 +28,32 @@ from lightrl.rewards.base import message_of, users_lines
 
 
 class EnvironmentEpisode(MultiTurn):
-    """Plays each attempt in a separate environment.
+    """Plays each trajectory in a separate environment.
 
-    A group's environments are reset with one row (its columns and `prompt`) and one seed. A limit ends a trajectory
-    with its name as stop reason, and the trajectory is scored, because the policy caused it. What the policy did not
-    cause (an exception in the environment, `Step.failure`, a reset that takes too long) ends it with "failure": it is
-    in no loss and no baseline. An error of the engine is raised.
+    All environments of a group are reset with the same example (columns and `prompt`) and seed. A trajectory that
+    reaches a limit ends with the limit's name as stop reason and is scored. A failure that the policy did not cause (an
+    exception in the environment, `Step.failure`, or a timeout of `reset`) ends the trajectory with "failure" and
+    excludes it from losses and baselines. Errors of the engine are raised.
 
     Args:
-        environment: Class of the environment, or a function that makes one for each attempt.
-        environment_timeout: Seconds that making an environment and each `reset`, `finish`, and `close` may take. More
-            is a failure, except for `close`. None for no limit. `max_seconds` counts from after `reset`.
-        on_parse_error: Response to a tool call that can't be read. "message": the policy reads `parse_error_message`.
-            "end": the trajectory ends. "environment": the environment's `step` decides (`Reply.errors`).
-        parse_error_message: Message with `{error}`.
-        parse_error_role: Its role: "user", or "tool" if the template takes a tool message without a call.
-        parse_error_reward: Added to the reward of such a turn.
-        train_parse_errors: False makes such a turn context.
-        on_truncated: Response to a reply that `max_tokens_per_turn` cut. "end": the trajectory ends with stop reason
-            "length". "continue": the environment answers it.
+        environment: Environment class, or function that creates an environment for each trajectory.
+        environment_timeout: Time limit for creating an environment and for each `reset`, `finish`, and `close`, in
+            seconds. Exceeding it is a failure, except for `close`. None means no limit. `max_seconds` starts after
+            `reset`.
+        on_parse_error: Response to an invalid tool call. "message" shows `parse_error_message` to the policy. "end"
+            ends the trajectory. "environment" passes it to the environment's `step` (`Reply.errors`).
+        parse_error_message: Message after an invalid tool call, with the placeholder `{error}`.
+        parse_error_role: Role of that message: "user", or "tool" if the chat template supports tool messages without a
+            call.
+        parse_error_reward: Reward added to turns with invalid tool calls.
+        train_parse_errors: Whether to train turns with invalid tool calls. Otherwise they are context.
+        on_truncated: Response to a reply truncated by `max_tokens_per_turn`. "end" ends the trajectory with stop reason
+            "length". "continue" passes it to the environment.
         limits: Arguments of `MultiTurn`: limits, retries, renderer, and parsers.
 
     Raises:
-        ValueError: A value is out of its range. While playing: the chat template drops messages, `reset` draws
-            another task for each attempt, or a prompt does not fit.
+        ValueError: A value is out of range. While playing: the chat template drops messages, `reset` returns different
+            tasks within a group, or a prompt is too long.
     """
 
     def __init__(
@@ -70,8 +72,8 @@ class EnvironmentEpisode(MultiTurn):
         super().__init__(**limits)
         if not callable(environment):
             raise ValueError(
-                f"environment={repr(environment)[:60]}: is an object that all attempts would share. Pass the class, or "
-                "a function that makes one."
+                f"environment={repr(environment)[:60]}: is an instance that all trajectories would share. Pass the "
+                "class, or a function that creates an instance."
             )
         self.environment = environment
         self.environment_timeout = above("environment_timeout", environment_timeout, or_none="for no limit")
@@ -92,7 +94,7 @@ class EnvironmentEpisode(MultiTurn):
 
 
 def _has_tools(environment: Any) -> bool:
-    """Whether a class, or a partial's class as YAML makes it, has tools, as far as can be told without an object."""
+    """Whether an environment class, or a partial of it from YAML, has tools, if known without an instance."""
     parts = [environment.func, *environment.args] if isinstance(environment, partial) else [environment]
     kind = next((part for part in parts if isinstance(part, type)), object)
     if not issubclass(kind, tools.ToolEnvironment):
@@ -106,7 +108,7 @@ _OURS = (__file__, calling.__file__, tools.__file__, str(Path(__file__).with_nam
 
 
 class _Failed(Exception):
-    """A failure that the policy did not cause, with the lines of the user's code that raised."""
+    """A failure that the policy did not cause, with the frames of the user's code that raised."""
 
     def __init__(self, cause: str, raised: BaseException | None = None) -> None:
         super().__init__(cause)
@@ -115,7 +117,7 @@ class _Failed(Exception):
 
 @dataclass
 class _Played(Attempt):
-    """An attempt while it is played."""
+    """A trajectory in progress."""
 
     settings: EnvironmentEpisode
     bridge: Bridge
@@ -131,7 +133,7 @@ class _Played(Attempt):
         self.code = UserCode(getattr(self.settings.environment, "__qualname__", "environment"))
 
     async def play(self) -> Trajectory:
-        """Plays to the end."""
+        """Plays the trajectory to the end."""
         stop: StopReason = "failure"
         failure, raised_at = None, ""
         environment: Environment | None = None
@@ -140,7 +142,9 @@ class _Played(Attempt):
             environment = await self._call(partial(self.settings.environment), "making it")
             if not isinstance(environment, Environment):
                 made, environment = environment, None
-                raise ValueError(f"environment={self.settings.environment!r}: made {made!r}. Return a new Environment.")
+                raise ValueError(
+                    f"environment={self.settings.environment!r}: returned {made!r}. Return a new Environment."
+                )
             self.code.name = type(environment).__qualname__
             stop = await self._turns(environment)
             if self.rewards:
@@ -176,33 +180,33 @@ class _Played(Attempt):
         )
 
     async def _closed(self, environment: Environment) -> dict[str, float]:
-        """Closes the environment, and returns what it logs."""
+        """Closes the environment and returns its metrics."""
         metrics = _numbers(environment)
         closing = asyncio.ensure_future(self._call(partial(environment.close), "close"))
-        await asyncio.wait([closing])  # it goes on if the attempt is cancelled meanwhile
+        await asyncio.wait([closing])  # closing continues if the trajectory is canceled
         try:
             closing.result()
-        except _Failed as error:  # the attempt itself is complete
+        except _Failed as error:  # the trajectory itself is complete
             metrics["close_errors"] = 1.0
-            rank_zero_warn(f"An environment could not be closed: {error}")
+            rank_zero_warn(f"Failed to close an environment: {error}")
         return metrics
 
     async def _turns(self, environment: Environment) -> StopReason:
-        """Plays all turns. Returns why they ended."""
+        """Plays all turns. Returns the stop reason."""
         settings, name = self.settings, type(environment).__name__
         messages = await self._call(partial(environment.reset, self.row, seed=self.seed), "reset")
         if not _are_messages(messages) or messages[-1]["role"] == "assistant":
             raise ValueError(
-                f"environment {name}: `reset` returned {repr(messages)[:60]}. Return messages, dictionaries with a "
-                "role, that end before the assistant's first turn."
+                f"environment {name}: `reset` returned {repr(messages)[:60]}. Return a non-empty list of messages "
+                "(dictionaries with a role) that doesn't end with an assistant message."
             )
         self.first.append(messages)
         if messages != self.first[0]:
             raise ValueError(
-                f"environment {name}: `reset` gave two attempts of one group different tasks, so their rewards can't "
-                "be compared. Draw what is random from its argument `seed`."
+                f"environment {name}: `reset` returned different messages for two trajectories of a group, so their "
+                "rewards are not comparable. Use its argument `seed` for all randomness."
             )
-        self.seconds = 0.0  # counted from here
+        self.seconds = 0.0  # `max_seconds` starts here
         parser = settings.parser(environment.tools)
         ledger = Ledger(self.bridge, environment.tools)
         prompt_ids = self._shown(ledger.begin, messages)
@@ -210,8 +214,8 @@ class _Played(Attempt):
         self.states.append(self._state(environment, messages))
         if len(prompt_ids) >= self.max_tokens:
             raise ValueError(
-                f"max_tokens={self.max_tokens}: the environment's first messages have {len(prompt_ids)} tokens, which "
-                "leaves none for a reply. Raise it or the engine's limit, or leave such rows out."
+                f"max_tokens={self.max_tokens}: leaves no tokens for a reply after the {len(prompt_ids)} tokens of the "
+                "environment's first messages. Raise it or the engine's limit, or drop long examples."
             )
         while True:
             wanted = min(self.sampling.max_new_tokens, settings.max_tokens_per_turn or self.sampling.max_new_tokens)
@@ -236,15 +240,15 @@ class _Played(Attempt):
                 return "turns"
             if not _are_messages(step.messages) or any(message["role"] == "assistant" for message in step.messages):
                 raise ValueError(
-                    f"environment {name}: a `step` that is not done returned {repr(step.messages)[:60]}. Return "
-                    "messages, dictionaries with a role, none of them the assistant's."
+                    f"environment {name}: `step` returned {repr(step.messages)[:60]} without done=True. Return a "
+                    "non-empty list of messages (dictionaries with a role) without assistant messages."
                 )
             for role in {message["role"] for message in step.messages}:
                 if self.bridge.drops(role, environment.tools):
                     raise ValueError(
-                        f"environment {name}: the chat template drops messages of the role {role!r}, so the model "
-                        "never reads them. Use another role (`result_role`, `parse_error_role`), or set "
-                        "actor.chat_template to a template that writes them."
+                        f"environment {name}: the chat template drops messages with the role {role!r}. Use another "
+                        "role (`result_role`, `parse_error_role`), or set actor.chat_template to a template that "
+                        "renders them."
                     )
             prompt_ids = self._shown(self.ledger.answer, step.messages)
             self.states.append(self._state(environment, step.messages))
@@ -254,25 +258,25 @@ class _Played(Attempt):
             return record(messages)
         except MediaError as error:
             raise _Failed(str(error)) from error
-        except (TypeError, UnicodeError) as error:  # tokenizers reject text that is not Unicode
+        except (TypeError, UnicodeError) as error:  # tokenizers reject text that is not valid Unicode
             if (text := _no_unicode(messages)) is None:
                 raise
             raise _Failed(
-                f"a message of the environment has an unpaired surrogate in {text!a}, as file names may have. Replace "
-                "it, for example with text.encode(errors='replace').decode()."
+                f"a message of the environment contains an unpaired surrogate in {text!a} (common in file names). "
+                "Replace it, for example with text.encode(errors='replace').decode()."
             ) from error
 
     def _state(self, environment: Environment, messages: Sequence[Message]) -> str:
         try:
             key = environment.state_key(messages)
-        except BaseException as error:  # SystemExit included
+        except BaseException as error:  # including SystemExit
             raise _Failed(f"state_key: {type(error).__name__}: {message_of(error)}", error) from error
         return hashlib.blake2b(key.encode(errors="surrogatepass"), digest_size=8).hexdigest()
 
     async def _reply(
         self, parser: ReplyParser, prompt_ids: list[int], environment: Environment, max_new_tokens: int
     ) -> Reply:
-        """Asks for a turn and records it."""
+        """Requests a turn from the engine and records it."""
         assert self.ledger is not None
         turn, sampling = len(self.rewards), replace(self.sampling, max_new_tokens=max_new_tokens)
         request = GenerationRequest(prompt_ids, sampling, self.turn_seed(turn), name=f"turn {turn} of {self.name}")
@@ -287,7 +291,7 @@ class _Played(Attempt):
         return reply
 
     async def _step(self, environment: Environment, reply: Reply) -> Step | None:
-        """The environment's answer to a reply; None if it took too long."""
+        """The environment's response to a reply; None after a timeout."""
         settings = self.settings
         if reply.errors and settings.on_parse_error == "end":
             return Step(done=True)
@@ -301,21 +305,21 @@ class _Played(Attempt):
             return None
         if not isinstance(step, Step):
             raise ValueError(
-                f"environment {type(environment).__name__}: `step` returned {repr(step)[:60]}, not a Step."
+                f"environment {type(environment).__name__}: `step` returned {repr(step)[:60]}. Return a Step."
             )
         return step
 
     async def _call(self, work: partial[Any], name: str = "", limit: float | None = None) -> Any:
-        """Result of the environment's code.
+        """Calls the environment's code.
 
         Args:
             work: Function and arguments.
-            name: Name for the failure that too long a call is, by the episode's limit.
-            limit: Seconds, without a name.
+            name: Name of the call in error messages. Applies `environment_timeout`, and makes a timeout a failure.
+            limit: Time limit in seconds for calls without a name.
 
         Raises:
-            LateError: It took longer than `limit`.
-            _Failed: It raised.
+            LateError: The call took longer than `limit`.
+            _Failed: The call raised, or exceeded `environment_timeout`.
         """
         limit = self.settings.environment_timeout if name else limit
         owner = getattr(work.func, "__self__", None)
@@ -337,7 +341,7 @@ class _Played(Attempt):
 
 
 def _no_unicode(value: Any) -> str | None:
-    """The first text in messages that UTF-8 can't write, cut; None without any."""
+    """The first text in messages that can't be encoded as UTF-8, truncated; None if all can."""
     if isinstance(value, str):
         try:
             value.encode()
@@ -348,21 +352,21 @@ def _no_unicode(value: Any) -> str | None:
 
 
 def _are_messages(messages: Any) -> bool:
-    """Whether the value is one message or more."""
+    """Whether the value is a non-empty list of messages."""
     listed = isinstance(messages, Sequence) and len(messages) > 0
     return listed and all(isinstance(message, Mapping) and "role" in message for message in messages)
 
 
 def _reward(environment: Environment, method: str, value: Any) -> float:
-    """A reward as a number. NaN would count as an attempt that nothing scored, so it ends the run."""
+    """Validates a reward. NaN is an error, because it would mark the trajectory as unscored."""
     try:
         number = float(value)
     except (TypeError, ValueError):
         number = math.nan
     if not abs(number) <= MAX_REWARD:
         raise ValueError(
-            f"environment {type(environment).__name__}: `{method}` gave the reward {repr(value)[:60]}. Return a finite "
-            f"number of at most {MAX_REWARD:g} in size, and Step.failure if the policy did not cause it."
+            f"environment {type(environment).__name__}: `{method}` returned the reward {repr(value)[:60]}. Return a "
+            f"finite number with an absolute value of at most {MAX_REWARD:g}, or set Step.failure for failures."
         )
     return number
 
@@ -375,5 +379,5 @@ def _numbers(environment: Environment) -> dict[str, float]:
     except (TypeError, ValueError, AttributeError, OverflowError) as error:
         name = type(environment).__name__
         raise ValueError(
-            f"environment {name}: metrics={repr(metrics)[:80]}: {error}. Return numbers by name."
+            f"environment {name}: metrics={repr(metrics)[:80]}: {error}. Return a dictionary of numbers."
         ) from error

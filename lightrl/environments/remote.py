@@ -1,4 +1,4 @@
-"""Environments on servers: the tools of an MCP server, and environments of OpenEnv."""
+"""Environments on servers: tools of MCP servers, and OpenEnv environments."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from lightrl.environments.calling import LateError, Outcome
 from lightrl.environments.tool_arguments import check_by_schema, place
 from lightrl.environments.tools import Tool, ToolEnvironment, first_messages
 
-INVALID_PARAMS = -32602  # of JSON-RPC: the call does not fit the tool, which is the policy's doing
+INVALID_PARAMS = -32602  # JSON-RPC error code for invalid arguments, which the policy caused
 
 
 class MCPEnvironment(ToolEnvironment):
-    """Lets the policy call the tools of an MCP server, which the server describes itself.
+    """Lets the policy call the tools of an MCP server.
 
-    Each attempt has a separate session, and a server that is given as a command a separate process, ended with the
-    attempt. The policy reads what a tool reports as an error. A server that is absent, dies, or breaks the protocol is
-    an infrastructure failure. Texts and images of results are shown; other content is only named.
+    Each trajectory has its own session. If `server` is a command, each trajectory also has its own server process,
+    which ends with the trajectory. Errors reported by tools are shown to the policy. If the server is unreachable,
+    dies, or violates the protocol, the trajectory fails. Results may contain text and images; other content is shown as
+    its type.
 
     Args:
-        server: URL of the server (streamable HTTP), or the command, as a list, that starts one which uses its standard
-            streams.
-        factory: Class with `reset`, `get_reward`, and further tools, as in `ToolEnvironment`. None leaves rewards to
-            the reward functions.
+        server: URL of the server (streamable HTTP), or command as a list that starts a server on stdin and stdout.
+        factory: Class with `reset`, `get_reward`, and additional tools, as in `ToolEnvironment`. Defaults to none;
+            rewards then come from reward functions.
         options: Other arguments of `ToolEnvironment`.
 
     Raises:
-        ValueError: The package is missing, or a tool of the class has the name of one of the server's.
+        ValueError: The package is not installed, or a tool of the class has the same name as one of the server's.
 
     Source: https://modelcontextprotocol.io
     """
@@ -45,7 +45,7 @@ class MCPEnvironment(ToolEnvironment):
         super().__init__(_Nothing if factory is None else factory, **options)
         require_packages("MCPEnvironment", "mcp", "mcp")
         if not server:
-            raise ValueError(f"server={server!r}: is empty. Pass a URL, or a command as a list.")
+            raise ValueError(f"server={server!r}: is empty. Pass a URL or a command as a list.")
         self.server = server
         self._end: asyncio.Event | None = None
         self._session: asyncio.Task[None] | None = None
@@ -58,7 +58,7 @@ class MCPEnvironment(ToolEnvironment):
         client, tools = await ready
         for tool in tools:
             if tool.name in self._tools:
-                raise ValueError(f"factory: the server also has a tool {tool.name!r}. Rename the method.")
+                raise ValueError(f"factory: the server already has a tool {tool.name!r}. Rename the method.")
             function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
             schema = {"type": "function", "function": function}
             self.add_tool(
@@ -67,7 +67,7 @@ class MCPEnvironment(ToolEnvironment):
         return await super().reset(row, seed=seed)
 
     async def _hold(self, ready: asyncio.Future[tuple[Any, list[Any]]], end: asyncio.Event) -> None:
-        """Keeps the session open. The task that opens it must close it."""
+        """Keeps the session open. Must be closed by the same task that opened it."""
         from mcp import Client, StdioServerParameters
 
         server: Any = self.server
@@ -84,7 +84,7 @@ class MCPEnvironment(ToolEnvironment):
                         break
                 ready.set_result((client, tools))
                 await end.wait()
-        except Exception as error:  # groups of errors as well
+        except Exception as error:  # including exception groups
             if not ready.done():
                 ready.set_exception(EnvironmentFailedError(f"MCP server {self.server}: {_innermost(error)}"))
 
@@ -112,17 +112,17 @@ class MCPEnvironment(ToolEnvironment):
                 try:
                     await asyncio.wait([self._session])
                 finally:
-                    self._session.cancel()  # closing took too long
+                    self._session.cancel()  # in case closing timed out
 
 
 class _Nothing:
-    """An object without tools or rewards."""
+    """A tool class without tools and rewards."""
 
     def reset(self, **row: Any) -> None: ...
 
 
 def _block(part: Any) -> dict[str, Any]:
-    """A part of a tool's result as a content block."""
+    """Converts a part of a tool's result to a content block."""
     if part.type == "text":
         return {"type": "text", "text": part.text}
     if part.type == "image":
@@ -132,30 +132,29 @@ def _block(part: Any) -> dict[str, Any]:
 
 
 def _innermost(error: BaseException) -> str:
-    """The innermost error of groups."""
+    """Text of the innermost error of exception groups."""
     while isinstance(inner := getattr(error, "exceptions", None), tuple) and inner:
         error = inner[0]
     return f"{type(error).__name__}: {error}"
 
 
 class OpenEnvironment(Environment):
-    """Plays an environment of an OpenEnv server, over one WebSocket per attempt.
+    """Plays an environment on an OpenEnv server, with one WebSocket per trajectory.
 
-    The policy's reply is the action, as the server's model of actions wants it: the value of its only required field,
-    otherwise a JSON object. The observation is the next user message. The server decides on rewards and the end. Its
-    `reset` gets the row's columns and the group's seed, and takes those that it has arguments for. The first
-    observation follows the row's prompt. The policy reads why an action does not fit. Override `action` and `text` for
-    anything else.
+    The policy's reply is the action in the server's format: the value of the only required field, otherwise a JSON
+    object. Observations are user messages; the first one is appended to the prompt. The server determines rewards and
+    the end. Its `reset` receives the example's columns and the group's seed if it accepts them. If an action is
+    invalid, the policy receives the reason. To change the formats, override `action` and `text`.
 
     Args:
         url: URL of the server.
-        action_field: Field of the action that gets the reply. None uses the only required one.
-        observation_field: Field of the observation that the policy reads; None shows all of it as JSON.
-        timeout: Seconds that connecting and each answer may take. More is an infrastructure failure, as is a server
-            that is absent or answers with another error.
+        action_field: Field of the action that contains the reply. Defaults to the only required field.
+        observation_field: Field of the observation to show to the policy. Defaults to the whole observation as JSON.
+        timeout: Time limit for connecting and for each response in seconds. If it expires, or if the server is
+            unreachable or returns another error, the trajectory fails.
 
     Raises:
-        ValueError: The package is missing.
+        ValueError: The package is not installed.
 
     Source: https://github.com/meta-pytorch/OpenEnv
     """
@@ -173,10 +172,10 @@ class OpenEnvironment(Environment):
         self._invalid = 0
 
     def action(self, reply: Reply) -> dict[str, Any]:
-        """The action for a reply, as the server takes it.
+        """Converts a reply to an action in the server's format.
 
         Raises:
-            ValueError: The reply is not an action. The policy reads the message.
+            ValueError: The reply is not a valid action. The message is shown to the policy.
         """
         text = reply.content.strip()
         if text.startswith("```") and text.endswith("```"):
@@ -192,23 +191,25 @@ class OpenEnvironment(Environment):
             return action
         field = self._fields.get(self.action_field, {"type": "string"})
         if "string" not in (field.get("type"), *(one.get("type") for one in field.get("anyOf", ()))):
-            with suppress(ValueError):  # the server says what it wants
+            with suppress(ValueError):  # the server reports invalid values
                 return {self.action_field: json.loads(text)}
         return {self.action_field: reply.content}
 
     def text(self, observation: Mapping[str, Any]) -> str:
-        """Text of an observation; "" shows nothing."""
+        """Converts an observation to text. "" shows nothing."""
         if self.observation_field is None:
             return json.dumps(observation, ensure_ascii=False)
         if self.observation_field not in observation:
             names = ", ".join(observation) or "none"
-            raise ValueError(f"observation_field={self.observation_field!r}: the observation's fields are {names}.")
+            raise ValueError(f"observation_field={self.observation_field!r}: is not a field. Use one of: {names}.")
         return str(observation[self.observation_field])
 
     async def reset(self, row: Mapping[str, Any], *, seed: int) -> list[Message]:
         arguments = {name: value for name, value in row.items() if _is_json(value)}
         if left := sorted(set(row) - set(arguments)):
-            rank_zero_warn(f"OpenEnvironment: JSON can't hold the columns {', '.join(left)}, so `reset` goes without.")
+            rank_zero_warn(
+                f"OpenEnvironment: the columns {', '.join(left)} can't be converted to JSON and are not sent."
+            )
         arguments.setdefault("seed", seed % 2**31)  # servers keep seeds in 32 bits
         schema = await openenv.action_schema(self.url, self.timeout)
         self._fields = {name: one for name, one in schema.get("properties", {}).items() if name != "metadata"}
@@ -225,7 +226,7 @@ class OpenEnvironment(Environment):
             return self._told(str(error))
         except openenv.ServerError as error:
             if error.code == "SESSION_ERROR" and "ValueError" in str(error):
-                self._invalid += 1  # a validator of the model raised, which ends the session of a server of 0.10
+                self._invalid += 1  # an action validator raised, which ends the session in OpenEnv 0.10
                 return Step(done=True)
             if error.code != "VALIDATION_ERROR":
                 raise
@@ -242,7 +243,7 @@ class OpenEnvironment(Environment):
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """Number of actions that did not fit the server's model of one."""
+        """Number of invalid actions."""
         return {"invalid_actions": float(self._invalid)}
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Conversations of model families that the package `renderers` knows."""
+"""Renders conversations of the model families in the `renderers` package."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from lightrl.environments.bridges import MARK, Bridge, SampledTurn, Tokens, guar
 
 
 class RendererBridge(Bridge):
-    """Extends tokens by the package `renderers`.
+    """Extends tokens with the `renderers` package.
 
     Args:
-        renderer: Renderer of `make_renderer`.
+        renderer: Renderer from `make_renderer`.
         tokenizer: Tokenizer of the policy.
 
     Source: https://github.com/PrimeIntellect-ai/renderers
@@ -30,7 +30,7 @@ class RendererBridge(Bridge):
         try:
             ids = self.renderer.render_ids(said, tools=list(tools) or None, add_generation_prompt=True)
         except Exception as error:
-            raise ValueError(f"The renderer rejects the conversation: {error}") from error
+            raise ValueError(f"The renderer rejects the conversation: {error}. Set renderer: template.") from error
         return Tokens(ids)
 
     def extend(
@@ -46,7 +46,7 @@ class RendererBridge(Bridge):
 
 
 class _MarkedTokenizer:
-    """A tokenizer for `renderers` that encodes literal special-token text as ordinary tokens."""
+    """A tokenizer for `renderers` that encodes marked text of special tokens as ordinary tokens."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -56,7 +56,7 @@ class _MarkedTokenizer:
         return getattr(self.tokenizer, name)
 
     def __call__(self, text: str, **kwargs: Any) -> dict[str, list[Any]]:
-        """IDs and, if asked for, the place in the text of each."""
+        """Token IDs and, on request, their offsets in the text."""
         ids: list[int] = []
         places: list[tuple[int, int]] = []
         at = 0
@@ -72,16 +72,16 @@ class _MarkedTokenizer:
 
 
 def make_renderer(tokenizer: Any, name: str | None, options: Mapping[str, Any] | None = None) -> Any | None:
-    """The renderer of a model's family; None if the chat template is used instead.
+    """Creates the renderer of a model family. Returns None if the chat template is used instead.
 
     Args:
         tokenizer: Tokenizer of the policy.
-        name: The package's name of the family, such as "qwen3". None uses the one that it knows by the model's exact
-            hub name, "template" none.
+        name: Name of the family in the package, such as "qwen3". None looks it up by the model ID. "template" uses no
+            renderer.
         options: Variables of the chat template, such as `enable_thinking`.
 
     Raises:
-        ValueError: The package is asked for and not installed, or has no such renderer.
+        ValueError: The package is required but not installed, or the renderer doesn't exist.
     """
     if name == "template":
         return None
@@ -91,13 +91,15 @@ def make_renderer(tokenizer: Any, name: str | None, options: Mapping[str, Any] |
     except ImportError as error:
         if name is None:
             return None
-        raise ValueError(f"renderer: {name!r} needs the package `renderers`: {install_command('agents')}.") from error
+        raise ValueError(
+            f"renderer={name!r}: requires the package `renderers`. Run {install_command('agents')}."
+        ) from error
     known = sorted(set(MODEL_RENDERER_MAP.values()))
     name = name or MODEL_RENDERER_MAP.get(getattr(tokenizer, "name_or_path", ""))
     if name is None:
         return None
     if name not in known:
-        raise ValueError(f'renderer: there is none {name!r}; use "template", or one of {", ".join(known)}.')
+        raise ValueError(f'renderer={name!r}: is unknown. Use "template" or one of {", ".join(known)}.')
     wrapped = _MarkedTokenizer(tokenizer)
     return renderers.create_renderer(
         wrapped, renderers.config_from_name(name), chat_template_kwargs=dict(options or {})

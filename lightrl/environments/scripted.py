@@ -1,4 +1,4 @@
-"""A dry run of environments and programs, with scripted replies or with a model, and without training."""
+"""Dry runs of environments and programs with scripted replies or a model, without training."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from lightrl.records import Completion, CompletionGroup, GenerationRequest, Prom
 
 MOST_TURNS = 1 << 20
 SHOWN = 500
-"""Maximum number of characters of a message that a transcript shows."""
+"""Maximum length of a message in a transcript, in characters."""
 EXAMPLES = {"string": "a", "integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
 
 
 @dataclass
 class Played:
-    """A script played twice at one row, with one seed."""
+    """A script played twice on one example with the same seed."""
 
     row: int
     script: str
@@ -36,19 +36,20 @@ class Played:
 
     @property
     def reward(self) -> float:
-        """Reward of all turns; NaN for an attempt that failed, or that is left to the reward functions."""
+        """Sum of the turns' rewards; NaN if the trajectory failed or is scored by reward functions."""
         rewards = self.trajectory.turn_rewards
         return math.nan if self.trajectory.failed or not rewards else math.fsum(rewards)
 
 
 @dataclass
 class EnvironmentCheck:
-    """What was played.
+    """Results of a dry run.
 
     Attributes:
-        notes: What could not be tried.
-        mistake: What ended the play and would end a run.
-        seeded: Whether two plays must be the same, because all that is random comes from a seed.
+        played: Scripts that were played.
+        notes: Checks that were not possible.
+        mistake: Error that stopped the dry run and would stop a run.
+        seeded: Whether repeated plays must be identical, because all randomness depends on the seed.
     """
 
     played: list[Played] = field(default_factory=list)
@@ -57,14 +58,14 @@ class EnvironmentCheck:
     seeded: bool = True
 
     def problems(self) -> list[str]:
-        """What is wrong, with the fix."""
+        """Problems and their fixes."""
         found = [] if self.mistake is None else [self.mistake]
         for p in self.played:
             for trajectory in (p.trajectory, p.again):
                 if trajectory.failed:
                     found.append(
-                        f"failed: {trajectory.failure}. Such attempts are never trained on. Fix it, or answer the "
-                        "policy in words if its reply is the cause."
+                        f"failed: {trajectory.failure}. Failed trajectories are not trained. Fix the cause. If it is "
+                        "the policy's reply, return an error message to the policy instead."
                     )
                 if trajectory.metrics.get("close_errors"):
                     found.append("`close` failed or took too long.")
@@ -72,14 +73,14 @@ class EnvironmentCheck:
             same = one.turn_rewards == other.turn_rewards and one.messages == other.messages
             if self.seeded and not (same or one.failed or other.failed):
                 found.append(
-                    f"{p.script} at row {p.row}: played twice with one seed, it had other rewards or messages. Draw "
-                    "everything random from `reset`'s seed, and share no state between environments."
+                    f"{p.script}, example {p.row}: two plays with the same seed had different rewards or messages. Use "
+                    "the seed of `reset` for all randomness, and share no state between environments."
                 )
         return list(dict.fromkeys(found))
 
     def lines(self) -> list[str]:
-        """The report: a line per script and row."""
-        out = [f"{'script':<16}  row  ended by  turns  reward  rows  trained tokens  s/turn"] if self.played else []
+        """The report: one line per script and example."""
+        out = [f"{'script':<16}  row  stopped   turns  reward  seqs  trained tokens  s/turn"] if self.played else []
         for p in self.played:
             t = p.trajectory
             tokens = f"{len(t.sampled_ids)} of {sum(len(row.token_ids) for row in t.rows)}"
@@ -89,12 +90,15 @@ class EnvironmentCheck:
                 f"{len(t.rows):>4}  {tokens:>14}  {seconds:>6.3f}"
             )
         if any(len(p.trajectory.rows) > 1 for p in self.played):
-            out.append("template: it rewrites earlier turns, so some turns begin a new row (exact, but costs tokens)")
+            out.append(
+                "template: rewrites earlier turns, so some turns start a new sequence. Training stays "
+                "exact, but needs more tokens."
+            )
         return out
 
 
 class _Scripted(Task):
-    """Attempts whose requests tell by their seed which turn of which attempt they are."""
+    """A task whose request seeds encode the trajectory and the turn."""
 
     def turn_seed(self, attempt: int, turn: int) -> int:
         return attempt * MOST_TURNS + turn
@@ -110,20 +114,19 @@ def play(
     replies: Sequence[str] = (),
     engine: Engine | None = None,
 ) -> EnvironmentCheck:
-    """Plays each script twice at each row, all with one seed, as the attempts of a group.
+    """Plays each script twice on each example with the same seed, as one group.
 
-    Scripts: a plain reply in every turn; a reply that the token limit cuts; a call of each tool, with arguments that
-    fit its schema (in every turn of an environment, in the first turn of a program); a call that breaks off; and
-    `replies`.
+    Scripts: a plain reply in every turn; a reply truncated by the token limit; a valid call of each tool (in every turn
+    of an environment, in the first turn of a program); a truncated tool call; and `replies`.
 
     Args:
         episode: Episode that is set up with the tokenizer. It is closed at the end.
-        rows: Rows of the dataset.
+        rows: Examples of the dataset.
         tokenizer: Tokenizer of the policy.
-        sampling: Sampling settings; of scripts, their limits.
+        sampling: Sampling settings. For scripts, only their limits apply.
         seed: Seed of the groups.
-        replies: Texts of one more script, one per turn, the last one repeated.
-        engine: Engine that replies instead of scripts.
+        replies: Replies of an additional script, one per turn. The last one is repeated.
+        engine: Engine that generates the replies instead of scripts.
     """
     check = EnvironmentCheck(seeded=isinstance(episode, EnvironmentEpisode) and engine is None)
     end = [end_of_turn(tokenizer)]
@@ -156,42 +159,44 @@ def play(
         if engine is not None:
             return await play_scripts(number, row, {"model": []})
         plain = ids("I do not know.")
-        scripts = {"plain reply": [plain + end], "cut off": [plain]}  # token IDs by turn; without `end` they are cut
+        scripts = {"plain reply": [plain + end], "truncated": [plain]}  # token IDs by turn; truncated without `end`
         if replies:
             scripts["--replies"] = [ids(text) + end for text in replies]
         await play_scripts(number, row, scripts)
         scripts = {}
         for name, tools in episode.tools_seen.items():
             if (text := _call(tokenizer, name, tools, episode.template_kwargs)) is None:
-                check.notes.append("the chat template writes no tool call here; write one with --replies.")
+                check.notes.append("the chat template can't render a tool call. Pass one with --replies.")
                 continue
             after = [] if isinstance(episode, EnvironmentEpisode) else [plain + end]
             scripts[f"calls {name}"] = [ids(text) + end, *after]
             scripts.setdefault("broken call", [ids(text[: len(text) * 2 // 3]) + end])
         await play_scripts(number, row, scripts)
 
-    loop = BackgroundLoop("check-env")  # the calling thread may have a loop that runs, as in a notebook
+    loop = BackgroundLoop("check-env")  # the calling thread may already run a loop, as in a notebook
     try:
         for number, row in enumerate(rows):
             loop.run(play_row(number, row))
     except ValueError as error:
-        check.mistake = f"row {number}: {error}"
+        check.mistake = f"example {number}: {error}"
     finally:
         loop.run(episode.close())
         loop.close()
     if check.played and all(p.reward == 0 for p in check.played):
         fix = (
-            "Play a script that earns one with --replies." if engine is None else "It learns from attempts that differ."
+            "Pass replies that solve the task with --replies."
+            if engine is None
+            else "Training requires groups with different rewards."
         )
-        check.notes.append(f"every reward was 0. {fix}")
+        check.notes.append(f"all rewards are 0. {fix}")
     check.notes = list(dict.fromkeys(check.notes))
     return check
 
 
 def transcript(played: Played, tokenizer: Any) -> list[str]:
-    """The messages of a script, its calls of tools, and the tokens that would be trained."""
+    """The messages, tool calls, and trained tokens of a script."""
     t = played.trajectory
-    lines = [f"--- {played.script}, row {played.row}"]
+    lines = [f"--- {played.script}, example {played.row}"]
     for message in t.messages:
         lines.append(f"{message['role']}: {_cut(message.get('content') or '')}")
         for call in message.get("tool_calls") or ():
@@ -200,7 +205,7 @@ def transcript(played: Played, tokenizer: Any) -> list[str]:
         turns = sorted({turn for turn in row.turn_ids if turn >= 0})
         said = [[i for i, at in zip(row.token_ids, row.turn_ids, strict=True) if at == turn] for turn in turns]
         lines += [f"  trains {len(each)} tokens: {_cut(repr(tokenizer.decode(each)))}" for each in said]
-    return [*lines, f"  reward {played.reward:g}, ended by {t.stop_reason}", ""]
+    return [*lines, f"  reward {played.reward:g}, stop reason {t.stop_reason}", ""]
 
 
 def _cut(value: Any) -> str:
@@ -209,14 +214,14 @@ def _cut(value: Any) -> str:
 
 
 def _call(tokenizer: Any, name: str, tools: Tools, variables: Mapping[str, Any]) -> str | None:
-    """A call of a tool, as the chat template writes it; None if it writes none."""
+    """A tool call as rendered by the chat template; None if it doesn't render one."""
     parameters = next(t["function"] for t in tools if t["function"]["name"] == name).get("parameters") or {}
     properties = parameters.get("properties") or {}
     arguments = {key: _example(properties.get(key) or {}) for key in parameters.get("required") or []}
     call = {"type": "function", "id": "call00000", "function": {"name": name, "arguments": arguments}}
     write = partial(tokenizer.apply_chat_template, tools=list(tools), tokenize=False, **variables)
     asked = [{"role": "user", "content": "Go on."}]
-    with suppress(Exception):  # a template may reject tools in its own words
+    with suppress(Exception):  # templates may reject tools with any exception
         before = write(asked, add_generation_prompt=True)
         after = write([*asked, {"role": "assistant", "content": "", "tool_calls": [call]}])
         if after.startswith(before) and json.dumps(name)[1:-1] in (text := after[len(before) :]):

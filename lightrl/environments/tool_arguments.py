@@ -1,4 +1,4 @@
-"""Schemas of tools, and the check of a call's arguments, for the policy to read."""
+"""Schemas of tools, and validation of a call's arguments with error messages for the policy."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any, Literal, TypeAlias, get_type_hints
 from lightrl.compat.arguments import require_packages
 
 Check: TypeAlias = Callable[[Mapping[str, Any]], tuple[dict[str, Any], list[str]]]
-"""From a call's arguments to those that the tool takes, and what is wrong with them."""
+"""Function from a call's arguments to the tool's arguments and a list of errors."""
 
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def tool_schema(name: str, tool: Callable[..., Any]) -> dict[str, Any]:
-    """JSON schema of a Python function, from its type hints and its Google docstring.
+    """JSON schema of a Python function, from its type hints and its Google-style docstring.
 
     Raises:
-        ValueError: A hint or a description is missing.
+        ValueError: A type hint or a description is missing.
     """
     from transformers.utils import get_json_schema
 
@@ -29,8 +29,8 @@ def tool_schema(name: str, tool: Callable[..., Any]) -> dict[str, Any]:
         schema = dict(get_json_schema(tool))
     except Exception as error:
         raise ValueError(
-            f"factory: the tool {name!r} needs a type hint for each argument and a Google docstring that describes "
-            f"them, or a name that begins with an underscore if it is not a tool: {error}"
+            f"factory: the tool {name!r} has no valid schema: {error}. Add type hints and a Google-style docstring for "
+            "all arguments. If it is not a tool, prefix its name with an underscore."
         ) from error
     parameters = schema["function"]["parameters"]
     hints = get_type_hints(tool, include_extras=True)
@@ -49,15 +49,15 @@ def tool_schema(name: str, tool: Callable[..., Any]) -> dict[str, Any]:
 
 
 def check_by_hints(tool: Callable[..., Any], schema: Mapping[str, Any]) -> Check:
-    """The check of a Python function's arguments by its type hints.
+    """Validates arguments with a Python function's type hints.
 
-    Values are read as JSON in pydantic's strict mode: "1" is not an integer, a list fits a tuple, and a text or an
-    object becomes the enum member or the dataclass of the hint. Dataclasses and typed dictionaries take no other
-    fields. Hints that pydantic does not know are not checked.
+    Values are validated as JSON in pydantic's strict mode: "1" is not an integer, a list is a valid tuple, and texts
+    and objects are converted to enum members and dataclasses. Dataclasses and typed dictionaries allow no additional
+    fields. Hints that pydantic doesn't support are not validated.
 
     Args:
-        tool: Function with a hint for each argument.
-        schema: Its schema, whose `enum`s may be the docstring's choices.
+        tool: Function with a type hint for each argument.
+        schema: Schema of the function. Its `enum`s may come from choices in the docstring.
     """
     import typing_extensions as extended
     from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -77,7 +77,7 @@ def check_by_hints(tool: Callable[..., Any], schema: Mapping[str, Any]) -> Check
             hint = typing.Optional[hint] if parameter.default is None else hint  # noqa: UP045
             required = parameter.default is inspect.Parameter.empty
             fields[name] = extended.Required[hint] if required else extended.NotRequired[hint]
-    # A list, because only a type without its own configuration hands one on to dataclasses inside of it.
+    # A list, because only a type without its own configuration passes one on to nested dataclasses.
     whole: Any = types.GenericAlias(list, (extended.TypedDict("Arguments", fields),))  # type: ignore[operator]
     named: Any = TypeAdapter(whole, config=ConfigDict(extra="forbid"))
 
@@ -108,13 +108,13 @@ def _wrong(path: Any, message: str, kind: str, value: Any, known: Iterable[str])
 
 
 def check_by_schema(schema: Mapping[str, Any]) -> Check:
-    """The check of arguments by a JSON schema, as servers describe their tools.
+    """Validates arguments with the JSON schema of a server's tool.
 
-    An argument that the schema does not mention is wrong, unless the schema allows others. A schema that can't be used
-    checks nothing, because the server does.
+    Arguments that are not in the schema are errors, unless the schema allows additional ones. An invalid schema is
+    ignored, because the server also validates.
 
     Args:
-        schema: Schema of the object that the arguments make.
+        schema: JSON schema of the arguments.
     """
     require_packages("a tool with a JSON schema", "mcp", "jsonschema", "referencing")
     from jsonschema.validators import Draft202012Validator, validator_for  # type: ignore[import-untyped]
@@ -127,13 +127,13 @@ def check_by_schema(schema: Mapping[str, Any]) -> Check:
     if "properties" in schema and about_others.isdisjoint(schema):
         schema = {**schema, "additionalProperties": False}
     cls = validator_for(schema, default=Draft202012Validator)
-    validator = cls(schema, registry=Registry())  # which fetches nothing
+    validator = cls(schema, registry=Registry())  # doesn't fetch remote references
     names = schema.get("properties") or {}
 
     def check(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         try:
             errors = list(validator.iter_errors(arguments))
-        except Exception:  # such as an unknown type or reference in it
+        except Exception:  # such as an unknown type or reference
             return dict(arguments), []
         wrong = []
         for error in errors:
@@ -155,21 +155,21 @@ def check_by_schema(schema: Mapping[str, Any]) -> Check:
 
 
 def _rich_schema(hint: Any) -> dict[str, Any] | None:
-    """JSON schema of a hint with enums, dates, or classes with fields, which transformers shows as bare objects."""
+    """JSON schema of a hint with enums, dates, or classes, for which transformers returns only "object"."""
     from pydantic import TypeAdapter
 
     try:
         schema = TypeAdapter(_readable(hint)).json_schema()
-    except Exception:  # such as a PIL image, or any class of the user's
+    except Exception:  # such as PIL images and custom classes
         return None
     text = json.dumps(schema)
     if '"properties"' not in text and '"format"' not in text and ('"enum"' not in text or '"title"' not in text):
-        return None  # of builtins and literals alone
+        return None  # only built-in types and literals
     return schema
 
 
 def _known(hint: Any) -> Any:
-    """The hint as pydantic reads it; Any if it can't."""
+    """The hint if pydantic supports it, otherwise Any."""
     from pydantic import TypeAdapter
 
     try:
@@ -181,7 +181,7 @@ def _known(hint: Any) -> Any:
 
 
 def _readable(hint: Any) -> Any:
-    """The hint with each `typing.TypedDict` as one of `typing_extensions`, which pydantic needs before Python 3.12."""
+    """Replaces `typing.TypedDict` with that of `typing_extensions`, which pydantic requires before Python 3.12."""
     import typing_extensions as extended
 
     if typing.is_typeddict(hint):
@@ -199,7 +199,7 @@ def _readable(hint: Any) -> Any:
 
 
 def place(path: Iterable[Any]) -> str:
-    """A path such as `points[0].x`."""
+    """Formats a path, such as `points[0].x`."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".") or "arguments"
 
 

@@ -1,4 +1,4 @@
-"""An environment of a plain class whose public methods are tools."""
+"""An environment whose tools are the public methods of a class."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from lightrl.environments.tool_arguments import Check, check_by_hints, tool_sche
 
 @dataclass
 class Tool:
-    """A tool that the policy may call.
+    """A tool that the policy can call.
 
     Attributes:
-        schema: JSON schema, as chat templates take it.
-        function: From the arguments and a limit in seconds to the result, or what was raised.
-        check: Check of the arguments.
-        waits: Whether calls of one reply run at the same time.
+        schema: JSON schema in the format of chat templates.
+        function: Function of the arguments and a time limit in seconds. Returns the result or the raised error.
+        check: Validator of the arguments.
+        waits: Whether calls of one reply run concurrently.
     """
 
     schema: dict[str, Any]
@@ -34,32 +34,32 @@ class Tool:
 
 
 class ToolEnvironment(Environment):
-    """Lets the policy call the public methods of a plain class.
+    """Lets the policy call the public methods of a class as tools.
 
-    The class has `reset(**row) -> str | None`. A string is appended to the prompt's last message. A parameter `seed`
-    gets the group's. Optional: `get_reward() -> float`, called once at the end, and `close()`. Every other public
-    method is a tool, whose schema comes from type hints and the Google docstring. All may be sync or async. A reply
-    without a tool call ends the trajectory.
+    The class must have a method `reset(**row) -> str | None`. A returned string is appended to the last message of the
+    prompt. A parameter `seed` receives the group's seed. Optional methods are `get_reward() -> float`, called once at
+    the end, and `close()`. All other public methods are tools. Their schemas come from type hints and Google-style
+    docstrings. All methods may be sync or async. A reply without a tool call ends the trajectory.
 
-    Sync methods run in a thread per attempt. Async calls of one reply run at the same time, sync ones one after
-    another. What the policy calls wrongly is told to it.
+    Sync methods run in one thread per trajectory. Within one reply, async calls run concurrently and sync calls
+    sequentially. The policy receives an error message for invalid calls.
 
     Args:
-        factory: Class, function that makes an object of it, or the import path of either.
-        tool_timeout: Seconds that a call may take; None for no limit. A sync call can't be ended: it is left behind in
-            its thread and counted (`tools/left_behind`).
-        timeout_message: Message to the policy with `{name}` and `{seconds}`.
-        error_message: Message with `{name}` and `{error}` if a call raises or can't be made. `EnvironmentFailedError`
-            and `ConnectionError` are infrastructure failures instead. If the policy chooses the address, catch the
-            latter in the tool.
-        result_role: "tool", or "user" for chat templates without tool messages. Results of one reply are then one
-            message.
+        factory: Tool class, function that returns an instance, or the import path of either.
+        tool_timeout: Time limit per call in seconds. None means no limit. Sync calls can't be stopped: their thread is
+            abandoned and counted in `tools/left_behind`.
+        timeout_message: Message for the policy after a timeout, with placeholders `{name}` and `{seconds}`.
+        error_message: Message for the policy if a call is invalid or raises, with placeholders `{name}` and `{error}`.
+            `EnvironmentFailedError` and `ConnectionError` are failures of the trajectory instead. If the policy chooses
+            the address, catch `ConnectionError` in the tool.
+        result_role: Role of messages with results. Use "user" for chat templates without tool messages. Results of one
+            reply are then joined to one message.
 
     Raises:
-        ValueError: There is no such class, it has no `reset`, or a tool's schema can't be made.
+        ValueError: The class doesn't exist, has no `reset`, or has a tool without a valid schema.
 
-    Source: TRL's `environment_factory` (https://huggingface.co/docs/trl/openenv), whose classes work unchanged. Here
-    each attempt has a separate object.
+    Source: TRL's `environment_factory` (https://huggingface.co/docs/trl/openenv). TRL's classes work unchanged, but
+        LightRL creates a separate instance for each trajectory.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class ToolEnvironment(Environment):
         self.result_role = one_of("result_role", result_role, "tool", "user")
         self._object = (imported("factory:", factory) if isinstance(factory, str) else factory)()
         if not callable(getattr(self._object, "reset", None)):
-            raise ValueError(f"factory={type(self._object).__name__}: has no method `reset`. Add one.")
+            raise ValueError(f"factory={type(self._object).__name__}: has no `reset` method. Add one.")
         self._code = UserCode(type(self._object).__qualname__)
         self._tools: dict[str, Tool] = {}
         for name in tool_names(type(self._object)):
@@ -87,13 +87,13 @@ class ToolEnvironment(Environment):
         self._counts = {"tools/calls": 0.0, "tools/errors": 0.0, "tools/timeouts": 0.0, "tools/left_behind": 0.0}
 
     def add_tool(self, tool: Tool) -> None:
-        """Offers one more tool to the policy, before or in `reset`."""
+        """Adds a tool. Call it before or in `reset`."""
         self.tools = [*self.tools, tool.schema]
         self._tools[tool.schema["function"]["name"]] = tool
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """Numbers of calls, of those that went wrong or took too long, and of threads that were left behind."""
+        """Number of calls, errors, timeouts, and abandoned threads."""
         return self._counts
 
     async def reset(self, row: Mapping[str, Any], *, seed: int) -> list[Message]:
@@ -120,7 +120,7 @@ class ToolEnvironment(Environment):
         )
 
     async def _results(self, calls: Sequence[ToolCall]) -> list[Any]:
-        """Contents of the messages that answer a reply's calls."""
+        """Contents of the messages with the results of a reply's calls."""
         results: list[Any] = [None] * len(calls)
 
         async def run(numbers: Sequence[int]) -> None:
@@ -129,17 +129,17 @@ class ToolEnvironment(Environment):
 
         waits = [call.name in self._tools and self._tools[call.name].waits for call in calls]
         in_turn = [number for number, wait in enumerate(waits) if not wait]
-        # If one fails or the attempt is given up, no call outlives its turn.
+        # On a failure or cancellation, cancels all calls of the turn.
         await all_of([run(in_turn), *(run([number]) for number, wait in enumerate(waits) if wait)])
         return results
 
     async def _told(self, call: ToolCall) -> Any:
-        """Content of the message that answers a call."""
+        """Content of the message with the result of a call."""
         self._counts["tools/calls"] += 1
         tool = self._tools.get(call.name)
         if tool is None:
             known = ", ".join(self._tools) or "none"
-            return self.wrong(call.name, f"there is no tool {call.name!r}; there are: {known}.")
+            return self.wrong(call.name, f"unknown tool {call.name!r}. Available tools: {known}.")
         arguments, wrong = tool.check(call.arguments)
         if wrong:
             return self.wrong(call.name, f"{call.name}: {' '.join(wrong)}")
@@ -164,7 +164,7 @@ class ToolEnvironment(Environment):
         return result
 
     def wrong(self, name: str, error: str) -> str:
-        """The message about a call that went wrong, which is counted."""
+        """Counts a failed call and returns the error message for the policy."""
         self._counts["tools/errors"] += 1
         return self.error_message.format(name=name, error=error)
 
@@ -182,7 +182,7 @@ class ToolEnvironment(Environment):
 
 
 def tool_names(kind: type) -> list[str]:
-    """Names of a class's methods that are tools."""
+    """Names of the tools of a class."""
     methods = inspect.getmembers(kind, predicate=inspect.isfunction)
     return [name for name, _ in methods if name[0] != "_" and name not in ("reset", "get_reward", "close")]
 
@@ -192,7 +192,7 @@ def _are_blocks(content: Sequence[Any]) -> bool:
 
 
 def first_messages(row: Mapping[str, Any], said: Any) -> list[Message]:
-    """The row's prompt as messages, with `said` (text, content blocks, or None) at its end."""
+    """The example's prompt as messages, with `said` (text, content blocks, or None) appended."""
     prompt = row.get("prompt", "")
     messages = (
         [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(message) for message in prompt]
@@ -203,7 +203,7 @@ def first_messages(row: Mapping[str, Any], said: Any) -> list[Message]:
 
 
 def _joined(content: Any, said: Any) -> Any:
-    """A message's content with more at its end; text and content blocks may be mixed."""
+    """Appends to a message's content. Text and content blocks may be mixed."""
     if isinstance(content, str) and isinstance(said, str):
         return content + said
     return [

@@ -1,4 +1,4 @@
-"""Task sets and harnesses of the package verifiers."""
+"""Task sets and harnesses of the verifiers package."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ PYTHON = "LIGHTRL_VERIFIERS_PYTHON"
 
 
 class VerifiersProgram(AgentProgram):
-    """Has each attempt made by a harness of verifiers at a task of one of its task sets.
+    """Runs each trajectory with a verifiers harness on a task of a verifiers task set.
 
-    Rows come from `VerifiersRows`. The task set scores the attempt. Its reward is the trajectory's, and its rewards and
-    metrics are logged by their names. An error of the harness, the runtime, or the scoring is a failure. verifiers
-    runs in a separate interpreter, because its versions of mcp and openai exclude others. On the runtime "subprocess"
-    a harness needs no uv if that interpreter has its packages.
+    Load the data with `VerifiersRows`. The task set computes the reward of a trajectory; its rewards and metrics are
+    logged by name. Errors of the harness, the runtime, or the scoring are failures. verifiers runs in a separate Python
+    interpreter, because its versions of mcp and openai conflict with others. With the runtime "subprocess", a harness
+    doesn't need uv if that interpreter has its packages.
 
     Args:
-        taskset: Name of an installed task set, or of a module in the working folder, or its settings with an `id`.
-        harness: Name of the harness, or its settings with an `id`. None uses the task set's, otherwise "bash".
-        runtime: Type of the place where the harness runs, or its settings with a `type`. With "subprocess" and a
-            harness that runs code, the policy's commands run as your user. Use "docker" for those.
-        environment: Other settings of verifiers' `[env]` block, such as `id` or `agent: {max_turns: 8}`. An attempt
-            that verifiers ends at a limit of its own is scored by the task set.
-        python: Interpreter that has verifiers; None for the variable `LIGHTRL_VERIFIERS_PYTHON`.
-        env: Additional environment variables of it.
+        taskset: Name of an installed task set or of a module in the working directory, or its settings with an `id`.
+        harness: Name of the harness, or its settings with an `id`. None uses the task set's harness, otherwise "bash".
+        runtime: Type of the runtime of the harness, or its settings with a `type`. With "subprocess", commands of the
+            policy run with your user's privileges. Use "docker" for harnesses that run code.
+        environment: Other settings of verifiers' `[env]` block, such as `id` or `agent: {max_turns: 8}`. The task set
+            also scores trajectories that verifiers ends at one of its limits.
+        python: Python interpreter with verifiers. Defaults to the environment variable `LIGHTRL_VERIFIERS_PYTHON`.
+        env: Additional environment variables of the interpreter.
         limits: Other arguments of `AgentProgram`.
 
     Raises:
-        ValueError: The interpreter is missing, or an argument of `AgentProgram` is out of its range.
+        ValueError: The interpreter doesn't exist, or an argument of `AgentProgram` is out of range.
 
     Source: https://github.com/PrimeIntellect-ai/verifiers
     """
@@ -66,18 +66,20 @@ class VerifiersProgram(AgentProgram):
 
 
 class VerifiersRows:
-    """Rows of a task set of verifiers, for `rows` of a `PromptSource`.
+    """Loads a verifiers task set, for `rows` of a `PromptSource`.
 
-    Columns: `prompt` (the task's text, otherwise its name), `name`, and `task` (JSON that `VerifiersProgram` plays).
+    Columns: `prompt` (text of the task, or its name if it has no text), `name`, and `task` (JSON for
+    `VerifiersProgram`).
 
     Args:
-        taskset: As in `VerifiersProgram`.
-        select: Tasks to use, as verifiers' `[select]` block: `limit`, `skip`, `shuffle`, `seed`, `include`, `exclude`.
-        environment: As in `VerifiersProgram`.
-        python: Interpreter that has verifiers; None for the variable `LIGHTRL_VERIFIERS_PYTHON`.
+        taskset: Task set, as in `VerifiersProgram`.
+        select: Tasks to use, in the format of verifiers' `[select]` block: `limit`, `skip`, `shuffle`, `seed`,
+            `include`, and `exclude`.
+        environment: Settings of the environment, as in `VerifiersProgram`.
+        python: Python interpreter with verifiers. Defaults to the environment variable `LIGHTRL_VERIFIERS_PYTHON`.
 
     Raises:
-        ValueError: The interpreter is missing, or when called, the task set can't be read.
+        ValueError: The interpreter doesn't exist, or when called, if the task set can't be loaded.
     """
 
     def __init__(
@@ -92,7 +94,7 @@ class VerifiersRows:
         self._settings = _settings(taskset, environment, agent={}, select=select or {})
 
     def __call__(self) -> Dataset:
-        """Reads the task set."""
+        """Loads the task set."""
         from datasets import Dataset
 
         with tempfile.TemporaryDirectory(prefix="verifiers-") as folder:
@@ -104,7 +106,9 @@ class VerifiersRows:
                 text=True,
             )
             if read.returncode:
-                raise ValueError(f"taskset={self.taskset!r}: can't be read.\n{read.stderr[-2000:].strip()}")
+                raise ValueError(
+                    f"taskset={self.taskset!r}: can't be loaded. Fix the error below.\n{read.stderr[-2000:].strip()}"
+                )
             return Dataset.from_list([json.loads(line) for line in place.read_text().splitlines()])
 
 
@@ -113,17 +117,17 @@ def _named(settings: str | dict[str, Any]) -> dict[str, Any]:
 
 
 def _settings(taskset: str | dict[str, Any], environment: dict[str, Any] | None, **others: Any) -> dict[str, str]:
-    """The variable that the child reads."""
+    """Environment variable with the settings for the child process."""
     settings = {"taskset": _named(taskset), "environment": environment or {}, "select": {}, **others}
     return {"LIGHTRL_VERIFIERS": json.dumps(settings)}
 
 
 def _python(python: str | None) -> str:
-    """The interpreter that has verifiers."""
+    """The Python interpreter with verifiers."""
     python = python or os.environ.get(PYTHON, "")
     if not shutil.which(python):
         raise ValueError(
-            f"python={python!r}: is not an interpreter. Run `python3.11 -m venv verifiers` and `verifiers/bin/pip "
-            f"install 'verifiers>=0.4,<0.5'`, and pass verifiers/bin/python or set {PYTHON}."
+            f"python={python!r}: is not a Python interpreter. Run `python3.11 -m venv verifiers` and "
+            f"`verifiers/bin/pip install 'verifiers>=0.4,<0.5'`, then pass verifiers/bin/python or set {PYTHON}."
         )
     return python

@@ -81,5 +81,5 @@ def test_no_renderer_of_a_family_stands_in_for_a_given_template(tmp_path: Path) 
     assert load_tokenizer(path, chat_template=TEMPLATE).name_or_path == ""
     assert make_renderer(load_tokenizer(path, chat_template=TEMPLATE), None) is None
     module = GRPOLightningModule(ModelSpec(path, chat_template=TEMPLATE), kl=None, optimizer=sgd)
-    with pytest.raises(ValueError, match="actor.chat_template with episode.renderer='qwen3'"):
+    with pytest.raises(ValueError, match="episode.renderer='qwen3': ignores actor.chat_template"):
         quiet_trainer().fit(module, make_data(episode={"renderer": "qwen3"}))

@@ -141,7 +141,7 @@ def test_a_tool_without_type_hints_is_refused_by_name() -> None:
         def act(self, x):  # type: ignore[no-untyped-def]
             """Acts."""
 
-    with pytest.raises(ValueError, match="the tool 'act' needs a type hint"):
+    with pytest.raises(ValueError, match="the tool 'act' has no valid schema"):
         ToolEnvironment(Bad)
 
 
@@ -156,7 +156,7 @@ def test_wrong_calls_are_told_to_the_policy_and_counted() -> None:
     trajectory = play(lambda: ToolEnvironment(Calculator), turns, {"start": 0})
     told = [m["content"] for m in trajectory.messages if m["role"] == "tool"]
     assert told[0] == "Error: ValueError: no such thing"
-    assert told[1].startswith("Error: there is no tool 'nothing'; there are: add,")
+    assert told[1].startswith("Error: unknown tool 'nothing'. Available tools: add,")
     assert told[2].startswith("Error: add: a: Field required") and "b: Unexpected argument" in told[2]
     assert told[3].startswith("Error: add: a: ") and '"x"' in told[3]
     assert trajectory.metrics["tools/errors"] == 4
@@ -231,7 +231,7 @@ def test_what_is_no_exception_fails_the_attempt_and_not_the_loop(method: str, ki
         return leave("__init__") or Leaves([said("hello")])
 
     if method == "close":
-        with pytest.warns(UserWarning, match=f"could not be closed: {kind.__name__}: out"):
+        with pytest.warns(UserWarning, match=f"Failed to close an environment: {kind.__name__}: out"):
             assert play(make, [said("hello")]).stop_reason == "stop"
         return
     trajectory = play(make, [said("hello")])
@@ -333,7 +333,7 @@ def test_an_environment_that_does_not_close_holds_nothing_up() -> None:
             await asyncio.sleep(3600)
 
     began = time.monotonic()
-    with pytest.warns(UserWarning, match="An environment could not be closed: close took longer"):
+    with pytest.warns(UserWarning, match="Failed to close an environment: close took longer"):
         trajectory = play(lambda: Open([said("hello")]), [said("hello")], environment_timeout=0.05)
     assert time.monotonic() - began < 100
     assert (trajectory.stop_reason, trajectory.metrics["close_errors"]) == ("stop", 1.0)
@@ -463,16 +463,16 @@ class ForgetsToReturn(Answering):
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        (Answering(Step(reward=float("nan"), done=True)), "Answering: `step` gave the reward nan"),
-        (Answering(Step(reward="good", done=True)), "Answering: `step` gave the reward 'good'"),  # type: ignore[arg-type]
-        (Answering(last=float("inf")), "Answering: `finish` gave the reward inf"),
+        (Answering(Step(reward=float("nan"), done=True)), "Answering: `step` returned the reward nan"),
+        (Answering(Step(reward="good", done=True)), "Answering: `step` returned the reward 'good'"),  # type: ignore[arg-type]
+        (Answering(last=float("inf")), "Answering: `finish` returned the reward inf"),
         (Answering(([], 1.0, True)), r"Answering: `step` returned \(\[\], 1.0, True\)"),
         (ForgetsToReturn(), "ForgetsToReturn: `step` returned None"),
         (Answering(first="Count."), "`reset` returned 'Count.'"),
-        (Answering(Step(["again"])), r"`step` that is not done returned \['again'\]"),  # type: ignore[list-item]
+        (Answering(Step(["again"])), r"`step` returned \['again'\]"),  # type: ignore[list-item]
         (Answering(metrics={"moves": "many"}), "metrics={'moves': 'many'}"),
         (Answering(metrics={"moves": 10**400}), "metrics={'moves': 1000"),
-        (None, "made None"),
+        (None, "returned None"),
     ],
 )
 def test_an_environment_that_breaks_its_contract_ends_the_run_by_name(environment: Any, message: str) -> None:
@@ -498,7 +498,7 @@ def test_reset_draws_one_task_for_a_group_or_the_run_stops() -> None:
 
     group = asyncio.run(alone(attempts, ask, {"row": 1}, SAMPLING, number=3, seed=5))
     assert [t.messages[0]["content"] for t in group] == ["Task 5"] * 3
-    with pytest.raises(ValueError, match="gave two attempts of one group different tasks"):
+    with pytest.raises(ValueError, match="different messages for two trajectories of a group"):
         asyncio.run(alone(attempts, ask, {}, SAMPLING, number=3))
 
 

@@ -322,6 +322,6 @@ def test_rejected_requests_are_counted_and_told_and_sampling_parameters_are_name
     for trajectory in trajectories:
         assert trajectory.metrics["refused_requests"] == 4
         assert trajectory.metrics["ignored_parameters"] == 3
-    for cause in ("logit_bias=", "audio=", "messages must not be empty", "/embeddings", "temperature", "top_p"):
+    for cause in ("logit_bias=", "audio=", "messages: must not be empty", "/embeddings", "temperature", "top_p"):
         assert len([text for text in said if cause in text]) == 1, (cause, said)
     assert engine.asked[0].sampling == SamplingParams(max_new_tokens=300)

@@ -200,7 +200,7 @@ def test_a_reward_after_requests_that_failed_does_not_end_the_run() -> None:
         return 1.0
 
     (trajectory,) = play(main, Engine("Hi"))
-    assert "input must not be empty" in str(trajectory.failure)
+    assert "input: must not be empty" in str(trajectory.failure)
 
 
 @pytest.mark.parametrize("pooled", ["options", "headers"])

@@ -100,7 +100,7 @@ def test_the_tools_of_an_mcp_server_are_called_and_its_errors_told() -> None:
     assert trajectory.stop_reason == "stop" and first == "total 2"
     assert wrong.startswith("Error: ") and "should be a valid integer" in wrong
     assert fails.startswith("Error: ") and "out of paper" in fails
-    assert unknown == "Error: there is no tool 'nothing'; there are: add, fails, sleeps, dies, look."
+    assert unknown == "Error: unknown tool 'nothing'. Available tools: add, fails, sleeps, dies, look."
     assert late == "Error: sleeps took longer than 4 seconds."
     assert trajectory.metrics["tools/calls"] == 5 and trajectory.metrics["tools/errors"] == 3
     add = made[0].tools[0]["function"]

@@ -51,7 +51,7 @@ def test_a_process_that_dies_or_takes_too_long_is_replaced_and_what_it_started_i
         notes, [{"die": True}, {"sleep": True, "child": True}, {"child": True}], max_seconds=4, max_retries=0
     )
     assert [t.stop_reason for t in played] == ["failure", "time", "stop"]
-    assert "its process ended with exit code -9" in played[0].failure and sum(played[2].turn_rewards) == 1.0
+    assert "its process exited with code -9" in played[0].failure and sum(played[2].turn_rewards) == 1.0
     assert len(noted(notes, "import")) == 3
     assert len(noted(notes, "child")) == 2 and all(gone(pid) for pid in noted(notes, "child"))
 

@@ -87,9 +87,9 @@ def test_a_tool_environment_is_called_by_its_template(family: str) -> None:
     found = check(lambda: ToolEnvironment(Adder), family)
     assert found.problems() == []
     of = {p.script: p for p in found.played if p.row == 1}
-    assert set(of) == {"plain reply", "cut off", "calls add", "broken call"}
+    assert set(of) == {"plain reply", "truncated", "calls add", "broken call"}
     assert of["plain reply"].reward == 0.0 and of["plain reply"].trajectory.stop_reason == "stop"
-    assert of["cut off"].trajectory.stop_reason == "length"
+    assert of["truncated"].trajectory.stop_reason == "length"
     called = of["calls add"].trajectory
     assert called.stop_reason == "turns" and called.metrics["tool_calls"] == 3 and of["calls add"].reward == 1.0
     assert sum(m["role"] == "tool" and m["content"] == "2" for m in called.messages) == 2
@@ -102,11 +102,11 @@ def test_replies_of_ones_own_are_played() -> None:
     assert {p.reward for p in found.played if p.script == "--replies"} == {1.0}
     assert found.problems() == [] and found.notes == []
     silent = check(Says)
-    assert silent.problems() == [] and "every reward was 0" in silent.notes[0]
+    assert silent.problems() == [] and "all rewards are 0" in silent.notes[0]
 
 
 def test_luck_outside_the_seed_is_found() -> None:
-    assert any("played twice with one seed" in text for text in check(Lucky).problems())
+    assert any("two plays with the same seed" in text for text in check(Lucky).problems())
 
 
 def test_failures_and_rewards_that_are_none_are_found() -> None:
@@ -128,7 +128,7 @@ def test_a_program_is_played_with_scripts_and_its_calls(tmp_path: Path) -> None:
     found = played(programs.chat, replies=["3"])
     assert found.problems() == []
     of = {p.script: p for p in found.played}
-    assert set(of) == {"plain reply", "cut off", "--replies", "calls add", "broken call"}
+    assert set(of) == {"plain reply", "truncated", "--replies", "calls add", "broken call"}
     assert of["--replies"].reward == 1.0 and of["calls add"].trajectory.metrics["tool_calls"] == 1
     text = "\n".join(transcript(of["calls add"], tokenizer))
     assert 'calls add({"a": 1, "b": 1})' in text and "tool: 2" in text and "trains 15 tokens: 'I do not know." in text
@@ -156,7 +156,7 @@ def test_a_program_is_played_with_the_model_that_is_asked_for(
     Path(path).write_text(yaml.safe_dump(config))
     main(["check-env", path, "--rows", "1", "--model", str(tmp_path / "model")])
     out = capsys.readouterr().out
-    assert "--- model, row 0" in out and "trains 5 tokens" in out and "reward 0.5" in out
+    assert "--- model, example 0" in out and "trains 5 tokens" in out and "reward 0.5" in out
 
 
 class Unmade(Says):

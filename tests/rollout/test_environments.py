@@ -195,14 +195,14 @@ def test_the_canary_stops_the_run_before_a_token_that_was_not_sampled_is_trained
     module = GRPOLightningModule(path, kl=None, optimizer=sgd, advantage=GroupRelative(scale="none"))
     with pytest.raises(LedgerMismatchError, match=r"row 0, turn 0, token \d+: sampled with log-prob.*") as error:
         fit(path, module=module, engine=ThreadEngine(), compare=False, **way)
-    assert "The row before it: '" in str(error.value) and "The turn: '" in str(error.value)
+    assert "Text before the token: '" in str(error.value) and "Text of the turn: '" in str(error.value)
     assert module.policy_version == 0, "no update was made"
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"prompts": PromptSource(rows=[{"prompt": "a"}], system_prompt="s")}, "prompts.system_prompt with an environ"),
+        ({"prompts": PromptSource(rows=[{"prompt": "a"}], system_prompt="s")}, "prompts.system_prompt: has no effect"),
         (
             {"prompts": PromptSource(rows=[{"prompt": "a"}], max_prompt_tokens=9, overlong="truncate_left")},
             "truncate_left",

@@ -156,7 +156,7 @@ def test_a_run_learns_from_what_environments_show(folder_of: Any, tmp_path: Any)
 def test_rows_with_images_are_left_to_the_environment(folder_of: Any) -> None:
     folder = folder_of("qwen2_vl")
     rows = PromptSource(rows=[{"prompt": "say a", "image": picture(16, 16)}])
-    with pytest.raises(ValueError, match="has media, but an environment's `reset` makes the first messages"):
+    with pytest.raises(ValueError, match="has media, but the environment's `reset` returns the first messages"):
         fit(folder.path, prompts=rows, rollouts_per_epoch=1)
 
 

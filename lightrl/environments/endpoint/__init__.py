@@ -1,1 +1,1 @@
-"""The endpoint: programs written with any SDK use the policy as a model server, and are trained unchanged."""
+"""The endpoint: serves the policy through the APIs of OpenAI and Anthropic to train unmodified agent programs."""

@@ -1,4 +1,4 @@
-"""Anthropic's messages."""
+"""Anthropic's messages API."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Messages(Api):
     ) -> tuple[list[Message], int]:
         said = of_type(body.get("messages"), list, "messages", "a list")
         if not said:
-            raise RefusedError(400, "messages must not be empty.", "messages")
+            raise RefusedError(400, "messages: must not be empty. Add a message.", "messages")
         messages: list[Message] = []
         if body.get("system"):
             messages.append({"role": "system", "content": text_of(body["system"], "system")})
@@ -152,13 +152,13 @@ class Messages(Api):
         yield _event("message_stop")
 
     def error(self, refused: RefusedError) -> dict[str, Any]:
-        """See `Api.error`; Anthropic's shape."""
+        """Body of an error in Anthropic's format."""
         kind = _ERRORS.get(refused.status, "api_error" if refused.status >= 500 else "invalid_request_error")
         message = refused.message
         if refused.code == UNKNOWN:
             message = f"{refused.parameter}: Extra inputs are not permitted"
         error: dict[str, Any] = {"type": kind, "message": message}
-        if refused.parameter == "thread":  # its SDK then sends the whole conversation
+        if refused.parameter == "thread":  # the SDK then sends the whole conversation
             error["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
         return {"type": "error", "error": error}
 
@@ -195,13 +195,13 @@ def _blocks(answered: Answered) -> list[dict[str, Any]]:
 def _tool(tool: Any, where: str) -> dict[str, Any]:
     kind = of_type(tool, dict, where, "an object").get("type")
     if kind not in (None, "custom"):
-        raise RefusedError(400, f"{where}: tools of type {kind!r} are not offered here, only the program's own.", where)
+        raise RefusedError(400, f"{where}: tools of type {kind!r} are not supported. Use custom tools.", where)
     _TOOL.check(tool, f"{where}.")
     return function_tool(tool.get("name"), tool.get("description"), tool.get("input_schema"), where)
 
 
 def _messages(message: Any, where: str) -> list[Message]:
-    """A message as chat templates take it: results of tools are messages of their own."""
+    """Converts a message to the format of chat templates. Tool results become separate messages."""
     role = of_type(message, dict, where, "an object").get("role")
     _MESSAGE.check(message, f"{where}.")
     content = message.get("content")
@@ -209,7 +209,7 @@ def _messages(message: Any, where: str) -> list[Message]:
     if role == "system":
         return [{"role": "system", "content": text_of(content, where)}]
     if role not in ("user", "assistant"):
-        raise RefusedError(400, f"{where}: the role must be user or assistant, not {role!r}.", where)
+        raise RefusedError(400, f"{where}.role={role!r}: is unknown. Use user or assistant.", where)
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     blocks = [

@@ -1,4 +1,4 @@
-"""Common parts of the APIs of model servers."""
+"""Shared code of the model server APIs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from lightrl.environments.endpoint.requests import Answered, Asked, RefusedError
 
 @dataclass(frozen=True)
 class Members:
-    """Members of a JSON object in a request. Others are rejected; null counts as left out.
+    """Supported parameters of a JSON object in a request. Others are rejected. null means unset.
 
     Attributes:
-        read: Members with their effect.
-        sampling: Sampling parameters. They have no effect, because the loss takes tokens to be drawn by the run's
-            settings. They are counted, and named once in the log.
-        harmless: Members without an effect on the completion.
-        fixed: Members that are accepted only with these values.
+        read: Parameters that take effect.
+        sampling: Sampling parameters. They are ignored, because the loss assumes the run's sampling settings. They are
+            counted and reported once in a warning.
+        harmless: Parameters without an effect on the completion.
+        fixed: Parameters that are accepted only with these values.
     """
 
     read: Collection[str] = ()
@@ -33,10 +33,10 @@ class Members:
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def check(self, given: Mapping[str, Any], where: str = "") -> tuple[str, ...]:
-        """The sampling parameters in an object at `where`, such as "messages[0].".
+        """Validates an object at `where`, such as "messages[0].". Returns its sampling parameters.
 
         Raises:
-            RefusedError: A member is unknown, or has a value that is not supported.
+            RefusedError: A parameter is unknown, or its value is not supported.
         """
         found = []
         for name, value in given.items():
@@ -49,9 +49,7 @@ class Members:
             elif not any(_equal(value, fixed) for fixed in self.fixed[name]):
                 code = "unsupported_value" if self.fixed[name] else "unsupported_parameter"
                 shown = json.dumps(value)[:200]
-                raise RefusedError(
-                    400, f"{where}{name}={shown}: not supported here. Leave {name} out.", where + name, code
-                )
+                raise RefusedError(400, f"{where}{name}={shown}: is not supported. Remove {name}.", where + name, code)
         return tuple(found)
 
 
@@ -68,28 +66,30 @@ TEXT_BLOCK = Members(
 
 
 class Api(ABC):
-    """One interface, at `path` without `/v1`: from a body with `members` to what is asked, and back from a turn."""
+    """Base class of an API at `path` (without `/v1`). Converts request bodies to `Asked`, and turns to responses."""
 
     path: str
     counting: str | None = None
-    """Path that counts a request's tokens."""
+    """Path of token counting requests."""
     members: Members
     required: tuple[str, ...] = ()
-    """Members without which no reply can be asked for."""
+    """Required parameters."""
 
     def read(self, body: Mapping[str, Any], recall: Callable[[str], list[Message]], *, count: bool = False) -> Asked:
-        """What a parsed body asks. `recall` gives the conversation of an earlier response by its ID.
+        """Converts a parsed body to a request.
 
         Args:
-            count: Whether only the number of tokens is asked for.
+            body: Parsed JSON body.
+            recall: Function from the ID of an earlier response to its conversation.
+            count: Whether to only count tokens.
 
         Raises:
-            RefusedError: The body is malformed, or asks for something that is not supported.
+            RefusedError: The body is malformed, or contains unsupported parameters.
         """
         ignored = self.members.check(body)
         for name in () if count else self.required:
             if body.get(name) is None:
-                raise RefusedError(400, f"{name}: this member is required.", name)
+                raise RefusedError(400, f"{name}: is required. Add it.", name)
         wishes = self.wishes(body)
         messages, instructions = self.conversation(body, recall)
         given_tools = listed(body, "tools")
@@ -99,7 +99,7 @@ class Api(ABC):
         forced = wishes.get("forced")
         names = {tool["function"]["name"] for tool in tools}
         if forced is not None and not (set(forced) <= names if forced else names):
-            raise RefusedError(400, f"tool_choice={list(forced)}: tools has no such function.", "tool_choice")
+            raise RefusedError(400, f"tool_choice={list(forced)}: is not in tools. Add the function.", "tool_choice")
         return Asked(
             messages=messages,
             tools=[] if wishes.pop("hidden", False) else tools,
@@ -115,30 +115,30 @@ class Api(ABC):
     def conversation(
         self, body: Mapping[str, Any], recall: Callable[[str], list[Message]]
     ) -> tuple[list[Message], int]:
-        """The messages, and how many of them are instructions; see `Asked.instructions`."""
+        """The messages, and the number of instructions (`Asked.instructions`)."""
 
     @abstractmethod
     def tool(self, tool: Any, where: str) -> dict[str, Any]:
-        """A tool as chat templates take it."""
+        """Converts a tool to the format of chat templates."""
 
     @abstractmethod
     def wishes(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Further fields of `Asked`, and `hidden`: whether the tools are left out."""
+        """Other fields of `Asked`, and `hidden`: whether to omit the tools."""
 
     @abstractmethod
     def write(self, asked: Asked, answers: Sequence[Answered]) -> dict[str, Any]:
-        """Body of the answer, which has `Asked.n` replies."""
+        """Body of the response with `Asked.n` replies."""
 
     @abstractmethod
     def events(self, asked: Asked, answers: Sequence[Answered], written: Mapping[str, Any]) -> Iterator[bytes]:
-        """The answer as server-sent events; `written` is its body."""
+        """Converts the response with the body `written` to server-sent events."""
 
     def counted(self, tokens: int) -> dict[str, Any]:
-        """Body of the answer to a request for the number of tokens."""
+        """Body of the response to a token counting request."""
         return {"input_tokens": tokens}
 
     def error(self, refused: RefusedError) -> dict[str, Any]:
-        """Body of a rejection, in OpenAI's shape."""
+        """Body of an error in OpenAI's format."""
         kinds = {401: "authentication_error", 403: "permission_error"}
         kind = kinds.get(refused.status, "server_error" if refused.status >= 500 else "invalid_request_error")
         error = {"message": refused.message, "type": kind, "param": refused.parameter, "code": refused.code}
@@ -146,45 +146,45 @@ class Api(ABC):
 
 
 def new_id(prefix: str) -> str:
-    """A unique ID."""
+    """Generates a unique ID."""
     return prefix + uuid.uuid4().hex[:24]
 
 
 def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
-    """A server-sent event."""
+    """Formats a server-sent event."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {json.dumps(data)}\n\n".encode()
 
 
 def pieces(text: str, size: int = 64) -> Iterator[str]:
-    """The text in the parts of a stream."""
+    """Splits a text into the chunks of a stream."""
     for start in range(0, len(text), size):
         yield text[start : start + size]
 
 
 def of_type(value: Any, kind: type | tuple[type, ...], name: str, what: str) -> Any:
-    """The value. Raises a `RefusedError` if it is of another type."""
+    """Returns the value. Raises a `RefusedError` if it has another type."""
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
         raise RefusedError(400, f"{name} must be {what}, not {json.dumps(value)[:200]}.", name)
     return value
 
 
 def given(body: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A member that is an object; empty if it is missing or null."""
+    """A parameter that is an object; empty if missing or null."""
     value = body.get(name)
     found: dict[str, Any] = {} if value is None else of_type(value, dict, name, "an object")
     return found
 
 
 def listed(body: Mapping[str, Any], name: str) -> list[Any]:
-    """A member that is a list; empty if it is missing or null."""
+    """A parameter that is a list; empty if missing or null."""
     value = body.get(name)
     found: list[Any] = [] if value is None else of_type(value, list, name, "a list")
     return found
 
 
 def whole(value: Any, name: str) -> int | None:
-    """A count above 0, or None. Raises a `RefusedError` for anything else."""
+    """A positive integer or None. Raises a `RefusedError` for other values."""
     if value is not None and of_type(value, int, name, "an integer") < 1:
         raise RefusedError(400, f"{name} must be at least 1, not {value}.", name)
     count: int | None = value
@@ -192,15 +192,15 @@ def whole(value: Any, name: str) -> int | None:
 
 
 def text_of(content: Any, name: str, kinds: Sequence[str] = ("text",)) -> str:
-    """Text of a message's content: a string, or blocks of text, joined by newlines. Anything else is rejected."""
+    """Text of a message's content: a string, or text blocks joined by newlines. Rejects other content."""
     found = content_of(content, name, kinds)
     if not isinstance(found, str):
-        raise RefusedError(400, f"{name} holds an image; only text is taken there.", name)
+        raise RefusedError(400, f"{name}: contains an image, but only text is supported. Remove the image.", name)
     return found
 
 
 def content_of(content: Any, name: str, kinds: Sequence[str] = ("text",)) -> Any:
-    """A message's content as chat templates take it: text, or, with images, blocks in their order."""
+    """A message's content in the format of chat templates: text, or a list of blocks if it contains images."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -212,7 +212,9 @@ def content_of(content: Any, name: str, kinds: Sequence[str] = ("text",)) -> Any
             blocks.append({"type": "image", "image": _image(block, f"{name}.{kind}")})
             continue
         if kind not in kinds:
-            raise RefusedError(400, f"{name} holds a block of type {kind!r}; text and images are taken here.", name)
+            raise RefusedError(
+                400, f"{name}: contains a block of type {kind!r}, which is not supported. Use text or images.", name
+            )
         TEXT_BLOCK.check(block, f"{name}.")
         text = of_type(block.get("text", block.get("refusal")), str, f"{name}.text", "a string")
         blocks.append({"type": "text", "text": text})
@@ -221,7 +223,7 @@ def content_of(content: Any, name: str, kinds: Sequence[str] = ("text",)) -> Any
     return "\n".join(block["text"] for block in blocks)
 
 
-IMAGES = {  # of chat completions, responses, and messages
+IMAGES = {  # chat completions, responses, and messages
     "image_url": Members(read=["type", "image_url"], harmless=["cache_control", "prompt_cache_breakpoint"]),
     "input_image": Members(read=["type", "image_url"], harmless=["detail", "prompt_cache_breakpoint"]),
     "image": Members(read=["type", "source"], harmless=["cache_control"]),
@@ -246,15 +248,14 @@ def _image(block: Mapping[str, Any], where: str) -> str:
     except (binascii.Error, ValueError):
         raise RefusedError(
             400,
-            f"{where}={url[:60]!r}: files and URLs of other servers are not read here. Send the image as "
-            "data:image/png;base64,...",
+            f"{where}={url[:60]!r}: must be a data URL. Send the image as data:image/png;base64,...",
             where,
         ) from None
     return url
 
 
 def function_tool(name: Any, description: Any, parameters: Any, where: str) -> dict[str, Any]:
-    """A tool as chat templates take it. Raises a `RefusedError` without a name or with an invalid schema."""
+    """A tool in the format of chat templates. Raises a `RefusedError` if the name or the schema is invalid."""
     function: dict[str, Any] = {"name": of_type(name, str, f"{where}.name", "a string")}
     if description is not None:
         function["description"] = of_type(description, str, f"{where}.description", "a string")
@@ -264,13 +265,13 @@ def function_tool(name: Any, description: Any, parameters: Any, where: str) -> d
 
 
 def stops_of(value: Any, name: str) -> tuple[str, ...]:
-    """Stop strings: a text, or a list."""
+    """Stop strings, given as a string or a list."""
     stops = [value] if isinstance(value, str) else of_type(value or [], list, name, "a string or a list of strings")
     return tuple(dict.fromkeys(stop for stop in stops if of_type(stop, str, name, "a list of strings")))
 
 
 def arguments_of(value: Any, name: str) -> Any:
-    """Arguments of a tool call: parsed if they are a JSON object, else the text."""
+    """Arguments of a tool call: parsed if they are a JSON object, otherwise the text."""
     text = of_type(value, str, name, "a string of JSON")
     try:
         parsed = json.loads(text or "{}")
@@ -280,6 +281,6 @@ def arguments_of(value: Any, name: str) -> Any:
 
 
 def call_message(call_id: Any, name: Any, arguments: Any, where: str) -> dict[str, Any]:
-    """A tool call of an assistant's message."""
+    """A tool call of an assistant message."""
     function = {"name": of_type(name, str, f"{where}.name", "a string"), "arguments": arguments}
     return {"type": "function", "id": of_type(call_id, str, f"{where}.id", "a string"), "function": function}

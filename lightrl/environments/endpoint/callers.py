@@ -1,9 +1,9 @@
-"""Which attempt opened a connection. Attempts that share a process can mix up keys, and would train each other's turns.
+"""Determines the trajectory of each connection, because programs in one process may mix up their keys.
 
-A context variable names the attempt of code. Tasks, `asyncio.to_thread`, and executors of event loops carry it on, and
-from Python 3.12 a thread also belongs to the attempt that started it. The audit event of a connection comes from the
-code that connects, whatever the client library. The endpoint closes a connection after each response, so each request
-has a connection of its caller. A child process that inherits another attempt's key in its environment does not start.
+A context variable identifies the trajectory of running code. Tasks, `asyncio.to_thread`, and executors of event loops
+propagate it. Since Python 3.12, threads also belong to the trajectory that started them. An audit hook records the
+trajectory of each connection, independent of the client library. The endpoint closes connections after each response,
+so each request has a new connection. Child processes with another trajectory's key in their environment are rejected.
 """
 
 from __future__ import annotations
@@ -18,51 +18,52 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 UNKNOWN = ""
-"""Key for code of this process in a thread that belongs to no attempt."""
+"""Key of threads in this process that belong to no trajectory."""
 
 _attempt: ContextVar[str] = ContextVar("attempt", default=UNKNOWN)
 _threads: WeakKeyDictionary[threading.Thread, str] = WeakKeyDictionary()
 _connections: WeakKeyDictionary[socket.socket, tuple[int, str]] = WeakKeyDictionary()  # port there, key
-_keys: set[str] = set()  # of attempts that run
+_keys: set[str] = set()  # of active trajectories
 _lock = threading.RLock()
 _watches = False
 
 
 def enter(key: str) -> None:
-    """Makes this context, and what carries it on, an attempt's."""
+    """Assigns this context, and contexts derived from it, to a trajectory."""
     global _watches
     if not _watches:
         _watches = True
-        sys.addaudithook(_hook)  # for as long as the process lives: Python can't remove one
+        sys.addaudithook(_hook)  # permanent: Python can't remove audit hooks
     _keys.add(key)
     _attempt.set(key)
 
 
 def leave(key: str) -> None:
-    """Forgets an attempt that ended."""
+    """Removes a trajectory that ended."""
     _keys.discard(key)
 
 
 def key_of(port: int, to: int) -> str | None:
-    """The key of the attempt that opened a connection; `UNKNOWN` for none.
-
-    None if another process did.
+    """The key of the trajectory that opened a connection.
 
     Args:
-        port: Local port of who connected.
+        port: Client's port.
         to: Port of the endpoint.
+
+    Returns:
+        The key, `UNKNOWN` if no trajectory opened it, or None if another process did.
     """
     with _lock:
         opened = [(connection, key) for connection, (there, key) in _connections.items() if there == to]
     for connection, key in opened:
-        with contextlib.suppress(OSError):  # closed
+        with contextlib.suppress(OSError):  # the connection may be closed
             if connection.getsockname()[1] == port:
                 return key
     return UNKNOWN if _watches and _is_ours(port, to) else None
 
 
 def _is_ours(port: int, to: int) -> bool:
-    """Whether this process has such a connection, which a client without Python's sockets opened."""
+    """Whether this process has such a connection, opened by a client that doesn't use Python's sockets."""
     inodes = set()
     with contextlib.suppress(OSError):
         for table in ("tcp", "tcp6"):
@@ -92,11 +93,11 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
         given = os.environ if arguments[3] is None else arguments[3]
         if any(value != mine and value in _keys for value in given.values()):
             raise RuntimeError(
-                "run: a child process would get the key of another attempt, because os.environ belongs to all of them. "
-                "Pass it the attempt's key in `env`, or set process=True."
+                "run: a child process would inherit the key of another trajectory, because they share os.environ. Pass "
+                "the key in `env`, or set process=True."
             )
 
 
 def _current() -> str:
-    """The key of the attempt that runs this code."""
+    """The key of the current trajectory."""
     return _attempt.get() or _threads.get(threading.current_thread(), UNKNOWN)

@@ -1,12 +1,12 @@
-"""Plays attempts with a program's function: `python child.py PROGRAM`.
+"""Worker process that runs trajectories with a program's function: `python child.py PROGRAM`.
 
-The program is imported once. Each attempt runs in a fork, which finds modules, environment variables, and the working
-folder as the import left them, and ends with all that it started. If the import started threads or uses a GPU, which a
-fork would lack, this process itself plays one attempt and ends.
+Imports the program once. Each trajectory runs in a fork with the modules, environment variables, and working directory
+after the import, and is killed with its children at the end. If the import started threads or uses a GPU, which forks
+don't support, the process itself runs one trajectory and exits.
 
-Standard input has a line per attempt: the folder with its `call.json`, where `log` and `result.json` are written. The
-end of the input ends everything. Standard output answers with "ready", then with an exit code per attempt. The file is
-run by its path, so it imports nothing of ours.
+Reads a line per trajectory from stdin: the directory with its `call.json`. Writes `log` and `result.json` there. Writes
+"ready" and then an exit code per trajectory to stdout. Exits when stdin ends. Runs as a script and imports nothing from
+LightRL.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import IO, Any
 
-sys.path.pop(0)  # the folder of this file
+sys.path.pop(0)  # the directory of this file
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -53,12 +53,12 @@ def _load(run: str) -> Any:
 
 
 def _play(function: Any, folder: Path, lifeline: IO[bytes]) -> None:
-    """Calls the function, writes its reward to the folder, and ends this process."""
+    """Calls the function, writes its result to the directory, and exits."""
     log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
     threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
-    for name in ("numpy.random", "torch"):  # forks would all draw the same; Python's `random` sees to it itself
+    for name in ("numpy.random", "torch"):  # forks would share their seeds; Python's `random` reseeds itself
         if name in sys.modules:
             sys.modules[name].seed()
     call = json.loads((folder / "call.json").read_text())
@@ -72,7 +72,7 @@ def _play(function: Any, folder: Path, lifeline: IO[bytes]) -> None:
         if inspect.isawaitable(reward):
             reward = asyncio.run(awaited(reward))
         written = json.dumps({"reward": reward})
-    except BaseException as error:  # SystemExit included: a program that leaves has not answered
+    except BaseException as error:  # including SystemExit
         traceback.print_exc()
         written = json.dumps({"error": f"{type(error).__name__}: {error}"})
     sys.stdout.flush()
@@ -80,13 +80,13 @@ def _play(function: Any, folder: Path, lifeline: IO[bytes]) -> None:
     (folder / "part").write_text(written)
     (folder / "part").replace(folder / "result.json")
     _sweep()
-    os._exit(0)  # a program's threads and exit handlers would keep the process, and the run waits for its end
+    os._exit(0)  # skips the program's threads and exit handlers, because the run waits for this process
 
 
 def _fork(function: Any, folder: Path, calls: IO[bytes], wake: int, parent: int) -> int:
-    """The exit code of an attempt in a fork. The end of `calls` or the parent's death ends it."""
+    """Runs a trajectory in a fork and returns its exit code. Kills it if `calls` ends or the parent exits."""
     before = _children()
-    there, here = os.pipe()  # ends with this process
+    there, here = os.pipe()  # closed when this process exits
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
@@ -103,18 +103,18 @@ def _fork(function: Any, folder: Path, calls: IO[bytes], wake: int, parent: int)
             os.read(wake, 4096)
         if calls.fileno() in ready:
             break
-    with contextlib.suppress(OSError):  # it ended, or has no group yet
+    with contextlib.suppress(OSError):  # exited, or has no group yet
         os.killpg(pid, signal.SIGKILL)
     with contextlib.suppress(OSError):
         os.kill(pid, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     os.close(here)
-    _sweep(before)  # those that left its group are adopted
+    _sweep(before)  # kills adopted processes that left its group
     return code
 
 
 def _children() -> set[int]:
-    """Child processes of this one, as far as the system tells."""
+    """IDs of child processes."""
     found = set()
     for file in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):
@@ -123,8 +123,8 @@ def _children() -> set[int]:
 
 
 def _sweep(spared: Collection[int] = ()) -> None:
-    """Kills child processes, and their children, which this process then adopts."""
-    for _ in range(200):  # one that can't be killed is left
+    """Kills child processes, and their children after adopting them."""
+    for _ in range(200):  # gives up on processes that can't be killed
         left = _children() - {*spared}
         for one in left:
             with contextlib.suppress(OSError):
@@ -136,13 +136,13 @@ def _sweep(spared: Collection[int] = ()) -> None:
 
 
 def _forks() -> bool:
-    """Whether a fork has all that the import made: no threads, no GPU."""
+    """Whether forking is safe: the import started no threads and no GPU context."""
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
     return threading.active_count() == 1 and not (cuda is not None and cuda.is_initialized())
 
 
 def main(run: str) -> None:
-    """Plays attempts with the function of `file.py:function` or `package.module:function` until the input ends."""
+    """Runs trajectories with `file.py:function` or `package.module:function` until the input ends."""
     parent = os.getppid()
     calls, answers = os.fdopen(os.dup(0), "rb", 0), os.fdopen(os.dup(1), "w")  # not inherited by programs
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -165,7 +165,7 @@ def main(run: str) -> None:
         if not _forks():
             _play(function, Path(folder), calls)
         print(_fork(function, Path(folder), calls, there, parent), file=answers, flush=True)
-    _sweep()  # what the import started
+    _sweep()  # processes started by the import
     os.killpg(0, signal.SIGKILL)
 
 

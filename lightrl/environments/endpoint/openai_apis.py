@@ -1,4 +1,4 @@
-"""OpenAI's chat completions, and what they share with responses."""
+"""OpenAI's chat completions API, and code shared with the responses API."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from lightrl.environments.endpoint.requests import Answered, Asked, RefusedError
 SAMPLING = frozenset(
     [
         *("temperature", "top_p", "frequency_penalty", "presence_penalty", "seed"),
-        *("top_k", "min_p", "repetition_penalty"),  # of vLLM and SGLang
+        *("top_k", "min_p", "repetition_penalty"),  # vLLM and SGLang
     ]
 )
 
@@ -43,7 +43,7 @@ HARMLESS = frozenset(
 
 FIXED: Mapping[str, tuple[Any, ...]] = {
     "moderation": (),
-    # What vLLM and SGLang add.
+    # Extensions of vLLM and SGLang.
     "stop_token_ids": ([],),
     "include_stop_str_in_output": (False,),
     "ignore_eos": (False,),
@@ -64,7 +64,7 @@ FIXED: Mapping[str, tuple[Any, ...]] = {
     "return_tokens_as_token_ids": (False,),
 }
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
-"""vLLM's earlier members -> those of its `structured_outputs`."""
+"""vLLM's earlier parameters -> keys of its `structured_outputs`."""
 READ = frozenset(["stop", "parallel_tool_calls", "structured_outputs", "tool_choice", "top_logprobs", *GUIDED])
 STRUCTURED = Members(
     read=["json", "regex", "choice", "grammar", "json_object", "structural_tag"],
@@ -77,7 +77,7 @@ _STREAM = Members(read=["include_usage"], harmless=["include_obfuscation"])
 _CHAT_TOOL = Members(read=["type", "function"], harmless=["cache_control"])
 _CHAT_MESSAGE = Members(
     read=["role", "content", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "refusal"],
-    # The last ones are what OpenRouter and LiteLLM add to messages that programs send back.
+    # The last ones are added by OpenRouter and LiteLLM to messages that programs send back.
     harmless=[
         *("name", "annotations", "cache_control"),
         *("reasoning_details", "provider_specific_fields", "thinking_blocks"),
@@ -120,7 +120,7 @@ class ChatCompletions(Api):
     ) -> tuple[list[Message], int]:
         said = of_type(body.get("messages"), list, "messages", "a list")
         if not said:
-            raise RefusedError(400, "messages must not be empty.", "messages")
+            raise RefusedError(400, "messages: must not be empty. Add a message.", "messages")
         return [_chat_message(message, f"messages[{i}]") for i, message in enumerate(said)], 0
 
     def tool(self, tool: Any, where: str) -> dict[str, Any]:
@@ -134,14 +134,14 @@ class ChatCompletions(Api):
         if body.get("add_generation_prompt") not in (None, not prefill):
             raise RefusedError(
                 400,
-                f"add_generation_prompt={json.dumps(not prefill)}: with continue_final_message={json.dumps(prefill)} a "
-                "reply can't begin there. Leave it out.",
+                f"add_generation_prompt={json.dumps(not prefill)}: conflicts with continue_final_message="
+                f"{json.dumps(prefill)}. Remove it.",
                 "add_generation_prompt",
                 "unsupported_value",
             )
         top = top_logprobs(body)
         if top is not None and not body.get("logprobs"):
-            raise RefusedError(400, "top_logprobs: set logprobs also.", "top_logprobs")
+            raise RefusedError(400, "top_logprobs: requires logprobs. Set logprobs to true.", "top_logprobs")
         return {
             **tool_wishes(body),
             "max_new_tokens": min((limit for limit in limits if limit is not None), default=None),
@@ -192,7 +192,7 @@ class ChatCompletions(Api):
 
 
 def tool_wishes(body: Mapping[str, Any]) -> dict[str, Any]:
-    """What both interfaces of OpenAI ask of tools, and where a reply stops."""
+    """Tool choice and stop strings, which both of OpenAI's APIs have."""
     wishes: dict[str, Any] = {"stop": stops_of(body.get("stop"), "stop")}
     wishes["single"] = body.get("parallel_tool_calls") is False
     choice = body.get("tool_choice")
@@ -203,12 +203,17 @@ def tool_wishes(body: Mapping[str, Any]) -> dict[str, Any]:
     elif isinstance(choice, dict):
         wishes |= _named(choice)
     elif choice not in (None, "auto"):
-        raise RefusedError(400, f"tool_choice={json.dumps(choice)[:200]}: unknown.", "tool_choice", "unsupported_value")
+        raise RefusedError(
+            400,
+            f"tool_choice={json.dumps(choice)[:200]}: is unknown. Use auto, none, required, or a function.",
+            "tool_choice",
+            "unsupported_value",
+        )
     return wishes
 
 
 def _named(choice: dict[str, Any]) -> dict[str, Any]:
-    """One function, or one of several."""
+    """A required function, or one of several allowed functions."""
     if choice.get("type") == "function":
         name = given(choice, "function").get("name", choice.get("name"))
         return {"forced": (of_type(name, str, "tool_choice.name", "a string"),), "single": True}
@@ -217,8 +222,7 @@ def _named(choice: dict[str, Any]) -> dict[str, Any]:
     if choice.get("type") != "allowed_tools" or allowed.get("mode") != "required":
         raise RefusedError(
             400,
-            f"tool_choice={json.dumps(choice)[:200]}: not supported here. Send only these tools, or "
-            '"mode": "required".',
+            f'tool_choice={json.dumps(choice)[:200]}: is not supported. Send only these tools, or "mode": "required".',
             "tool_choice",
             "unsupported_value",
         )
@@ -227,19 +231,19 @@ def _named(choice: dict[str, Any]) -> dict[str, Any]:
 
 
 def structured_of(body: Mapping[str, Any], form: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """What a reply must match, as a member of vLLM's `structured_outputs`; empty for nothing."""
+    """The grammar of the reply in the format of vLLM's `structured_outputs`; empty for none."""
     wanted = given(body, "structured_outputs")
     STRUCTURED.check(wanted, "structured_outputs.")
     found = {name: value for name, value in wanted.items() if name in STRUCTURED.read and value is not None}
     found |= {name: body[guided] for guided, name in GUIDED.items() if body.get(guided) is not None}
     found |= form_of(form, where)
     if len(found) > 1:
-        raise RefusedError(400, f"{where}: the reply is to match {' and '.join(sorted(found))}. Ask for one.", where)
+        raise RefusedError(400, f"{where}: constrains the reply by {' and '.join(sorted(found))}. Use only one.", where)
     return found
 
 
 def form_of(form: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The same for a response format."""
+    """The grammar of a response format; empty for none."""
     FORM.check(form, f"{where}.")
     kind = form.get("type")
     if kind == "json_object":
@@ -249,15 +253,20 @@ def form_of(form: Mapping[str, Any], where: str) -> dict[str, Any]:
         _SCHEMA.check(inner, f"{where}.json_schema.")
         return {"json": of_type((inner or form).get("schema"), dict, f"{where}.schema", "a JSON schema")}
     if kind not in (None, "text"):
-        raise RefusedError(400, f"{where}={json.dumps(form)[:200]}: unknown.", where, "unsupported_value")
+        raise RefusedError(
+            400,
+            f"{where}={json.dumps(form)[:200]}: is unknown. Use text, json_object, or json_schema.",
+            where,
+            "unsupported_value",
+        )
     return {}
 
 
 def top_logprobs(body: Mapping[str, Any]) -> int | None:
-    """The number of likeliest tokens asked for at each place."""
+    """The number of most likely tokens to return for each token."""
     value = body.get("top_logprobs")
     if value is not None and not 0 <= of_type(value, int, "top_logprobs", "an integer") <= 20:
-        raise RefusedError(400, f"top_logprobs={value}: must be between 0 and 20.", "top_logprobs")
+        raise RefusedError(400, f"top_logprobs={value}: must be between 0 and 20. Change it.", "top_logprobs")
     top: int | None = value
     return top
 
@@ -295,7 +304,7 @@ def _calls(answered: Answered) -> list[dict[str, Any]]:
 def _chat_tool(tool: Any, where: str) -> dict[str, Any]:
     kind = of_type(tool, dict, where, "an object").get("type")
     if kind != "function":
-        raise RefusedError(400, f"{where}: tools of type {kind!r} are not offered here, only functions.", where)
+        raise RefusedError(400, f"{where}: tools of type {kind!r} are not supported. Use functions.", where)
     _CHAT_TOOL.check(tool, f"{where}.")
     function = of_type(tool.get("function"), dict, f"{where}.function", "an object")
     made = function_tool(
@@ -307,7 +316,7 @@ def _chat_tool(tool: Any, where: str) -> dict[str, Any]:
 
 
 def _chat_message(message: Any, where: str) -> Message:
-    """A message as chat templates take it."""
+    """Converts a message to the format of chat templates."""
     role = of_type(message, dict, where, "an object").get("role")
     _CHAT_MESSAGE.check(message, f"{where}.")
     if role in ("system", "developer", "user"):
@@ -323,7 +332,7 @@ def _chat_message(message: Any, where: str) -> Message:
         }
     if role != "assistant":
         raise RefusedError(
-            400, f"{where}.role must be system, developer, user, assistant or tool, not {role!r}.", where
+            400, f"{where}.role={role!r}: is unknown. Use system, developer, user, assistant, or tool.", where
         )
     said: Message = {
         "role": "assistant",

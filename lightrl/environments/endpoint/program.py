@@ -1,4 +1,4 @@
-"""Training of agents that were written against a model server's interface."""
+"""Trains agent programs that call the policy through the API of a model server."""
 
 from __future__ import annotations
 
@@ -28,59 +28,59 @@ if TYPE_CHECKING:
 
 _STARTING = threading.Lock()  # evaluation may run next to training
 _HINT = (
-    "Create the client inside the program from its `base_url` and `api_key`: a client of the whole process belongs to "
-    "the attempt that set it last."
+    "Create the client inside the program from its `base_url` and `api_key`. A process-wide client uses the key of the "
+    "trajectory that set it last."
 )
 
 
 class AgentProgram(MultiTurn):
-    """Has each attempt made by a program that uses the policy as a model server.
+    """Runs a program for each trajectory that calls the policy through the API of a model server.
 
-    The program is a function `main(row, base_url, api_key)`, sync or async, that returns a reward, or None to leave it
-    to the reward functions, or `{"reward": ..., "metrics": {...}}` with numbers to log. `row` has the dataset's columns
-    and `prompt`. At `base_url` the policy answers OpenAI's chat completions and responses and Anthropic's messages,
-    plain or streaming, with any client. Sync programs run in threads, async ones on one event loop, so that one client
-    can serve all attempts if each request has its attempt's key.
+    The program is a function `main(row, base_url, api_key)`, sync or async. It returns a reward, None to use the reward
+    functions, or `{"reward": ..., "metrics": {...}}` with numbers to log. `row` contains the dataset's columns and
+    `prompt`. `base_url` serves the policy through OpenAI's chat completions and responses APIs and Anthropic's messages
+    API, with and without streaming. Sync programs run in threads and async programs on one event loop. All trajectories
+    can share a client if each request uses the key of its trajectory.
 
-    A request that continues one of the attempt's conversations word for word extends its row if that is proven to be
-    exact. Any other begins a new row, with what was sampled before as context (sub-agents, compactions). The run's
-    sampling settings apply: sampling parameters in a request have no effect, are counted (`ignored_parameters`), and
-    named once in a warning. Unknown members are rejected as the provider rejects them. A server answers, from the first
-    attempt until `close`.
+    A request that continues a conversation of the trajectory verbatim extends its sequence if this is verified to be
+    exact. Any other request starts a new sequence with earlier tokens as context (sub-agents, compaction). The run's
+    sampling settings apply. Sampling parameters in requests are ignored, counted (`ignored_parameters`), and reported
+    in a warning once. Unknown parameters are rejected, as by the provider. The server runs from the first trajectory
+    until `close`.
 
-    Each attempt has its own key, which is void after its end. A request with the key of another attempt ends the run,
-    and so does a reward from a program that sent no request.
+    Each trajectory has its own key, which is valid until its end. The run stops with an error if a program uses the key
+    of another trajectory, or returns a reward without sending a request.
 
-    A limit ends an attempt with its name as stop reason. The attempt is scored, because the policy caused it, with
-    what the program returns, else with `limit_reward`. An exception in the program, a process that dies, an engine that
-    fails, and a program that never asks for a turn end it with "failure": it is in no loss and no baseline.
+    A trajectory that reaches a limit ends with the limit's name as stop reason. Its reward is the value that the
+    program returns, otherwise `limit_reward`. An exception in the program, a process that dies, an engine failure, and
+    a program without a turn end the trajectory with "failure". It is then excluded from losses and baselines.
 
     Args:
-        run: "file.py:main" or "package.module:main", or the function itself.
-        process: Runs each attempt in a separate process, which is killed with its children at the end. Processes that
-            have imported the program stay and fork one for each attempt, so that the import happens once, and no
-            attempt changes the variables, environment, or working folder of another. The program also finds the
-            endpoint in `OPENAI_BASE_URL` and the like.
-        python: Interpreter of such processes; None for this one.
-        env: Additional environment variables of such processes.
-        max_turns: Maximum number of turns. A request beyond is rejected with status 403.
-        max_seconds: Seconds that the program may take, without those of the engine; None for no limit.
-        limit_reward: Reward of an attempt that a limit ended before the program returned one; None leaves it to the
+        run: "file.py:main", "package.module:main", or the function itself.
+        process: Whether to run each trajectory in a separate process, which is killed with its children at the end.
+            Worker processes import the program once and fork for each trajectory, so trajectories don't share
+            variables, environment variables, or the working directory. Clients can also read `OPENAI_BASE_URL`,
+            `OPENAI_API_KEY`, and the variables of Anthropic.
+        python: Python interpreter of the processes. Defaults to the current one.
+        env: Additional environment variables of the processes.
+        max_turns: Maximum number of turns. Further requests are rejected with status 403.
+        max_seconds: Time limit of the program in seconds, excluding generation. None means no limit.
+        limit_reward: Reward of a trajectory that reached a limit before the program returned a reward. None uses the
             reward functions.
-        constrained: What becomes of replies that a request constrains (a forced tool, `response_format`). "engine" uses
-            the engine's structured outputs. Such turns are counted (`constrained_turns`), and left out of the loss
-            (`masked_turns`) unless the engine records which tokens were left. "free" samples and trains them like all
-            others, as if the request did not ask. "reject" rejects the request.
-        bind: Address that the server listens on. The default is reachable from this machine only; "0.0.0.0" also from
-            containers and other machines. Keys protect the policy, but traffic is not encrypted.
-        port: Port of the server; 0 for a free one.
-        url: Base URL by which programs reach the server, with `{port}` for the port, such as
-            "http://host.docker.internal:{port}/v1". Defaults to the address.
-        limits: Other arguments of `MultiTurn`. A conversation longer than `max_tokens` is rejected as too long for the
-            context; the program may shorten it and continue.
+        constrained: Handling of requests that constrain the reply (a forced tool, `response_format`). "engine" uses the
+            engine's structured outputs. Such turns are counted (`constrained_turns`) and excluded from the loss
+            (`masked_turns`) unless the engine records the allowed tokens. "free" ignores the constraint and trains the
+            turns like all others. "reject" rejects the requests.
+        bind: Address that the server listens on. The default is reachable only from this computer, "0.0.0.0" also from
+            containers and other computers. Keys protect the policy, but traffic is not encrypted.
+        port: Port of the server. 0 picks a free port.
+        url: Base URL of the server for programs, such as "http://host.docker.internal:{port}/v1". `{port}` is replaced
+            with the port. Defaults to the address.
+        limits: Other arguments of `MultiTurn`. Conversations longer than `max_tokens` are rejected as exceeding the
+            context length; the program can shorten them and continue.
 
     Raises:
-        ValueError: A value is out of its range, the program can't be loaded, or the server's packages are missing.
+        ValueError: A value is out of range, the program can't be loaded, or the server's packages are not installed.
     """
 
     def __init__(
@@ -101,9 +101,9 @@ class AgentProgram(MultiTurn):
     ) -> None:
         super().__init__(max_turns=max_turns, max_seconds=max_seconds, **limits)
         if limit_reward is not None and not math.isfinite(limit_reward):
-            raise ValueError(f"limit_reward={limit_reward}: must be a finite number or None.")
+            raise ValueError(f"limit_reward={limit_reward}: is not finite. Use a finite number or None.")
         if constrained not in get_args(Constrained):
-            raise ValueError(f"constrained={constrained!r}: unknown. Use one of {', '.join(get_args(Constrained))}.")
+            raise ValueError(f"constrained={constrained!r}: is unknown. Use one of {', '.join(get_args(Constrained))}.")
         require_packages("AgentProgram", "agents", "fastapi", "uvicorn")
         self.workers: Workers | None = None
         self.function: Callable[..., Any] | None = None
@@ -111,14 +111,12 @@ class AgentProgram(MultiTurn):
             place = run.rpartition(":")[0] if isinstance(run, str) else ""
             if not place or (place.endswith(".py") and not Path(place).exists()):
                 raise ValueError(
-                    f'run={run!r}: process=True needs an existing program. Pass "file.py:main" or '
+                    f'run={run!r}: process=True requires an existing program. Pass "file.py:main" or '
                     '"package.module:main".'
                 )
             self.workers = Workers(str(run), python, env)
         elif python is not None or env:
-            raise ValueError(
-                f"python={python!r}, env={env!r}: belong to processes. Set process=True, or leave them out."
-            )
+            raise ValueError(f"python={python!r}, env={env!r}: require process=True. Set it, or remove python and env.")
         else:
             self.function = _imported(run) if isinstance(run, str) else run
         self.limit_reward = limit_reward
@@ -150,7 +148,7 @@ class AgentProgram(MultiTurn):
         return await self._play(session, self._served(), attempt.row)
 
     def _served(self) -> Endpoint:
-        """The endpoint. The first attempt starts it, and so does one that finds that it has died."""
+        """The endpoint. Starts it for the first trajectory, and restarts it if it has died."""
         with _STARTING:
             if self._endpoint is None or self._endpoint.ended:
                 from lightrl.environments.endpoint.server import Endpoint
@@ -161,7 +159,7 @@ class AgentProgram(MultiTurn):
             return self._endpoint
 
     async def close(self) -> None:
-        """Ends the endpoint and the processes of programs."""
+        """Stops the endpoint and the processes of programs."""
         if self.workers is not None:
             await in_thread(self.workers.stop, "end of programs")
         endpoint, self._endpoint = self._endpoint, None
@@ -169,14 +167,14 @@ class AgentProgram(MultiTurn):
             await in_thread(endpoint.stop, "endpoint's end")
 
     async def _play(self, session: Session, endpoint: Endpoint, row: Mapping[str, Any]) -> Trajectory:
-        """Runs the program and makes a trajectory of its outcome."""
+        """Runs the program and converts the result to a trajectory."""
         stop: StopReason | None = None
         reward: float | None = None
         metrics: dict[str, float] = {}
         worker = await self._worker(endpoint.base_url)
         began = time.monotonic()
         keys = [endpoint.open(session)]
-        if isinstance(worker, Worker):  # clients that the import made have its key
+        if isinstance(worker, Worker):  # the key of clients created during the import
             keys.append(endpoint.open(session, worker.key))
         broken = asyncio.ensure_future(session.broken.wait())
         program = asyncio.ensure_future(self._run(worker, row, endpoint.base_url, keys[0]))
@@ -208,11 +206,11 @@ class AgentProgram(MultiTurn):
         if not session.turns:
             if reward is not None and session.failure is None and not session.requested:
                 raise ValueError(
-                    f"run: the program returned a reward but sent no request with its key. {_HINT} Return None if a "
-                    "row needs no turn."
+                    f"run: the program returned a reward but sent no request with its key. {_HINT} Return None for "
+                    "examples without a turn."
                 )
             refusal = f" Its last request was rejected: {session.refusal}" if session.refusal else ""
-            session.fail(f"the program ended without a turn.{refusal}")
+            session.fail(f"the program exited without a turn.{refusal}")
         if session.failure is None and reward is None and (stop == "time" or session.limited):
             reward = self.limit_reward
         return Trajectory(
@@ -227,7 +225,7 @@ class AgentProgram(MultiTurn):
         )
 
     async def _worker(self, base_url: str) -> Worker | ProgramError | None:
-        """A process for an attempt, or why there is none; None for programs of this process."""
+        """The process for a trajectory, or the error; None for programs in this process."""
         if self.workers is None:
             return None
         try:
@@ -235,10 +233,10 @@ class AgentProgram(MultiTurn):
         except ProgramError as error:
             return error
         except asyncio.TimeoutError:
-            return ProgramError(f"max_seconds={self.max_seconds:g}: importing it took longer. Raise max_seconds.")
+            return ProgramError(f"max_seconds={self.max_seconds:g}: the import took longer. Raise max_seconds.")
 
     async def _run(self, worker: Worker | ProgramError | None, row: Mapping[str, Any], base_url: str, key: str) -> Any:
-        """What the program returns."""
+        """Runs the program and returns its result."""
         if isinstance(worker, ProgramError):
             raise worker
         if worker is not None:
@@ -247,10 +245,10 @@ class AgentProgram(MultiTurn):
         return await run_here(self.function, row, base_url, key)
 
     def _reward(self, program: asyncio.Future[Any], session: Session) -> tuple[float | None, dict[str, float]]:
-        """The reward and metrics that the program returned; without a reward if a limit made it raise.
+        """The returned reward and metrics. The reward is None if the program raised after a limit was reached.
 
         Raises:
-            ValueError: It is not a reward, or a metric is not a number.
+            ValueError: The reward is invalid, or a metric is not a number.
         """
         metrics: Any = {}
         try:
@@ -264,14 +262,16 @@ class AgentProgram(MultiTurn):
         if isinstance(reward, Mapping) and set(reward) == {"reward", "metrics"}:
             reward, metrics = reward["reward"], reward["metrics"]
             if not isinstance(metrics, Mapping) or not all(isinstance(one, int | float) for one in metrics.values()):
-                raise ValueError(f"run: the program returned metrics={repr(metrics)[:60]}. Return numbers by name.")
+                raise ValueError(
+                    f"run: the program returned metrics={repr(metrics)[:60]}. Return a dictionary of numbers."
+                )
         metrics = {str(name): float(value) for name, value in metrics.items()}
         if reward is None:
             return None, metrics
         if not isinstance(reward, int | float) or not abs(reward) <= MAX_REWARD:
             raise ValueError(
-                f"run: the program returned {repr(reward)[:60]}. Return a finite number of at most {MAX_REWARD:g} in "
-                "size, or None."
+                f"run: the program returned {repr(reward)[:60]}. Return a finite number with an absolute value of at "
+                f"most {MAX_REWARD:g}, or None."
             )
         return float(reward), metrics
 
@@ -282,4 +282,4 @@ def _imported(run: str) -> Any:
     except ValueError as error:
         if "api_key" not in str(error):
             raise
-        raise ValueError(f"{error} {_HINT} Or set process=True, where the import finds a key.") from error
+        raise ValueError(f"{error} {_HINT} Or set process=True, which provides a key during the import.") from error

@@ -1,4 +1,4 @@
-"""A program's request and its answer, whichever interface they came by."""
+"""A program's request and its answer, independent of the API."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from lightrl.environments.base import Message, Reply
 
 
 class RefusedError(Exception):
-    """A request that is rejected.
+    """Raised to reject a request.
 
     Args:
         status: HTTP status.
-        message: What is wrong, and the fix.
-        parameter: Member of the body that is wrong.
-        code: Word for programs, such as "context_length_exceeded".
+        message: Error message with the fix.
+        parameter: Invalid parameter.
+        code: Machine-readable error code, such as "context_length_exceeded".
     """
 
     def __init__(self, status: int, message: str, parameter: str | None = None, code: str | None = None) -> None:
@@ -29,24 +29,24 @@ class RefusedError(Exception):
 
 @dataclass
 class Asked:
-    """A request of a program, whichever interface it came by.
+    """A parsed request.
 
     Attributes:
-        messages: Conversation; IDs of tool calls are those that the program was given.
-        tools: JSON schemas, as chat templates take them.
-        max_new_tokens: Maximum number of tokens of the reply; None for the run's limit.
-        model: Name that the program asked for. It is given back and has no effect.
-        stream: Whether the answer comes as server-sent events.
-        usage: Whether a stream of chat completions ends with the counts of tokens.
-        ignored: Names of sampling parameters, which have no effect.
-        template_kwargs: Variables of the chat template that the program asked for.
-        instructions: Number of first messages that are not part of the conversation that a response continues.
-        stop: Strings that end the reply.
-        forced: Tools of which the reply must call one, all if empty; None if it need not.
-        single: Whether the reply has at most one tool call.
-        structured: What the reply must match, under the names of vLLM's `structured_outputs`.
+        messages: Conversation, with the program's IDs of tool calls.
+        tools: JSON schemas in the format of chat templates.
+        max_new_tokens: Maximum number of tokens of the reply. None uses the run's limit.
+        model: Model name, which is echoed and has no effect.
+        stream: Whether to answer with server-sent events.
+        usage: Whether a stream of chat completions ends with token counts.
+        ignored: Names of ignored sampling parameters.
+        template_kwargs: Requested variables of the chat template.
+        instructions: Number of leading messages that are not part of the conversation that a response continues.
+        stop: Stop strings.
+        forced: Names of the tools of which the reply must call one; empty means any tool. None makes calls optional.
+        single: Whether the reply may have at most one tool call.
+        structured: Grammar of the reply, in the format of vLLM's `structured_outputs`.
         n: Number of replies.
-        top_logprobs: Number of likeliest tokens to tell with each token's log-prob; None for no log-probs.
+        top_logprobs: Number of most likely tokens to return with each token's log-prob. None returns no log-probs.
         prefill: Whether the last message is the beginning of the reply.
     """
 
@@ -70,15 +70,15 @@ class Asked:
 
 @dataclass
 class Answered:
-    """A turn as the program gets it.
+    """A turn to return to the program.
 
     Attributes:
         number: Number of the turn.
-        reply: The reply up to the stop string. IDs of its tool calls are unique in the attempt.
-        prompt_tokens: Number of tokens that the engine was asked with.
-        completion_tokens: Number of tokens that it sampled.
+        reply: Reply up to the stop string. IDs of tool calls are unique in the trajectory.
+        prompt_tokens: Number of prompt tokens.
+        completion_tokens: Number of sampled tokens.
         stop: Stop string that ended the reply.
-        logprobs: Tokens and their log-probs, as OpenAI writes them; None if they were not asked for.
+        logprobs: Tokens and log-probs in OpenAI's format. None if not requested.
     """
 
     number: int

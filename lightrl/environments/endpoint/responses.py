@@ -1,4 +1,4 @@
-"""OpenAI's responses."""
+"""OpenAI's responses API."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _INCLUDE = Members(
         "include": (
             "reasoning.encrypted_content",
             _LOGPROBS,
-            # Of tools of the server, which are not offered, and of images.
+            # Parameters of server-side tools, which are not supported, and of images.
             "file_search_call.results",
             "web_search_call.results",
             "web_search_call.action.sources",
@@ -58,7 +58,7 @@ _RESPONSES_TOOL = Members(
     read=["type", "name", "description", "parameters", "strict"],
     fixed={"allowed_callers": (["direct"],), "async": (False,), "defer_loading": (False,), "output_schema": ()},
 )
-_PLACE = ("id", "status", "phase", "caller")  # of an item in the conversation that it comes from
+_PLACE = ("id", "status", "phase", "caller")  # metadata of items that programs send back
 _ITEMS = {
     "message": Members(read=["type", "role", "content"], harmless=_PLACE),
     "reasoning": Members(read=["type", "content"], harmless=[*_PLACE, "summary", "encrypted_content"]),
@@ -73,7 +73,7 @@ _TEXT = ("input_text", "output_text", "text", "refusal")
 
 
 class Responses(Api):
-    """`POST /responses`. A response may be continued by its ID within its attempt.
+    """`POST /responses`. A response can be continued by its ID within its trajectory.
 
     Source: https://platform.openai.com/docs/api-reference/responses
     """
@@ -117,7 +117,7 @@ class Responses(Api):
         else:
             _add(messages, of_type(asked, list, "input", "text or a list of items"))
         if len(messages) == first:
-            raise RefusedError(400, "input must not be empty.", "input")
+            raise RefusedError(400, "input: must not be empty. Add a message.", "input")
         return messages, first
 
     def tool(self, tool: Any, where: str) -> dict[str, Any]:
@@ -249,14 +249,14 @@ def _items(answered: Answered) -> list[dict[str, Any]]:
 def _responses_tool(tool: Any, where: str) -> dict[str, Any]:
     kind = of_type(tool, dict, where, "an object").get("type")
     if kind != "function":
-        raise RefusedError(400, f"{where}: tools of type {kind!r} are not offered here, only functions.", where)
+        raise RefusedError(400, f"{where}: tools of type {kind!r} are not supported. Use functions.", where)
     _RESPONSES_TOOL.check(tool, f"{where}.")
     return function_tool(tool.get("name"), tool.get("description"), tool.get("parameters"), where)
 
 
 def _add(messages: list[Message], items: list[Any]) -> None:
-    """Appends items as messages: neighbouring items of the assistant's are one message."""
-    open_one: Message | None = None  # the assistant's message that further items belong to
+    """Converts items to messages. Merges adjacent assistant items into one message."""
+    open_one: Message | None = None  # the current assistant message
     for i, item in enumerate(items):
         where = f"input[{i}]"
         kind = of_type(item, dict, where, "an object").get("type", "message")
@@ -278,7 +278,7 @@ def _add(messages: list[Message], items: list[Any]) -> None:
             content = content_of(item.get("content"), f"{where}.content", _TEXT)
             messages.append({"role": "user" if role == "user" else "system", "content": content})
         else:
-            raise RefusedError(400, f"{where}: an item of type {kind!r} and role {role!r} is not offered here.", where)
+            raise RefusedError(400, f"{where}: type {kind!r} with role {role!r} is not supported. Remove it.", where)
 
 
 def _add_to_assistant(message: Message, kind: str, item: dict[str, Any], where: str) -> None:

@@ -1,4 +1,4 @@
-"""Runs a program, in this process or in others."""
+"""Runs agent programs in this process or in worker processes."""
 
 from __future__ import annotations
 
@@ -26,27 +26,25 @@ from lightrl.rewards.base import message_of
 
 CHILD = Path(__file__).with_name("child.py")
 LOG_BYTES = 4000
-"""Bytes of a process's output that a message shows."""
+"""Maximum bytes of a process's output in an error message."""
 
 STOP_SECONDS = 2.0
-"""Seconds that a process has to end what it started, before it is killed."""
+"""Seconds that a process has to stop its children before it is killed."""
 
 
 class ProgramError(Exception):
-    """The program raised, or its process ended without a result."""
+    """Raised if the program raises, or its process exits without a result."""
 
 
 class ProgramBlockedError(ProgramError):
-    """The event loop that async programs share is blocked."""
+    """Raised if a program blocks the shared event loop of async programs."""
 
 
 async def run_here(function: Callable[..., Any], row: Mapping[str, Any], base_url: str, api_key: str) -> Any:
-    """Calls a function in a thread, or, if it awaits, on the event loop of all users' async code.
+    """Calls a function in a thread, or, if it contains `await`, on the shared event loop of user code.
 
-    It raises a `ProgramError` if the function does, as `Worker.run`. Cancelling either ends the program.
-
-    An async function is cancelled at its next `await`. A sync one can't be ended: its key is void, and its thread is
-    left behind with a warning.
+    Raises a `ProgramError` if the function raises. If canceled, an async function is canceled at its next `await`. A
+    sync function can't be stopped: its key is revoked, and its thread is abandoned with a warning.
     """
     enter(api_key)
     code = UserCode("program")
@@ -66,19 +64,19 @@ async def run_here(function: Callable[..., Any], row: Mapping[str, Any], base_ur
 
 
 class Worker:
-    """A Python process that has imported a program, and plays one attempt at a time, each in a fork.
+    """A Python process that imports a program once and runs one trajectory at a time, each in a fork.
 
-    It and what it started end with `stop`, and when this process is gone.
+    The process and its children exit on `stop`, and if this process exits.
 
     Args:
         program: "file.py:function" or "package.module:function".
-        python: Interpreter; None for this one.
-        env: Environment variables in addition to those of this process.
+        python: Python interpreter. None uses the current one.
+        env: Additional environment variables.
         base_url: Base URL of the endpoint.
 
     Attributes:
-        key: Key that clients which the import made have.
-        reusable: Whether it can play another attempt.
+        key: Key of clients created during the import.
+        reusable: Whether the process can run another trajectory.
     """
 
     def __init__(self, program: str, python: str | None, env: Mapping[str, str] | None, base_url: str) -> None:
@@ -89,7 +87,7 @@ class Worker:
         self._stopping = threading.Lock()
         self._env = dict(env or {})
         self._started = False
-        self._log = tempfile.TemporaryFile(prefix="program-")  # noqa: SIM115  (as long as the process lives)
+        self._log = tempfile.TemporaryFile(prefix="program-")  # noqa: SIM115  (open while the process runs)
         self._process = subprocess.Popen(
             [python or sys.executable, str(CHILD), program],
             stdin=subprocess.PIPE,
@@ -100,7 +98,7 @@ class Worker:
         )
 
     def _variables(self, key: str) -> dict[str, str]:
-        """The environment variables by which clients find the endpoint."""
+        """Environment variables with the endpoint's URL and key."""
         own = {"OPENAI_BASE_URL": self.base_url, "ANTHROPIC_BASE_URL": self.base_url.removesuffix("/v1")}
         return {**own, "OPENAI_API_KEY": key, "ANTHROPIC_API_KEY": key, **self._env}
 
@@ -114,7 +112,7 @@ class Worker:
         self._started = self._process.stdout.readline() == b"ready\n"
         if not self._started:
             self.stop()
-            raise ProgramError(self._died(self._log, "it can't be imported"))
+            raise ProgramError(self._died(self._log, "the import failed"))
 
     async def run(self, row: Mapping[str, Any], base_url: str, api_key: str) -> Any:
         """Calls the function. The row must be JSON."""
@@ -124,8 +122,8 @@ class Worker:
             )
         except TypeError as error:
             raise ValueError(
-                f"process=True: a row goes to a process as JSON, which can't hold it ({error}). Leave the column out, "
-                "or use process=False."
+                f"process=True: an example can't be converted to JSON ({error}). Remove the column, or set "
+                "process=False."
             ) from error
         self.reusable = False
         with tempfile.TemporaryDirectory(prefix="program-") as name:
@@ -138,7 +136,7 @@ class Worker:
                 if failed is not None:
                     raise ProgramError(f"{type(failed).__name__}: {failed}")
             finally:
-                if not self.reusable:  # it was given up, or the process died
+                if not self.reusable:  # canceled, or the process died
                     await asyncio.wait([asyncio.ensure_future(in_thread(self.stop, "program's process"))])
                 await asyncio.wait([playing])
             result = folder / "result.json"
@@ -149,36 +147,36 @@ class Worker:
             return answer["reward"]
 
     def _ended(self, folder: str) -> None:
-        """Plays the attempt of a folder and waits for its end."""
+        """Runs the trajectory of a directory and waits for its end."""
         assert self._process.stdin is not None and self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(f"{folder}\n".encode())
             self._process.stdin.flush()
         code = self._process.stdout.readline()
-        # Requests of a killed attempt may still be on their way, and the key of the import would belong to the next.
+        # A killed trajectory may have requests in flight, and the import's key would belong to the next one.
         self.reusable = code == b"0\n"
         self._code = int(code) if code else None
 
     def _died(self, log: IO[bytes], cause: str | None) -> str:
-        """The cause, and the last that was written to a log."""
+        """An error message with the cause and the end of a log."""
         log.seek(max(log.seek(0, os.SEEK_END) - LOG_BYTES, 0))
         said = log.read().decode(errors="replace").strip()
         code = self._process.returncode if self._code is None else self._code
-        return f"{cause or f'its process ended with exit code {code}'}\n{said}".strip()
+        return f"{cause or f'its process exited with code {code}'}\n{said}".strip()
 
     @property
     def exited(self) -> bool:
-        """Whether it ended. It is not reaped, so that no other process has its number when its group is killed."""
+        """Whether the process exited. Doesn't reap it, so that its ID is not reused before its group is killed."""
         options = os.WEXITED | os.WNOHANG | os.WNOWAIT
         return self._process.returncode is not None or bool(os.waitid(os.P_PID, self._process.pid, options))
 
     def stop(self) -> None:
-        """Ends the process and what it started."""
+        """Stops the process and its children."""
         self.reusable = False
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
-        until = time.monotonic() + STOP_SECONDS * self._started  # while it imports, it does not listen
+        until = time.monotonic() + STOP_SECONDS * self._started  # doesn't react during the import
         with self._stopping:
             if self._process.returncode is not None:
                 return
@@ -190,7 +188,7 @@ class Worker:
 
 
 class Workers:
-    """Processes that stay for later attempts: as many as there are attempts at once."""
+    """A pool of worker processes, one per concurrent trajectory."""
 
     def __init__(self, program: str, python: str | None, env: Mapping[str, str] | None) -> None:
         self._make = partial(Worker, program, python, env)
@@ -199,7 +197,7 @@ class Workers:
         self._lock = threading.Lock()
 
     async def take(self, base_url: str) -> Worker:
-        """A process for one attempt, whose endpoint is at `base_url`.
+        """Acquires a process for one trajectory with the endpoint at `base_url`.
 
         Raises:
             ProgramError: The program can't be imported.
@@ -222,7 +220,7 @@ class Workers:
         return worker
 
     def give(self, worker: Worker) -> None:
-        """Takes a process back."""
+        """Releases a process."""
         with self._lock:
             if worker.reusable and worker in self._all:
                 self._idle.append(worker)
@@ -230,7 +228,7 @@ class Workers:
                 self._all.discard(worker)
 
     def stop(self) -> None:
-        """Ends all processes."""
+        """Stops all processes."""
         with self._lock:
             workers, self._all, self._idle = self._all, set(), []
         for worker in workers:

@@ -1,4 +1,4 @@
-"""The server that programs use as a model server."""
+"""The HTTP server of the endpoint."""
 
 from __future__ import annotations
 
@@ -27,39 +27,39 @@ from lightrl.environments.endpoint.responses import Responses
 from lightrl.environments.endpoint.session import Session
 
 LOOPBACK = "127.0.0.1"
-# OpenAI's clients add "/chat/completions" to their base URL, Anthropic's "/v1/messages": one URL does for both.
+# OpenAI's clients append "/chat/completions" to the base URL, Anthropic's "/v1/messages". One URL works for both.
 PREFIXES = ("", "/v1", "/v1/v1")
 MIXED_UP = (
-    "run: one attempt sent a request with the key of another, which would train it on turns of the other. This happens "
-    "if programs set a client, key, or URL for the whole process, or share threads. Create the client in the program "
-    "from its `base_url` and `api_key`, or set process=True."
+    "run: a trajectory sent a request with the key of another trajectory. This happens if programs set a process-wide "
+    "client, key, or URL, or share threads. Create the client in the program from its `base_url` and `api_key`, or set "
+    "process=True."
 )
 UNTOLD = (
-    "run: a request came from a thread that carries no attempt's context, so it can't be told which one it trains. "
-    "Start it with `contextvars.copy_context().run` (as `asyncio.to_thread` does), or set process=True."
+    "run: a request came from a thread without a context, so its trajectory is unknown. Start the thread with "
+    "`contextvars.copy_context().run` (as `asyncio.to_thread` does), or set process=True."
 )
 T = TypeVar("T")
-NO_RETRY = {"x-should-retry": "false"}  # what was rejected is rejected again; both official clients heed it
+NO_RETRY = {"x-should-retry": "false"}  # respected by both official clients
 
 
 class Endpoint:
     """Serves sessions on an event loop in a separate thread.
 
-    Each session has a secret key of 256 random bits, void after the session's end. Without a valid key no body is read,
-    and only `/health` is answered. If serving ends unasked, the sessions fail.
+    Each session has a secret key of 256 random bits, which is valid until the session ends. Without a valid key, only
+    `/health` is answered, and no body is read. If the server stops unexpectedly, the sessions fail.
 
     Args:
         bind: Address to listen on.
-        port: Port; 0 for a free one.
-        url: Base URL for programs, with `{port}` for the port; None for the address.
+        port: Port. 0 picks a free port.
+        url: Base URL for programs. `{port}` is replaced with the port. Defaults to the address.
 
     Attributes:
         base_url: Base URL for programs.
-        ended: Whether it serves no more.
+        ended: Whether the server has stopped.
 
     Raises:
-        ValueError: The address can't be listened on.
-        RuntimeError: The server does not come up.
+        ValueError: The address is not available.
+        RuntimeError: The server does not start.
     """
 
     def __init__(self, bind: str = LOOPBACK, port: int = 0, url: str | None = None) -> None:
@@ -70,7 +70,7 @@ class Endpoint:
         try:
             self._socket = socket.create_server((bind, port), family=socket.AF_INET6 if ":" in bind else socket.AF_INET)
         except OSError as error:
-            raise ValueError(f"bind={bind!r}, port={port}: can't be listened on ({error}). Set others.") from error
+            raise ValueError(f"bind={bind!r}, port={port}: is not available ({error}). Use another.") from error
         self.port = int(self._socket.getsockname()[1])
         host = {"0.0.0.0": LOOPBACK, "::": "[::1]"}.get(bind, f"[{bind}]" if ":" in bind else bind)
         self.base_url = (url or f"http://{host}:{{port}}/v1").replace("{port}", str(self.port))
@@ -81,7 +81,7 @@ class Endpoint:
                 ws="none",
                 lifespan="off",
                 log_config=None,
-                headers=[("connection", "close")],  # so that a connection tells which attempt a request comes from
+                headers=[("connection", "close")],  # so that each connection belongs to one trajectory
                 access_log=False,
                 server_header=False,
                 timeout_graceful_shutdown=2,
@@ -103,10 +103,10 @@ class Endpoint:
             left = list(self._sessions.values())
             self._sessions.clear()
         for session in left:
-            _on_loop(session, session.fail, "endpoint: its thread has ended")
+            _on_loop(session, session.fail, "endpoint: the server has stopped")
 
     def stop(self) -> None:
-        """Voids all keys, closes all connections and the socket."""
+        """Revokes all keys, and closes all connections and the socket."""
         with self._opening:
             self.ended = True
             self._sessions.clear()
@@ -118,30 +118,30 @@ class Endpoint:
         self._socket.close()
 
     def open(self, session: Session, key: str | None = None) -> str:
-        """The key of a session, which is answered from now on. The session fails if the endpoint has ended.
+        """Starts answering requests of a session. Returns its key. The session fails if the endpoint has stopped.
 
         Args:
             session: Session.
-            key: Key; None for a new one.
+            key: Key. Defaults to a new key.
         """
         key = key or f"sk-{secrets.token_urlsafe(32)}"
         with self._opening:
             self._opened += 1
             if self.ended:
-                session.fail("endpoint: it has ended")
+                session.fail("endpoint: the server has stopped")
             else:
                 self._sessions[key] = session
         return key
 
     def close(self, key: str) -> None:
-        """Voids a key."""
+        """Revokes a key."""
         self._sessions.pop(key, None)
 
     def _find(self, request: Request) -> Session:
-        """The session that a request belongs to.
+        """The session of a request.
 
         Raises:
-            RefusedError: Its key is wrong, or belongs to an attempt that has ended or did not make the request.
+            RefusedError: The key is invalid, or belongs to a trajectory that has ended or did not send the request.
         """
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         key = (key if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")).strip()
@@ -154,7 +154,7 @@ class Endpoint:
                 _on_loop(mixed_up, mixed_up.stop, ValueError(cause))
             raise RefusedError(403, cause)
         if session is None:
-            raise RefusedError(401, "The key is wrong, or its attempt has ended.", code="invalid_api_key")
+            raise RefusedError(401, "The API key is invalid, or its trajectory has ended.", code="invalid_api_key")
         return session
 
     # ---- requests, on the server's loop -----------------------------------------------------------------------------
@@ -176,7 +176,7 @@ class Endpoint:
         async def missing(request: Request, error: Exception) -> Response:
             async def refuse(api: Api, session: Session, request: Request) -> Response:
                 status = getattr(error, "status_code", 404)
-                raise RefusedError(status, f"{request.method} {request.url.path} is not offered here.")
+                raise RefusedError(status, f"{request.method} {request.url.path} is not supported.")
 
             return await self._handler(messages if "anthropic-version" in request.headers else chat, refuse)(request)
 
@@ -196,9 +196,9 @@ class Endpoint:
                 refused = error
                 if session is not None:
                     _on_loop(session, session.refused, refused)
-            except ClientDisconnect:  # in the middle of its request
+            except ClientDisconnect:  # before the end of its request
                 return Response(status_code=499)
-            except Exception as error:  # a fault of ours: the attempt must not look complete
+            except Exception as error:  # an internal error, so the trajectory fails
                 refused = RefusedError(500, f"{type(error).__name__}: {error}")
                 if session is not None:
                     _on_loop(session, session.fail, f"endpoint: {refused.message}")
@@ -212,7 +212,7 @@ async def _health() -> dict[str, str]:
 
 
 async def _models(api: Api, session: Session, request: Request) -> Response:
-    """The one model, under any name, with the members of both providers."""
+    """The model, under any name, with the fields of both providers."""
     name = request.path_params.get("name")
     model = {
         **{"id": name or "policy", "object": "model", "created": 0, "owned_by": "run"},
@@ -244,9 +244,9 @@ async def _answer(api: Api, session: Session, request: Request) -> Response:
     asked = api.read(await _body(request), session.recall)
     answers = await _made(session, session.turns_of(asked), request)
     if answers is None:
-        return Response(status_code=499)  # the client has gone
+        return Response(status_code=499)  # the client disconnected
     written = api.write(asked, answers)
-    if isinstance(api, Responses):  # by the id that the program gets
+    if isinstance(api, Responses):  # by the ID in the response
         session.remember(written["id"], [*asked.messages[asked.instructions :], answers[0].reply.message()])
     if not asked.stream:
         return JSONResponse(written)
@@ -255,7 +255,7 @@ async def _answer(api: Api, session: Session, request: Request) -> Response:
 
 
 async def _made(session: Session, work: Coroutine[Any, Any, T], request: Request) -> T | None:
-    """What the session makes on its loop; None if the client has gone, which gives it up."""
+    """Runs a coroutine on the session's loop. Cancels it and returns None if the client disconnects."""
     try:
         future = asyncio.run_coroutine_threadsafe(work, session.loop)
     except RuntimeError as error:
@@ -268,7 +268,7 @@ async def _made(session: Session, work: Coroutine[Any, Any, T], request: Request
         if not answer.done():
             return None
         if answer.cancelled():
-            raise RefusedError(503, "The attempt was given up.")
+            raise RefusedError(503, "The trajectory was canceled.")
         return answer.result()
     finally:
         answer.cancel()
@@ -281,5 +281,5 @@ async def _disconnected(request: Request) -> None:
 
 
 def _on_loop(session: Session, function: Callable[..., object], *arguments: Any) -> None:
-    with contextlib.suppress(RuntimeError):  # its loop has ended
+    with contextlib.suppress(RuntimeError):  # its loop may be closed
         session.loop.call_soon_threadsafe(function, *arguments)

@@ -1,4 +1,4 @@
-"""One attempt of a program. Its requests become turns, its conversations rows."""
+"""Converts a program's requests to the turns and its conversations to the sequences of a trajectory."""
 
 from __future__ import annotations
 
@@ -29,36 +29,35 @@ Constrained = Literal["engine", "free", "reject"]
 
 @dataclass(eq=False, kw_only=True)
 class Session:
-    """Answers the requests of one attempt, on the event loop that it was made on.
+    """Answers the requests of one trajectory, on the event loop that it was created on.
 
-    A request that continues one of the attempt's conversations word for word extends its tokens if the bridge proves
-    that the chat template does. Any other begins a new row: sub-agents, compactions, edited histories, a second request
-    for the same turn. If it leaves a conversation after one of its turns, the row begins with the tokens sampled until
-    then, as context. A sampled token is trained in the row that it was sampled in.
+    A request that continues one of the trajectory's conversations verbatim extends its tokens if the bridge verifies
+    that the chat template only appends. Any other request starts a new sequence: sub-agents, compaction, edited
+    histories, or a second request for the same turn. If it branches off after a turn of a conversation, the sequence
+    starts with the tokens up to that turn, as context. A sampled token is trained in the sequence it was sampled in.
 
-    Turns are numbered as their requests come, and a turn's seed follows from its number: a program that asks for one
-    thing at a time gets the same tokens for the same seeds. The number of a request that was given up is used again.
+    Turns are numbered in the order of their requests, and a turn's seed depends on its number. Programs with sequential
+    requests therefore get the same tokens for the same seeds. The number of a canceled request is reused.
 
     Args:
         bridge: Bridge of the chat template.
-        parser: From tools to the parser of replies.
-        ask: Has the engine complete a request.
-        turn_seed: From a turn's number to its seed.
-        sampling: Distribution and maximum number of tokens of a turn.
+        parser: Function from tools to the parser of replies.
+        ask: Function that sends a request to the engine.
+        turn_seed: Function from a turn's number to its seed.
+        sampling: Sampling settings, including the maximum number of tokens per turn.
         max_turns: Maximum number of turns.
-        max_tokens: Maximum number of tokens of a row.
-        name: Name of the attempt in messages.
+        max_tokens: Maximum number of tokens of a sequence.
+        name: Name of the trajectory in messages.
         template_kwargs: Variables of the chat template.
-        notify: Gets what a user should read once.
-        constrained: What becomes of replies that a program constrains (a forced tool, a JSON schema). "engine" has the
-            engine constrain them, and leaves their tokens out of the loss unless it records what they were drawn from;
-            "free" samples and trains them like all others; "reject" rejects the request.
+        notify: Callback for warnings to show once.
+        constrained: Handling of requests that constrain the reply; see `AgentProgram`.
 
     Attributes:
-        broken: Set if something failed or the run must end.
-        failure: What failed that the policy did not cause. `raised_at`: lines of the user's code that raised.
-        error: Error that ends the run.
-        refusal: Message of the last rejection.
+        broken: Event that is set on a failure or an error.
+        failure: Description of a failure that the policy did not cause.
+        raised_at: Frames of the user's code that raised the failure.
+        error: Error that stops the run.
+        refusal: Message of the last rejected request.
         requested: Whether the program sent a request.
         completion: Content of the last reply.
     """
@@ -90,7 +89,7 @@ class Session:
         self._last: StopReason = "stop"
         self._streams: list[Stream] = []
         self._latest: Stream | None = None
-        self._free: list[int] = []  # numbers of turns that were given up
+        self._free: list[int] = []  # numbers of canceled turns
         self._numbers = 0
         self._turns: set[int] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -98,7 +97,7 @@ class Session:
         self._waited = 0.0
         self._waiting_since = 0.0
         self._responses: dict[str, list[Message]] = {}
-        self._images: dict[str, Any] = {}  # by their data URLs, decoded as a ledger does
+        self._images: dict[str, Any] = {}  # data URL -> image, decoded as in a ledger
 
     # ---- outcome ----------------------------------------------------------------------------------------------------
 
@@ -109,7 +108,7 @@ class Session:
 
     @property
     def stop_reason(self) -> StopReason:
-        """Why it ended, if it ends now without a failure."""
+        """The stop reason if the trajectory ended now without a failure."""
         return self._limit or self._last
 
     @property
@@ -119,17 +118,17 @@ class Session:
 
     @property
     def conversation(self) -> list[Message]:
-        """Conversation of the last turn."""
+        """The conversation of the last turn."""
         return [] if self._latest is None else self._latest.ledger.conversation
 
     @property
     def engine_seconds(self) -> float:
-        """Seconds in which at least one turn was being sampled."""
+        """Seconds during which at least one turn was being sampled."""
         return self._waited + (time.monotonic() - self._waiting_since if self._tasks else 0.0)
 
     @property
     def rows(self) -> list[TrajectoryRow]:
-        """The training rows, their turns numbered without holes."""
+        """The training sequences with consecutively numbered turns."""
         number = {turn: i for i, turn in enumerate(sorted(self._turns))} | {-1: -1}
         rows = [row for stream in self._streams for row in stream.ledger.rows if any(t >= 0 for t in row.turn_ids)]
         if not rows:
@@ -137,7 +136,7 @@ class Session:
         return [replace(row, turn_ids=[number[turn] for turn in row.turn_ids]) for row in rows]
 
     def metrics(self, seconds: float) -> dict[str, float]:
-        """Numbers to log of an attempt that took so many seconds as a whole."""
+        """Metrics of a trajectory that took `seconds` in total."""
         return {
             "turns": float(self.turns),
             "forks": float(max(sum(stream.ledger.forks + 1 for stream in self._streams) - 1, 0)),
@@ -146,19 +145,19 @@ class Session:
         }
 
     def end(self) -> None:
-        """Rejects everything from now on, and gives up what is being sampled."""
+        """Rejects further requests and cancels turns in progress."""
         self._ended = True
         for task in self._tasks:
             task.cancel()
 
     def fail(self, cause: str, raised_at: str = "") -> None:
-        """Records a failure that the policy did not cause. The first one stays."""
+        """Records a failure that the policy did not cause. Keeps the first one."""
         if self.failure is None:
             self.failure, self.raised_at = cause, raised_at
         self.broken.set()
 
     def stop(self, error: Exception) -> None:
-        """Records an error that ends the run."""
+        """Records an error that stops the run."""
         self.error = error
         self.broken.set()
 
@@ -171,37 +170,37 @@ class Session:
             self.notify(f"A request of the program was rejected with status {refused.status}: {refused.message}")
 
     def remember(self, name: str, messages: list[Message]) -> None:
-        """Keeps the conversation of a response, to be continued by its ID."""
+        """Stores the conversation of a response, so that it can be continued by its ID."""
         self._responses[name] = messages
 
     def recall(self, name: str) -> list[Message]:
         """The conversation of a response.
 
         Raises:
-            RefusedError: This attempt has no such response.
+            RefusedError: The trajectory has no such response.
         """
         if name not in self._responses:
-            raise RefusedError(400, f"There is no response {name!r} in this attempt.", "previous_response_id")
+            raise RefusedError(400, f"This trajectory has no response {name!r}.", "previous_response_id")
         return list(self._responses[name])
 
     # ---- turns ------------------------------------------------------------------------------------------------------
 
     async def turn(self, asked: Asked) -> Answered:
-        """Answers a request. Cancelling it gives the turn up: nothing of it is trained.
+        """Answers a request. If canceled, nothing of the turn is trained.
 
         Raises:
-            RefusedError: It can't be answered.
+            RefusedError: The request is rejected.
         """
         task = asyncio.current_task()
         assert task is not None
         self.requested = True
         if self.failure is not None:
-            raise RefusedError(503, f"The attempt failed: {self.failure}")
+            raise RefusedError(503, f"The trajectory failed: {self.failure}")
         if self._ended:
-            raise RefusedError(401, "This attempt has ended; its key is no longer valid.")
+            raise RefusedError(401, "The trajectory has ended, and its key is no longer valid.")
         if self.turns + len(self._tasks) >= self.max_turns:
             self._limit = "turns"
-            raise RefusedError(403, f"The attempt has had its max_turns={self.max_turns} turns.", code="max_turns")
+            raise RefusedError(403, f"The trajectory has reached max_turns={self.max_turns}.", code="max_turns")
         if not self._tasks:
             self._waiting_since = time.monotonic()
         self._tasks.add(task)
@@ -212,7 +211,7 @@ class Session:
             raise
         except Exception as error:
             self.fail(f"{type(error).__name__}: {error}")
-            raise RefusedError(503, f"The attempt failed: {self.failure}") from error
+            raise RefusedError(503, f"The trajectory failed: {self.failure}") from error
         finally:
             self._tasks.discard(task)
             if not self._tasks:
@@ -222,7 +221,7 @@ class Session:
         wanted = min(self.sampling.max_new_tokens, asked.max_new_tokens or self.sampling.max_new_tokens)
         if wanted < self.sampling.min_new_tokens:
             raise RefusedError(
-                400, f"max_tokens={wanted} is below the run's min_new_tokens={self.sampling.min_new_tokens}."
+                400, f"max_tokens={wanted}: is below the run's min_new_tokens={self.sampling.min_new_tokens}. Raise it."
             )
         for name, value in asked.template_kwargs.items():
             if name not in self.template_kwargs or self.template_kwargs[name] != value:
@@ -252,8 +251,8 @@ class Session:
                 self._limit = "tokens"
                 raise RefusedError(
                     400,
-                    f"This conversation is {len(prompt_ids)} tokens, which leaves none of {self.max_tokens} for a "
-                    "reply: the prompt is too long. Shorten it.",
+                    f"The prompt is too long: the conversation has {len(prompt_ids)} tokens, which leaves none of the "
+                    f"{self.max_tokens} for a reply. Shorten it.",
                     code="context_length_exceeded",
                 )
             sampling = replace(
@@ -268,13 +267,13 @@ class Session:
         except BaseException:
             heapq.heappush(self._free, number)
             if stream is not None:
-                stream.busy = bool(begun)  # forever: its tokens end with the beginning of a reply that never came
+                stream.busy = bool(begun)  # permanently, because its tokens end with an unfinished reply
             raise
         stream.busy = False
         return self._answered(asked, stream, number, group, prefix, begun, "tokens" if left < wanted else "length")
 
     async def _asking(self, request: GenerationRequest, wish: str | None) -> CompletionGroup:
-        """The engine's answer. `wish`: member of the request that it may not support."""
+        """Sends a request to the engine. `wish` is a parameter that the engine may not support."""
         try:
             return await self.ask(request)
         except ValueError as error:
@@ -292,7 +291,7 @@ class Session:
         begun: str,
         limit: StopReason,
     ) -> Answered:
-        """Records a turn, which continues the tokens of `begun`; `limit` is the name of what may have cut it."""
+        """Records a turn, which continues `begun`. `limit` is the stop reason if it was truncated."""
         (completion,) = group.completions
         prompt_ids = group.request.token_ids
         whole = replace(completion, token_ids=prefix + completion.token_ids)
@@ -309,9 +308,9 @@ class Session:
         self._counts["masked_turns"] += not trained
         if not trained:
             self.notify(
-                "The program's requests constrain replies, and the engine does not record what their tokens were drawn "
-                'from, so these are not trained (masked_turns). Set episode.constrained to "free" to sample and train '
-                "them without the constraint."
+                "The program's requests constrain replies, but the engine doesn't record the allowed tokens. Such "
+                'turns are not trained (masked_turns). Set episode.constrained to "free" to sample and train them '
+                "without the constraint."
             )
         stream.ledger.sampled(completion, group.versions(0), reply.message(), turn=number, trained=trained)
         ended = self.bridge.ends_turn(completion.token_ids)
@@ -331,7 +330,7 @@ class Session:
         return Answered(number, for_program, len(prompt_ids), len(completion.token_ids), stop, logprobs)
 
     def _logprobs(self, asked: Asked, completion: Completion) -> list[dict[str, Any]]:
-        """The tokens with their log-probs, and the likeliest ones, up to the end of the turn or the stop string."""
+        """Log-probs of sampled and most likely tokens, up to the end of the turn or the stop string."""
         tokenizer, entries = self._tokenizer(asked.tools), list[dict[str, Any]]()
         ids = completion.token_ids[:-1] if self.bridge.ends_turn(completion.token_ids) else completion.token_ids
         text = ""
@@ -350,14 +349,14 @@ class Session:
         return entries
 
     def _structured(self, asked: Asked) -> tuple[dict[str, Any], str]:
-        """What the engine constrains the reply to, and the member of the request that asks for it."""
+        """The engine's structured outputs for the reply, and the parameter of the request that requires them."""
         wish = "tool_choice" if asked.forced is not None else "response_format" if asked.structured else ""
         if not wish:
             return {}, ""
         if self.constrained == "reject":
             raise RefusedError(
                 400,
-                f'{wish}: constrains the reply, which this run does not do (constrained="reject"). Leave it out.',
+                f'{wish}: constrains the reply, which this run rejects (constrained="reject"). Remove it.',
                 wish,
                 "unsupported_parameter",
             )
@@ -374,20 +373,18 @@ class Session:
     def _ignore(self, names: Sequence[str]) -> None:
         self._counts["ignored_parameters"] += len(names)
         for name in names:
-            self.notify(
-                f"The program's requests set {name}, which has no effect: turns are sampled by the run's settings."
-            )
+            self.notify(f"Ignoring {name} in the program's requests, because the run's sampling settings apply.")
 
     async def turns_of(self, asked: Asked) -> list[Answered]:
-        """Answers a request as often as it asks. Each reply is a turn."""
+        """Answers a request with `Asked.n` replies. Each reply is a turn."""
         return await all_of(self.turn(asked) for _ in range(asked.n))
 
     def _prefill(self, messages: list[Message]) -> str:
-        """Takes the beginning of the reply from the end of a conversation."""
+        """Removes the beginning of the reply from the end of a conversation and returns it."""
         last = messages.pop()
         text = last.get("content")
         if not messages or last["role"] != "assistant" or last.get("tool_calls") or not isinstance(text, str):
-            raise RefusedError(400, "To continue a reply, end messages with an assistant message of text.", "messages")
+            raise RefusedError(400, "messages: must end with an assistant message of text to continue.", "messages")
         if text != text.rstrip():
             raise RefusedError(400, "The final assistant content cannot end with trailing whitespace.", "messages")
         return text
@@ -404,7 +401,7 @@ class Session:
         return self.parser(tools).tokenizer
 
     def _begun(self, messages: list[Message], tools: list[dict[str, Any]]) -> tuple[Stream, list[int]]:
-        """The conversation that a request continues, or a new one, and the tokens to ask the engine with."""
+        """The conversation that a request continues, or a new one, and the tokens of the engine's request."""
         found = [(stream, *left) for stream in self._streams if (left := stream.rest(messages, tools)) is not None]
         try:
             if found:
@@ -423,13 +420,13 @@ class Session:
                 self._streams.append(stream)
         except ValueError as error:
             if found:
-                stream.busy = True  # forever: the template takes no continuation of it
+                stream.busy = True  # permanently, because the template rejects continuations
             raise RefusedError(400, str(error), "messages") from error
         stream.busy = True
         return stream, ids
 
     def _forked(self, messages: list[Message], tools: list[dict[str, Any]]) -> tuple[Stream, list[int]]:
-        """A conversation that leaves another one after one of its turns, or a new one."""
+        """A conversation that branches off an earlier one after a turn, or a new one."""
         same_tools = [stream.ledger for stream in self._streams if stream.ledger.tools == list(tools)]
         branches = [branch for ledger in same_tools if (branch := ledger.branch(messages, same)) is not None]
         if branches:
@@ -437,13 +434,13 @@ class Session:
             rest = messages[len(ledger.conversation) :]
             if all(message["role"] != "assistant" for message in rest):
                 ids = ledger.answer(rest)
-                if not ledger.forks:  # else the template does not extend what was sampled
+                if not ledger.forks:  # the template extends the sampled tokens
                     return Stream(ledger), ids
         ledger = Ledger(self.bridge, tools)
         return Stream(ledger), ledger.begin(messages)
 
     def _as_policy(self, messages: Sequence[Message]) -> list[Message]:
-        """The conversation with the policy's IDs of tool calls, and the names of tools that answered."""
+        """The conversation with the policy's IDs of tool calls, and with names in tool messages."""
         names = {key: name for key, (_, name) in self._call_ids.items()}
         said = []
         for message in messages:
@@ -465,7 +462,7 @@ class Session:
         return said
 
     def _seen(self, part: dict[str, Any]) -> dict[str, Any]:
-        """A block of content with its image decoded, so that it equals the ledger's."""
+        """A content block with a decoded image, for comparison with the ledger."""
         if part["type"] != "image":
             return part
         if (url := part["image"]) not in self._images:

@@ -1,4 +1,4 @@
-"""Conversations of an attempt: whether a request continues one, and what a program sees of a reply."""
+"""Conversations of a trajectory: detects continuations, and applies stop strings to replies."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from lightrl.environments.ledger import Ledger
 
 @dataclass
 class Stream:
-    """A conversation that may be continued.
+    """A conversation that can be continued.
 
     Attributes:
-        ledger: Its tokens.
-        busy: Whether a turn of it is being sampled.
-        sampled: Text of the last reply with its stop string, if the policy did not end its turn; programs such as
-            smolagents write text behind it.
+        ledger: Ledger with the conversation's tokens.
+        busy: Whether a turn is being sampled.
+        sampled: Text of the last reply including its stop string, if the policy did not end its turn. Programs such as
+            smolagents append text to it.
     """
 
     ledger: Ledger
@@ -25,7 +25,7 @@ class Stream:
     sampled: str | None = None
 
     def rest(self, messages: Sequence[Message], tools: Tools) -> tuple[list[Message], str] | None:
-        """The messages after this conversation, and text behind its last reply; None if they do not continue it."""
+        """The messages after this conversation, and text appended to its last reply; None if it isn't continued."""
         said = self.ledger.conversation
         if self.busy or self.ledger.tools != list(tools) or len(messages) < len(said):
             return None
@@ -36,12 +36,12 @@ class Stream:
         if more is None:
             return None
         rest = list(messages[len(said) :])
-        if len(said) == len(self.ledger.messages):  # its last request has no reply: only the same one again
+        if len(said) == len(self.ledger.messages):  # the last request has no reply and can only be repeated
             return None if rest else ([], "")
         return (rest, more) if rest and all(message["role"] != "assistant" for message in rest) else None
 
     def _more(self, mine: Message, theirs: Message) -> str | None:
-        """What a program wrote behind the text that was sampled; None if it wrote something else."""
+        """Text that a program appended to the sampled text; None if it changed the text."""
         if (
             self.sampled is None
             or mine["role"] != "assistant"
@@ -55,7 +55,7 @@ class Stream:
 
 
 def same(mine: Message, theirs: Message) -> bool:
-    """Whether a program means this message of ours. Many programs do not send thoughts back, or strip texts."""
+    """Whether two messages are equal, ignoring reasoning that programs omit and whitespace that they strip."""
     if mine["role"] != "assistant":
         return mine == theirs
     if "reasoning_content" in mine and "reasoning_content" not in theirs:
@@ -69,7 +69,7 @@ def _stripped(message: Message) -> Message:
 
 
 def cut(reply: Reply, stops: Sequence[str], start: int) -> tuple[Reply, str | None]:
-    """The reply up to the first stop string that begins at `start` of its content or later, and that string."""
+    """The reply up to the first stop string at or after `start` in its content, and that string."""
     for name in ("reasoning", "content"):
         text, first = getattr(reply, name) or "", start if name == "content" else 0
         found = [(place, -len(stop), stop) for stop in stops if (place := text.find(stop, first)) >= 0]

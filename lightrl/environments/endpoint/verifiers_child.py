@@ -1,7 +1,7 @@
-"""Plays or lists tasks of verifiers: the program of `VerifiersProgram`, for the interpreter that has verifiers.
+"""The program of `VerifiersProgram`, which runs in the Python interpreter with verifiers.
 
-The settings are JSON in `LIGHTRL_VERIFIERS`. `python verifiers_child.py FILE` writes the task set's rows to a file.
-It is run by its path, so it imports nothing of ours.
+Reads its settings as JSON from `LIGHTRL_VERIFIERS`. `python verifiers_child.py FILE` writes the task set to a file.
+Runs as a script and imports nothing from LightRL.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-sys.path[0] = os.getcwd()  # in place of the folder of this file
+sys.path[0] = os.getcwd()  # replaces the directory of this file
 
 import tomllib  # noqa: E402
 import verifiers.v1 as vf  # noqa: E402
@@ -23,7 +23,7 @@ from verifiers.v1.configs.select import SelectConfig  # noqa: E402
 from verifiers.v1.runtimes.subprocess import SubprocessRuntime  # noqa: E402
 from verifiers.v1.utils.loaders import env_config_type, load_environment, resolve_env_config  # noqa: E402
 
-KEY = "LIGHTRL_API_KEY"  # runtimes keep variables of such names from the policy's commands
+KEY = "LIGHTRL_API_KEY"  # runtimes hide variables with such names from the policy's commands
 SETTINGS = json.loads(os.environ["LIGHTRL_VERIFIERS"])
 
 
@@ -42,7 +42,7 @@ _prepare = SubprocessRuntime.prepare_uv_script
 
 
 def _has(requirement: str) -> bool:
-    """Whether this interpreter has what a script requires."""
+    """Whether this interpreter satisfies a script's requirement."""
     wanted = Requirement(requirement)
     try:
         return version(wanted.name) in wanted.specifier
@@ -51,7 +51,7 @@ def _has(requirement: str) -> bool:
 
 
 async def _prepared(self: Any, script: Any, env: Any = None, **options: Any) -> list[str]:
-    """The command of a harness's script: in this interpreter if it has what the script requires, else in uv's."""
+    """The command of a harness's script. Uses this interpreter if it satisfies the requirements, otherwise uv."""
     data = script.encode() if isinstance(script, str) else script
     found = re.search(r"(?m)^# /// script\n((?:#.*\n)+?)# ///$", data.decode())
     wanted = tomllib.loads(re.sub(r"(?m)^# ?", "", found[1])) if found else {}
@@ -69,7 +69,7 @@ SubprocessRuntime.prepare_uv_script = _prepared
 
 
 async def main(row: dict[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
-    """Plays the row's task, and returns its reward and metrics."""
+    """Runs the example's task and returns its reward and metrics."""
     os.environ[KEY] = api_key
     task = TASK(TASK.data_type().model_validate_json(row["task"]), ENVIRONMENT.config.taskset.task)
     client = EvalClientConfig(base_url=base_url, api_key_var=KEY)
@@ -83,15 +83,15 @@ async def main(row: dict[str, Any], base_url: str, api_key: str) -> dict[str, An
     if len(played) != 1:
         names = ", ".join(trace.agent.name for trace in played) or "none"
         raise RuntimeError(
-            f"environment: one reward trains one agent, but the policy played {names}. Give the others a `model` and a "
-            "`client`."
+            f"environment: the policy must play exactly one agent, but played {names}. Set `model` and `client` of the "
+            "others."
         )
     scores = {name: reward.score for name, reward in played[0].rewards.items()}
     return {"reward": played[0].reward, "metrics": {**scores, **played[0].metrics}}
 
 
 def rows(place: str) -> None:
-    """Writes the task set's rows, a line of JSON each."""
+    """Writes the task set as JSON lines."""
     tasks = ENVIRONMENT.taskset.select(SelectConfig(**SETTINGS["select"]))
     if not tasks.bounded:
         raise SystemExit("select: the task set is infinite. Set select.limit.")
