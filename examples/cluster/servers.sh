@@ -1,9 +1,14 @@
 #!/usr/bin/env bash
-# Starts vLLM servers for `ServerEngine` on this machine, one for each group of TP GPUs, and waits for them.
-#   examples/cluster/servers.sh MODEL [further arguments of vLLM, such as --max-model-len 4096]
-# Settings: GPUS (number, default 8; 1 on a CPU), TP (GPUs per server, default 1), PORT (of the first server, default
-# 8000; the others follow), HOST (address to listen at, default this machine's first; never a public one: whoever
-# reaches a server in development mode can run code on it), WEIGHTS (path or transfer, as in ServerEngine), PYTHON.
+# Start vLLM servers for `ServerEngine` on this node, one for each group of TP GPUs, and wait for them.
+#   examples/cluster/servers.sh MODEL [arguments of vLLM, such as --max-model-len 4096]
+# Environment variables:
+#   GPUS: number of GPUs, default 8 (set 1 on a CPU)
+#   TP: GPUs per server, default 1
+#   PORT: port of the first server, default 8000; the other servers use the following ports
+#   HOST: address to bind, default the node's first. Never use a public address: anyone who reaches a server in
+#     development mode can run code on it
+#   WEIGHTS: path or transfer, as in ServerEngine
+#   PYTHON: Python interpreter
 set -euo pipefail
 model="${1:?usage: examples/cluster/servers.sh MODEL [arguments of vLLM]}"
 shift
@@ -15,7 +20,7 @@ transfer) weights=(--weight-transfer-config '{"backend": "nccl"}') ;;
 *) echo "WEIGHTS=$WEIGHTS: must be path or transfer" >&2 && exit 2 ;;
 esac
 
-export VLLM_SERVER_DEV_MODE=1 # the routes that change weights
+export VLLM_SERVER_DEV_MODE=1 # enables the routes that change weights
 for ((first = 0; first < gpus; first += tp)); do
     devices="$(seq -s, "$first" $((first + tp - 1)))"
     CUDA_VISIBLE_DEVICES="$devices" "$python" -m vllm.entrypoints.openai.api_server \
