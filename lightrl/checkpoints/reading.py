@@ -3,7 +3,7 @@
 | strategy | on disk | read by |
 |---|---|---|
 | one process, DDP | a file | `torch.load` |
-| FSDP2 | a folder of `torch.distributed.checkpoint` with `meta.pt` | Lightning |
+| FSDP2 | a directory of `torch.distributed.checkpoint` with `meta.pt` | Lightning |
 | DeepSpeed ZeRO | a directory with `latest` and `checkpoint/` | DeepSpeed (weights), this module (optimizer states) |
 
 A plain checkpoint is what Lightning writes without sharding. It is read on the CPU and must fit in memory.
