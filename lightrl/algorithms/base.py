@@ -156,7 +156,6 @@ class RLLightningModule(RolloutLearner, SavesPretrained):
         self.validation_step(rollouts, batch_idx, dataloader_idx)
 
     def on_test_epoch_end(self) -> None:
-        """Logs `eval/*`, as `on_validation_epoch_end` does."""
         self.on_validation_epoch_end()
 
     def predict_step(self, rollouts: Rollouts, batch_idx: int) -> list[dict[str, Any]]:
@@ -198,7 +197,6 @@ class RLLightningModule(RolloutLearner, SavesPretrained):
             )
 
     def _coefficients(self) -> dict[str, float]:
-        """Returns the current coefficients, which callbacks may change."""
         kl = {} if self.kl is None else {"kl/coef": float(self.kl.coef)}
         return kl | ({"policy/entropy_coef": float(self.entropy_coef)} if self.entropy_coef else {})
 

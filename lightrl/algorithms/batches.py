@@ -25,9 +25,6 @@ WEIGHTS = "lightrl/weights"
 """Key of the token weights in `token_extras` of micro-batches."""
 
 
-# ---- forward passes --------------------------------------------------------------------------------------------------
-
-
 def widest_layout(*models: PolicyModel | ValueModel | None) -> Layout:
     """Returns the layout of these models that computes the most tokens."""
     used = {model.layout for model in models if model is not None}
@@ -78,9 +75,6 @@ def _micro_batch_rows(
     return bins
 
 
-# ---- mini-batches ----------------------------------------------------------------------------------------------------
-
-
 def cut_minibatches(experience: Experience, count: int, *, seed: int) -> list[Experience]:
     """Splits a rollout into `count` mini-batches of equally many trajectories, with groups shuffled by the seed.
 
@@ -111,9 +105,6 @@ def cut_minibatches(experience: Experience, count: int, *, seed: int) -> list[Ex
         )
     dealt = torch.arange(len(extra)).tensor_split(count)
     return [replace(part, supervised=extra.select(rows)) for part, rows in zip(parts, dealt, strict=True)]
-
-
-# ---- micro-batches ---------------------------------------------------------------------------------------------------
 
 
 def weighted_micro_batches(
@@ -207,9 +198,6 @@ def _without_response(rows: Rows) -> Rows:
         row.advantages = torch.zeros_like(row.advantages)
         row.token_extras = {name: torch.zeros_like(x) for name, x in row.token_extras.items()}
     return row
-
-
-# ---- timing ----------------------------------------------------------------------------------------------------------
 
 
 class Stopwatch:

@@ -115,6 +115,5 @@ def needed_weights(module: Any, state: Mapping[str, Any], start: WeightsAtStart 
 
 
 def _own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Returns names and parameters of the trainable models, including frozen parameters."""
     named = module.named_parameters(remove_duplicate=False)
     return [(name, p) for name, p in named if not name.startswith(("reward_models.", "reference.", "teachers."))]

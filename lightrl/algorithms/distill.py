@@ -263,7 +263,6 @@ class DistillLightningModule(CriticFreeLightningModule):
         return out["logprobs"]
 
     def _rows_of_teachers(self, rollouts: Rollouts) -> dict[str, Tensor]:
-        """Returns the row indices of each teacher."""
         if self.teacher_column is None:
             return {name: torch.arange(len(rollouts)) for name in self.teacher_names}
         if self.teacher_column not in rollouts.columns:
@@ -311,7 +310,6 @@ class DistillLightningModule(CriticFreeLightningModule):
         return super().forward_policy(rows, **wanted)
 
     def _lessons(self, rows: Experience) -> list[Lesson]:
-        """Returns each teacher's distributions for its rows of a micro-batch."""
         device, width, lessons = rows.token_ids.device, rows.token_ids.shape[1], []
         for number, name in enumerate(self.teacher_names):
             own = (rows.row_extras[NUMBERS] == number).nonzero().squeeze(1)

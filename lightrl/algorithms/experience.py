@@ -47,7 +47,6 @@ def trajectory_lengths(mask: Tensor, trajectory_ids: Tensor) -> Tensor:
 
 
 def _firsts(index: Tensor) -> Tensor:
-    """Returns the first row of each trajectory."""
     count = int(index.max()) + 1 if len(index) else 0
     rows = torch.arange(len(index), device=index.device)
     return torch.full((count,), len(index), device=index.device).scatter_reduce_(0, index, rows, "amin")

@@ -198,7 +198,6 @@ class PPOLightningModule(RLLightningModule):
         return metrics
 
     def _update(self, minibatch: Experience, measured: MetricSums) -> None:
-        """Runs one optimizer step."""
         if self.updates_made and minibatch.old_logprobs is None and not self.loss.replaces_old_logprobs:
             raise RuntimeError(
                 "old_logprobs=None in the second update of a rollout: the module skipped them because it expected one "

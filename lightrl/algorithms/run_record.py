@@ -119,14 +119,12 @@ def _arguments(value: Any) -> dict[str, Any]:
 
 
 def _innermost(optimizer: Any) -> Any:
-    """Unwraps the optimizer from Lightning's and DeepSpeed's wrappers."""
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer
 
 
 def _optimizer(optimizer: Any) -> dict[str, Any]:
-    """Returns the class, settings, and learning rate of each named group."""
     optimizer = _innermost(optimizer)
     settings = {name: described(value) for name, value in getattr(optimizer, "defaults", {}).items()}
     groups = {f"lr of {group['name']}": group["lr"] for group in optimizer.param_groups if "name" in group}

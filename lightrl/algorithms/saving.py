@@ -97,7 +97,6 @@ class SavesPretrained(LightningModule):
         return run_record.run_settings(self, self.trainer.datamodule)  # type: ignore[attr-defined]
 
     def _compare(self) -> None:
-        """Compares a resumed run with its checkpoint, once optimizers and checkpoint are loaded."""
         stored, self._resumed = self._resumed, None
         if stored is not None:
             changed = run_record.compare(stored, {**self._settings, **run_record.optimizers_of(self.trainer)})

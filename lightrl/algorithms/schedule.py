@@ -42,9 +42,6 @@ class LRSchedule:
         name: Decay after warmup: "constant", "linear", or "cosine".
         warmup: Number of warmup updates, or a fraction of all updates if below 1.
         floor: Final factor of the decay, in [0, 1].
-
-    Raises:
-        ValueError: A value is out of range.
     """
 
     name: Literal["constant", "linear", "cosine"] = "cosine"

@@ -56,9 +56,6 @@ class Updates:
         max_skipped_updates: Number of consecutive updates with a non-finite loss or gradient that stops the run.
         off_policy_correction: Apply `OffPolicyCorrection` to rollouts sampled by older policies. No effect if the loss
             already reads the engine's log-probs.
-
-    Raises:
-        ValueError: A value is out of range.
     """
 
     minibatch_size: int | None = None
@@ -86,9 +83,6 @@ class Shaping:
         top_entropy_fraction: Fraction of the rollout's tokens that the policy loss trains, by highest entropy over all
             ranks. In (0, 1]; 1 trains all tokens. The paper (https://arxiv.org/abs/2506.01939) uses 0.2. As in the
             paper, the normalizer counts all tokens. The KL penalty, entropy bonus, and critic also use all tokens.
-
-    Raises:
-        ValueError: A value is out of range.
     """
 
     reward_clip: float | None = None
@@ -112,9 +106,6 @@ class ExtraLosses:
             InstructGPT's PPO-ptx (https://arxiv.org/abs/2203.02155, eq. 2) sums over tokens instead.
         aux_loss_coef: Weight of a mixture-of-experts model's load-balancing loss, computed per micro-batch. It is the
             only loss that depends slightly on the micro-batch size.
-
-    Raises:
-        ValueError: A value is negative.
     """
 
     entropy_coef: float = 0.0
@@ -125,8 +116,6 @@ class ExtraLosses:
         at_least("ptx_coef", self.ptx_coef, 0)
         at_least("aux_loss_coef", self.aux_loss_coef, 0)
 
-
-# ---- incompatible combinations ---------------------------------------------------------------------------------------
 
 UNSUPPORTED_CALLBACKS = {
     "BatchSizeFinder": "Use micro_batch_tokens; `lightrl plan` reports which values fit.",

@@ -130,8 +130,6 @@ def _read_fsdp2(path: Path) -> dict[str, Any]:
     return checkpoint
 
 
-# ---- ZeRO ------------------------------------------------------------------------------------------------------------
-
 _DEEPSPEED = {
     *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "lr_scheduler"),
     *("frozen_param_fragments", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps"),

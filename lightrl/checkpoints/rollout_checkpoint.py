@@ -306,7 +306,6 @@ class RolloutCheckpoint(SavingCheckpoint):
     # ---- ranking -------------------------------------------------------------------------------------------------
 
     def _rollouts(self, trainer: Trainer) -> int:
-        """Number of finished rollouts, at the end of a batch or later."""
         return int(trainer.fit_loop.total_batch_idx) + 1
 
     def _new_score(self, trainer: Trainer, logged_by: str = "") -> Any:
@@ -380,7 +379,6 @@ class RolloutCheckpoint(SavingCheckpoint):
         return self.monitor is None or self.mode == "max"
 
     def _set_ranking(self, ranking: dict[str, Any]) -> None:
-        """Sets the attributes that Lightning and loggers read, best first."""
         ordered = sorted(ranking.items(), key=lambda each: float(each[1]), reverse=self._largest)
         self.best_k_models = dict(ordered)
         self.best_model_path, self.best_model_score = ordered[0] if ordered else ("", None)
@@ -434,7 +432,6 @@ class RolloutCheckpoint(SavingCheckpoint):
             )
 
     def _require_monitor(self, trainer: Trainer) -> None:
-        """Raises a ValueError if `monitor` is not among the logged metrics."""
         if self.save_top_k == 0 or self.ranked_by or self._before_training is not None:
             return
         known = trainer.callback_metrics.keys()

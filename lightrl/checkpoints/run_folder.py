@@ -140,7 +140,6 @@ class RunGuard(Callback):
             self.hold(folder)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Adds the run's ID to the checkpoint."""
         checkpoint[RECORD] = {"run": self._run}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -156,7 +155,6 @@ class RunGuard(Callback):
             atexit.register(launcher.kill, signal.SIGKILL)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Releases the directories."""
         self.release()
 
 
@@ -173,9 +171,6 @@ def is_of_another_run(path: Path) -> bool:
 def _run_of(checkpoint: Mapping[str, Any]) -> str:
     record = checkpoint.get(RECORD)
     return str(record.get("run", "")) if isinstance(record, Mapping) else ""
-
-
-# ---- newest intact checkpoint ----------------------------------------------------------------------------------------
 
 
 def checkpoints_in(folder: Path) -> set[Path]:

@@ -50,7 +50,6 @@ _setup_experts = UnquantizedFusedMoEMethod._setup_kernel
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Computes `x @ weight.T + bias` with unpacked CPU weights."""
     if x.dtype == torch.float32 and torch.backends.mkldnn.is_available():
         # torch uses MKL for float32; oneDNN is up to 25% faster on the same unpacked weight, and more on AMD CPUs.
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
@@ -244,7 +243,6 @@ class WorkerExtension:
             acknowledgements.send_bytes(b"")
 
     def _lightrl_attach(self, slot: int, path: str, nbytes: int) -> None:
-        """Maps the trainer's shared-memory bucket `slot`."""
         descriptor = os.open(path, os.O_RDWR)
         try:
             self._lightrl_slots()[slot] = map_shared(descriptor, nbytes)

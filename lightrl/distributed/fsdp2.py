@@ -53,9 +53,6 @@ class FSDP2Strategy(ModelParallelStrategy):
         process_group_backend: Backend of the process group. Defaults to the device's.
         timeout: Timeout of collectives, which ends the run. Must exceed the longest rollout of the slowest rank.
 
-    Raises:
-        ValueError: `context_parallel_size` is below 1.
-
     Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
     """
 
@@ -272,7 +269,6 @@ class ZeROStrategy(DeepSpeedStrategy):
 
 @torch.no_grad()
 def _write(parameter: Any, value: Tensor) -> None:
-    """Sets a possibly partitioned parameter."""
     if is_partitioned(parameter):
         with gathered(parameter, write=True):
             parameter.data.copy_(value)
@@ -310,6 +306,5 @@ def _verify_together(strategy: ParallelStrategy, path: Path) -> None:
 
 
 def _group_names(model: Any, optimizer: Any) -> list[list[str]]:
-    """Returns the names of an optimizer's parameters by group."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]

@@ -202,7 +202,6 @@ class Backbone:
         return BackboneOutput(hidden, targets, (count, width), empty, out.aux_loss)
 
     def _refuse_long(self, mask: Tensor) -> None:
-        """Rejects sequences that need other rotary factors than the fixed ones."""
         if self._longest is not None and (tokens := int(mask.sum(1).max())) > self._longest:
             dynamic = longrope_limit(self.config) is None
             raise ValueError(

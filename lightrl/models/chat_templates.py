@@ -54,7 +54,6 @@ def training_template_of(path: str, **kwargs: Any) -> str | None:
 
 
 def _takes_system(template: str) -> bool:
-    """Whether a template writes the system message."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     said = [{"role": "system", "content": "Qs9"}, {"role": "user", "content": "Qu9"}]

@@ -29,8 +29,6 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 UNUSED = re.compile("pad|reserved|unused", re.IGNORECASE)
 
-# ---- sharded loading ---------------------------------------------------------------------------------------------
-
 
 @contextmanager
 def _meta_parameters() -> Iterator[None]:
@@ -109,7 +107,6 @@ def fill_shards(wrapper: nn.Module, device: torch.device) -> None:
 
 
 def _read(parameter: Any, rows: Any, device: torch.device) -> nn.Parameter:
-    """Reads this rank's shard of a parameter from a slice of a file."""
     from torch.distributed.tensor import DTensor, Shard
 
     mesh, local = parameter.device_mesh, parameter.to_local()
@@ -121,9 +118,6 @@ def _read(parameter: Any, rows: Any, device: torch.device) -> nn.Parameter:
         own, mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
     )
     return nn.Parameter(whole, requires_grad=parameter.requires_grad)
-
-
-# ---- export ------------------------------------------------------------------------------------------------------
 
 
 def save_hf_folder(

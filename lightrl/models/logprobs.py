@@ -76,9 +76,6 @@ def chunked_logprobs(
     Returns:
         (M,) float32 log-probs and (M,) float32 entropies in nats or None. Gradients for hidden, weight, and bias are
         exact.
-
-    Raises:
-        ValueError: `temperature` is not above 0.
     """
     above("temperature", temperature, note="; greedy decoding has no log-probs to train on")
     device = hidden.device.type

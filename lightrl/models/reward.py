@@ -214,7 +214,6 @@ class RewardModel(nn.Module):
 
     @property
     def _shares(self) -> bool:
-        """Whether shared prefixes are computed once."""
         return self._backbone is not None and self._backbone.layout not in ("packed", "padded")
 
     def blocks(self) -> list[nn.Module]:

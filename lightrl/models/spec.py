@@ -243,9 +243,6 @@ class RewardModelSpec:
         kwargs: Additional arguments of `from_pretrained`.
         labels: Score only examples with one of these values in `label_column`. Defaults to all.
         label_column: Dataset column with the label.
-
-    Raises:
-        ValueError: A value is out of range.
     """
 
     name: str
@@ -319,7 +316,6 @@ def read_chat_template(given: str, argument: str) -> str:
 
 
 def _adapter_config(folder: str) -> dict[str, Any]:
-    """Reads `adapter_config.json` of a directory with a plain LoRA adapter."""
     file = Path(folder).expanduser() / ADAPTER_FILE
     if not file.is_file():
         raise ValueError(f"lora.adapter={folder!r}: has no {ADAPTER_FILE}. Use a local directory written by PEFT.")
@@ -340,7 +336,6 @@ def _adapter_config(folder: str) -> dict[str, Any]:
 
 
 def _base_of(adapter: str) -> str:
-    """Returns the base model that an adapter's directory names."""
     base = _adapter_config(adapter).get("base_model_name_or_path") or ""
     local = base[:1] in (".", "/", "~") or base.count("/") > 1
     if not base or (local and not Path(base).expanduser().is_dir()):

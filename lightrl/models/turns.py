@@ -15,8 +15,6 @@ TOKEN_INPUT = "token_type_ids"
 
 _SAID = "Qa7"
 
-# ---- turns and texts ---------------------------------------------------------------------------------------------
-
 
 def end_of_turn(tokenizer: Any) -> int:
     """Returns the ID of the token that ends an assistant's turn.
@@ -112,9 +110,6 @@ def begins_with_bos(tokenizer: Any, text: str) -> bool:
     """Whether a text begins with the BOS as text."""
     bos = getattr(tokenizer, "bos_token", None)
     return bool(bos) and text.startswith(str(bos))
-
-
-# ---- placeholders ------------------------------------------------------------------------------------------------
 
 
 def placeholder_ids(config: Any) -> dict[str, int]:

@@ -75,9 +75,6 @@ class ConstantLength(_PerSequence):
     Args:
         length: Constant in tokens, above 0; usually `max_new_tokens`. Affects only the scale of the loss.
 
-    Raises:
-        ValueError: `length` is not above 0.
-
     Source: Dr. GRPO, https://arxiv.org/abs/2503.20783, section 3.2.
     """
 

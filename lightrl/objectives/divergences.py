@@ -70,9 +70,6 @@ class JensenShannon(Divergence):
     Args:
         beta: Weight of the teacher in the mixture, in (0, 1).
 
-    Raises:
-        ValueError: `beta` is out of range.
-
     Source: GKD, https://arxiv.org/abs/2306.13649, eq. 1. TRL uses beta 0 and 1 for the two KLs, which are classes here.
     """
 

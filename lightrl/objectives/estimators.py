@@ -271,9 +271,6 @@ class Reinforce(AdvantageEstimator):
     Args:
         gamma: Discount per sampled token, in [0, 1].
 
-    Raises:
-        ValueError: `gamma` is out of range.
-
     Source: https://doi.org/10.1007/BF00992696.
     """
 
@@ -291,9 +288,6 @@ class ReinforcePlusPlus(AdvantageEstimator):
 
     Args:
         gamma: Discount per sampled token, in [0, 1].
-
-    Raises:
-        ValueError: `gamma` is out of range.
 
     Source: https://arxiv.org/abs/2501.03262, eq. 7-9; the same in verl and OpenRLHF.
     """
@@ -318,9 +312,6 @@ class GroupRelative(SequenceEstimator):
         scale: Divisor: "group" is the std of the row's group (GRPO, CPGD), "batch" the std of all scores of all ranks,
             "none" is 1 (Dr. GRPO).
         eps: Constant added to the std, above 0.
-
-    Raises:
-        ValueError: `scale` is unknown, or `eps` is not above 0.
 
     Source: GRPO https://arxiv.org/abs/2402.03300 section 4.1.2; Dr. GRPO https://arxiv.org/abs/2503.20783; batch std
         https://arxiv.org/abs/2508.08221 section 4.1. The papers don't specify the std; unbiased as in TRL and verl.

@@ -53,9 +53,6 @@ class KLInReward(KLPenalty):
             is not that of a KL, since rewards are treated as constants.
         coef: Weight of the penalty, in reward per nat, at least 0.
 
-    Raises:
-        ValueError: `estimator` is unknown, or `coef` is negative.
-
     Source: https://arxiv.org/abs/1909.08593, section 2.
     """
 

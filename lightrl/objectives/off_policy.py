@@ -193,9 +193,6 @@ class OffPolicySequenceMask(WeightedLoss):
         loss: Loss to mask.
         threshold: Threshold in nats per token, above 0. TRL suggests 0.5; the paper doesn't specify a value.
 
-    Raises:
-        ValueError: `threshold` is not above 0.
-
     Source: DeepSeek-V3.2, https://arxiv.org/abs/2512.02556 eq. 8-9; TRL's `off_policy_mask_threshold`.
     """
 
@@ -273,9 +270,6 @@ class VESPO(PolicyLoss):
         lam_pos: Decay for A >= 0, above 0.
         k_neg: Exponent for A < 0, above 0.
         lam_neg: Decay for A < 0, above 0.
-
-    Raises:
-        ValueError: An argument is not above 0.
 
     Source: https://arxiv.org/abs/2602.10693; defaults of TRL's `loss_type="vespo"`. TRL multiplies by its bounded
         pi_old / pi_engine; here, that ratio is part of w without a separate bound.

@@ -71,9 +71,6 @@ class GSPO(SequenceClip):
         eps_low: Lower clip range, in [0, 1].
         eps_high: Upper clip range, at least 0.
 
-    Raises:
-        ValueError: An argument is out of range.
-
     Source: https://arxiv.org/abs/2507.18071, eq. 5-7; bounds from section 5.1. If advantages differ within a sequence,
         their mean counts. TRL's default bounds are PPO's 0.2, which never clip.
     """
@@ -100,9 +97,6 @@ class RLOOSequence(SequenceClip):
         eps_low: Lower clip range, in [0, 1].
         eps_high: Upper clip range, at least 0.
 
-    Raises:
-        ValueError: An argument is out of range.
-
     Source: https://arxiv.org/abs/2402.14740; TRL's `RLOOTrainer`.
     """
 
@@ -127,9 +121,6 @@ class GMPO(PolicyLoss):
     Args:
         eps_low: Bound on -log r, above 0.
         eps_high: Bound on log r, above 0. The paper's range is (e^-0.4, e^0.4).
-
-    Raises:
-        ValueError: An argument is out of range.
 
     Source: https://arxiv.org/abs/2507.20673, eq. 4 and algorithm 1.
     """
@@ -164,9 +155,6 @@ class CISPO(PolicyLoss):
         ratio_max: Maximum weight, at least 1 (1 + eps_high in the paper).
         ratio_min: Minimum weight, in [0, 1] (1 - eps_low; the paper doesn't specify it).
 
-    Raises:
-        ValueError: An argument is out of range.
-
     Source: MiniMax-M1, https://arxiv.org/abs/2506.13585 eq. 4-5; `ratio_max` 5 from https://arxiv.org/abs/2510.13786.
         TRL treats `epsilon_high` as the bound itself, so its default bounds the weight at 0.2.
     """
@@ -198,9 +186,6 @@ class SAPO(PolicyLoss):
     Args:
         tau_pos: Sharpness for A > 0, above 0.
         tau_neg: Sharpness for A <= 0, above 0. Larger values decay faster.
-
-    Raises:
-        ValueError: An argument is out of range.
 
     Source: https://arxiv.org/abs/2511.20347, eq. 5-6.
     """
@@ -239,9 +224,6 @@ class CPG(PolicyLoss):
             rollout.
         drift_clip: Bound on r - 1 in the drift's gradient, above 0. The authors' code uses 2.
         weight_max: Bound of the importance weight on A, at least 1. None disables the weight, as in the authors' code.
-
-    Raises:
-        ValueError: An argument is out of range.
 
     Source: https://arxiv.org/abs/2505.12504, with `GroupRelative(scale="group")`. Eq. 2 divides by the tokens of the
         group; `SequenceMean` equals the authors' code at one sequence per micro-batch. Section 6.1 has the weight on A.
@@ -308,9 +290,6 @@ class DPPO(PolicyLoss):
         ratio_max: Maximum weight, at least 1.
         penalty_coef: Weight of the squared log-ratio, at least 0, including tokens with m = 0. 0 disables it.
 
-    Raises:
-        ValueError: An argument is out of range.
-
     Source: https://arxiv.org/abs/2602.04879; verl's `dppo_tv` (ratio_max 20). prime-rl's default loss is
         `RolloutRatio(DPPO(penalty_coef=1e-3, ratio_max=inf))`; the penalty is Kimi K2.5's,
         https://arxiv.org/abs/2602.02276.
@@ -355,9 +334,6 @@ class DRO(PolicyLoss):
 
     Args:
         beta: Weight of the penalty, above 0 and at most 1e6.
-
-    Raises:
-        ValueError: `beta` is out of range.
 
     Source: Kimi k1.5, https://arxiv.org/abs/2501.12599 eq. 3, and DRO, https://arxiv.org/abs/2405.19107, which penalize
         the log-ratio of the whole response. Per token as here: verl's `dro` and ROLL's `kimi15`, both with 0.1.

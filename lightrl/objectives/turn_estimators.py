@@ -24,9 +24,6 @@ class TurnReturns(AdvantageEstimator):
     Args:
         gamma: Discount per turn, in [0, 1].
 
-    Raises:
-        ValueError: `gamma` is out of range.
-
     Source: leave-one-out https://arxiv.org/abs/2402.14740, per turn. Unlike MT-GRPO (https://arxiv.org/abs/2505.11821),
         the mean is not limited to trajectories that reach the turn, which implicitly penalizes further turns
         (https://github.com/verl-project/verl/issues/7244).

@@ -22,9 +22,6 @@ def top_entropy_mask(entropy: Tensor, mask: Tensor, fraction: float, *, all_sum:
     Returns:
         (B, T) bool, a subset of `mask`.
 
-    Raises:
-        ValueError: `fraction` is out of range.
-
     Source: https://arxiv.org/abs/2506.01939, eq. 5. As in the paper, the loss of other tokens is 0, but the normalizer
         counts them. TRL interpolates the quantile. LightRFT selects per sequence and doesn't pass the fraction to its
         trainer.
@@ -84,9 +81,6 @@ def adaptive_entropy_coef(
 
     Returns:
         Coefficient of the next step, in [minimum, maximum].
-
-    Raises:
-        ValueError: An argument is out of range.
 
     Source: Skywork-OR1, https://arxiv.org/abs/2505.22312, section 4.
     """

@@ -46,9 +46,6 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator =
 
     Returns:
         (B, T), differentiable in `logprobs`.
-
-    Raises:
-        ValueError: `estimator` is unknown.
     """
     d = logprobs - ref_logprobs
     if estimator == "k1":

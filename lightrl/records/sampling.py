@@ -44,9 +44,6 @@ class SamplingParams:
         json_schema: JSON schema that the completion must match. Requires an engine with structured outputs.
         extra: Additional sampling parameters of the engine, by the engine's names. In training, only those that don't
             change the distribution (`Engine.extra`).
-
-    Raises:
-        ValueError: A value is out of range.
     """
 
     max_new_tokens: int = 256
@@ -378,7 +375,6 @@ class CompletionGroup:
 
     @property
     def suspended(self) -> bool:
-        """Whether any completion is unfinished."""
         return any(completion.finish_reason == "suspended" for completion in self.completions)
 
 

@@ -245,7 +245,6 @@ def _varlen_fits(q: Tensor, v: Tensor, stream: TokenStream) -> bool:
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, stream: TokenStream, scale: float, window: int | None) -> Tensor:
-    """Flash attention over adjacent segments."""
 
     def ends() -> Tensor:
         return torch.tensor([0, *stream.lengths]).cumsum(0).to(q.device, torch.int32, non_blocking=True)

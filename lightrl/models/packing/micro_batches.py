@@ -95,7 +95,6 @@ def told_apart(token_ids: Tensor, inputs: Sequence[dict[str, Any]] | None) -> Te
 
 
 def _by_unit(rows: Iterable[int], units: Tensor | None) -> list[list[int]]:
-    """Returns the rows of each unit, in order of first occurrence."""
     members: dict[int, list[int]] = {}
     names = None if units is None else units.tolist()
     for row in rows:
