@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lightrl.environments.ledger import Ledger
     from lightrl.environments.playing import EnvironmentEpisode
     from lightrl.environments.remote import MCPEnvironment, OpenEnvironment
+    from lightrl.environments.textarena import TextArenaEnvironment
     from lightrl.environments.tools import ToolEnvironment
     from lightrl.environments.verifiers import VerifiersProgram, VerifiersRows
 
@@ -36,6 +37,7 @@ __all__ = [
     "SingleTurn",
     "Step",
     "Task",
+    "TextArenaEnvironment",
     "ToolCall",
     "ToolEnvironment",
     "VerifiersProgram",
@@ -45,6 +47,6 @@ __all__ = [
 
 _MODULES = (
     *("episodes", "base", "canary", "ledger", "tools", "gym", "playing", "remote", "code_tools"),
-    *("endpoint.program", "verifiers"),
+    *("endpoint.program", "textarena", "verifiers"),
 )
 __getattr__ = lazy_names(__name__, _MODULES, __all__)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightrl.environments import Environment, GymnasiumEnvironment, Reply
+from lightrl.environments import Environment, GymnasiumEnvironment, Reply, TextArenaEnvironment
 from lightrl.records import Trajectory
 from tests.environments.families import FAMILIES, make_tokenizer
 from tests.environments.scripted import ScriptedAttempts, ScriptedEngine, Turn, alone, spell
@@ -194,3 +194,22 @@ def test_games_of_gem_repeat() -> None:
     games = asyncio.run(alone(attempts, ScriptedEngine(turns), {"prompt": ""}, SAMPLING, number=2))
     assert [game.failure for game in games] == [None, None] and random.getstate() == state
     assert "Guess The Number" in shown(games[0])[0]
+
+
+def test_a_game_of_textarena_is_played_turn_by_turn() -> None:
+    pytest.importorskip("textarena")
+
+    def guess(said: list[str], **row: Any) -> Trajectory:
+        row = {"prompt": "Go. ", "seed": 5, **row}
+        return play(lambda: TextArenaEnvironment("GuessTheNumber-v0"), said, row, max_turns=len(said))
+
+    games = [guess([str(number)]) for number in range(1, 21)]
+    (right,) = [number for number, game in enumerate(games, 1) if game.turn_rewards == [1.0]]
+    low = guess(["[1]", f"I take [{right}]."]) if right > 1 else guess(["[20]", "[1]"])
+    first, second = shown(low)[-2:]
+    assert first.startswith("Go. You are Player 0.") and first.count("You are Player 0.") == 1
+    assert second == f"The target number is {'higher' if right > 1 else 'lower'}."
+    assert (low.turn_rewards, low.stop_reason, low.metrics["invalid_actions"]) == ([0.0, 1.0], "stop", 0.0)
+    wrong = guess(["a hundred", "two hundred"])
+    assert "valid '[number]'" in shown(wrong)[-1] and wrong.metrics["invalid_actions"] == 1.0
+    assert shown(guess(["[1]"], seed=7)) == shown(guess(["[1]"], seed=7))
