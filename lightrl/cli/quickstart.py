@@ -115,7 +115,7 @@ def _precision() -> list[str]:
     """bfloat16 on CPUs that multiply it natively, which takes about half the time."""
     import torch
 
-    able = getattr(torch.cpu, "get_capabilities", dict)()  # newer than torch 2.9
+    able: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()  # newer than torch 2.9
     return ["--trainer.precision=bf16-mixed"] if able.get("avx512_bf16") or able.get("amx_bf16") else []
 
 
