@@ -412,7 +412,8 @@ class CombinedReward(Reward):
 class ReasoningGymReward(Reward):
     """Scores the answer with the example's reasoning-gym generator, in [0, 1]; 0 if the completion has no answer.
 
-    Use it with `ReasoningGymRows`. Some generators give partial credit, so the mean is not always an accuracy.
+    Use it with `ReasoningGymRows`. Generators may give partial credit, so the mean reward is not an
+    accuracy. The metric `reward/ReasoningGymReward/solved` is: the fraction of completions with a score of 1.
 
     Args:
         extract: How to find the answer in the completion: "tags" (last `<answer>` tags, as in reasoning-gym's system
@@ -427,8 +428,17 @@ class ReasoningGymReward(Reward):
     def __init__(self, extract: Literal["tags", "boxed", "number", "last_line", "text"] = "tags") -> None:
         self.extract = one_of("ReasoningGymReward.extract", extract, *_GYM_EXTRACTORS)
 
-    def __call__(self, completions: Sequence[str], gym: Sequence[str], **columns: Any) -> list[float]:
-        return [self._score(text, made) for text, made in zip(completions, gym, strict=True)]
+    def __call__(
+        self,
+        completions: Sequence[str],
+        gym: Sequence[str],
+        log_metric: Callable[[str, float], None] | None = None,
+        **columns: Any,
+    ) -> list[float]:
+        scores = [self._score(text, made) for text, made in zip(completions, gym, strict=True)]
+        if log_metric is not None and scores:
+            log_metric("solved", scores.count(1.0) / len(scores))
+        return scores
 
     def extract_answer(self, completion: str) -> str | None:
         return _GYM_EXTRACTORS[self.extract](completion)
