@@ -1,7 +1,7 @@
 """Draws the quickstart's accuracy from benchmarks/results/quickstart.json and writes its figures into the pages.
 
 python scripts/plot_quickstart.py            # docs/images/quickstart.png and quickstart-dark.png
-python scripts/plot_quickstart.py --pages    # also the figures in README.md and docs/quickstart.md
+python scripts/plot_quickstart.py --pages    # also the figures in the pages of PAGES
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "quickstart.json"
-PAGES = ("README.md", "docs/quickstart.md")
+PAGES = ("README.md", "docs/quickstart.md", "docs/grpo.md")
 MARKED = re.compile(r"(<!-- quickstart -->).*?(<!-- /quickstart -->)", re.DOTALL)
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 
@@ -50,8 +50,8 @@ def sentence(runs: list[Run]) -> str:
     minutes = between([run["wall_seconds"] / 60 for run in runs])
     return (
         f"Accuracy on held-out questions rises from {between([values[0] for _, values in curves], '%')} to "
-        f"{between([values[-1] for _, values in curves], '%')} in {curves[0][0][-1]} rollouts, which take {minutes} "
-        f"minutes on {NUMBERS[runs[0]['cores']]} CPU cores ({seeds})."
+        f"{between([values[-1] for _, values in curves], '%')} in {curves[0][0][-1]} rollouts ({minutes} minutes on "
+        f"{NUMBERS[runs[0]['cores']]} CPU cores, {seeds})."
     )
 
 
@@ -110,9 +110,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=RESULTS, help="JSON file of the runs")
     parser.add_argument("--images", type=Path, default=ROOT / "docs" / "images", help="directory of the pictures")
-    parser.add_argument(
-        "--pages", action="store_true", help="also update the figures in README.md and docs/quickstart.md"
-    )
+    parser.add_argument("--pages", action="store_true", help="also update the figures in README.md and the docs")
     given = parser.parse_args()
     runs = load_runs(given.results)
     draw(runs, given.images / "quickstart.png", dark=False)

@@ -67,9 +67,9 @@ def test_one_run_and_several_give_a_sentence_and_a_curve(tmp_path: Path) -> None
     run = {"wall_seconds": 600, "eval_accuracy": {"0": 0.1, "8": 0.2, "16": 0.5}, "train_reward": [0.1, 0.3]}
     shared = {"cores": 2, "runs": [run, {**run, "wall_seconds": 720, "eval_accuracy": {"0": 0.1, "8": 0.3, "16": 0.6}}]}
     for content, told in (
-        ({"cores": 2, **run}, "from 10% to 50% in 16 rollouts, which take 10 minutes on two CPU cores (one seed)"),
-        (shared, "from 10% to 50-60% in 16 rollouts, which take 10-12 minutes on two CPU cores (two seeds)"),
-        ([{"cores": 2, **run}] * 5, "(five seeds)"),
+        ({"cores": 2, **run}, "from 10% to 50% in 16 rollouts (10 minutes on two CPU cores, one seed)"),
+        (shared, "from 10% to 50-60% in 16 rollouts (10-12 minutes on two CPU cores, two seeds)"),
+        ([{"cores": 2, **run}] * 5, "cores, five seeds)"),
     ):
         (tmp_path / "results.json").write_text(json.dumps(content))
         runs = plot_quickstart.load_runs(tmp_path / "results.json")
