@@ -17,9 +17,9 @@ def eval_metrics(rollouts: Rollouts, success_reward: float) -> dict[str, Tensor]
     """Computes the values of one evaluation batch, per trajectory or group, for averaging over the evaluation.
 
     Returns:
-        `eval/reward`, `eval/reward/<function>` (scored trajectories), `eval/length`, `eval/truncated_fraction`, and
-        with G > 1 completions per prompt `eval/pass@k` (k = 1, 2, 4, ... G) and `eval/maj@G`. With several sets of
-        prompts, names begin with `eval/<set>/`.
+        `eval/reward`, `eval/reward/<function>` (scored trajectories), `eval/reward/<function>/<name>` (logged by the
+        function), `eval/length`, `eval/truncated_fraction`, and with G > 1 completions per prompt `eval/pass@k`
+        (k = 1, 2, 4, ... G) and `eval/maj@G`. With several sets of prompts, names begin with `eval/<set>/`.
     """
     lengths = trajectory_lengths(rollouts.response_mask, rollouts.trajectory_ids)
     firsts = first_rows(rollouts.trajectory_ids)
@@ -32,6 +32,9 @@ def eval_metrics(rollouts: Rollouts, success_reward: float) -> dict[str, Tensor]
     }
     for name, part in rollouts.reward_parts.items():
         metrics[f"eval/reward/{name}"] = part[part.isfinite()]
+    for name, value in rollouts.metrics.items():
+        if name.startswith("reward/"):  # logged by a reward function
+            metrics[f"eval/{name}"] = torch.full((len(rollouts),), value)
     groups = [(rollouts.group_ids == g).nonzero().squeeze(1) for g in rollouts.group_ids.unique()]
     size = max(len(rows) for rows in groups)
     if size > 1:

@@ -131,6 +131,18 @@ def test_success_reward_decides_what_pass_at_k_counts(model_path: str) -> None:
         assert float(trainer.callback_metrics["eval/pass@2"]) == expected
 
 
+def test_what_a_reward_function_logs_is_logged_in_evaluation(model_path: str) -> None:
+    def half(completions: list[str], log_metric: Any, **_: Any) -> list[float]:
+        log_metric("share", 0.25)
+        return [0.5] * len(completions)
+
+    trainer = quiet_trainer()
+    evaluation = Evaluation(PromptSource(rows=[{"prompt": "01+01="}, {"prompt": "02+02="}]))
+    trainer.validate(grpo(model_path), sums_data(rewards=[half], evaluation=evaluation), verbose=False)
+    assert float(trainer.callback_metrics["eval/reward/half"]) == 0.5
+    assert float(trainer.callback_metrics["eval/reward/half/share"]) == 0.25
+
+
 def test_reward_functions_see_how_much_of_the_run_is_done(model_path: str) -> None:
     """Two epochs of two rollouts: 0, 1/4, 1/2, 3/4; with them a reward may anneal."""
     seen: list[float] = []
