@@ -107,7 +107,7 @@ def options(name: str, classes: dict[str, ast.ClassDef]) -> Args:
     inherited: dict[str, str] = {}
     for base in names:
         inherited |= {argument: text for argument, _, text in options(base, classes)}
-        if base == "CriticFreeLightningModule":
+        if base in ("CriticFreeLightningModule", "GRPOLightningModule"):
             inherited |= {argument: text for argument, _, text in options("PPOLightningModule", classes)}
     return [(a, shown(d), short(texts[a]) if a in texts else inherited.get(a, "")) for a, d in pairs]
 

@@ -36,8 +36,8 @@ class LoraSpec:
         r: Rank of the update, at least 1.
         alpha: Scale of the update, above 0. The update is multiplied by alpha / r.
         dropout: Dropout of the adapter's input, in [0, 1). Above 0, log-probs and policy ratios are noisy.
-        target_modules: Names of linear layers to adapt. "all-linear" adapts all except the output head and the blocks
-            of a mixture-of-experts model that hold experts, which are not linear layers.
+        target_modules: Names of linear layers to adapt. "all-linear" adapts all except the output head and blocks of
+            experts in a mixture-of-experts model.
         quantize_4bit: Store W in 4-bit NF4 (QLoRA, https://arxiv.org/abs/2305.14314). Requires CUDA and bitsandbytes.
         adapter: Directory of a PEFT LoRA adapter to continue training. It determines r, alpha, and target_modules; its
             dropout and base are ignored. Defaults to a new adapter with B = 0.
@@ -89,14 +89,13 @@ class ModelSpec:
         random_init: Initialize weights randomly with the run's seed. The directory then needs only a config.json.
         lora: Train a low-rank adapter. Defaults to training the weights.
         gradient_checkpointing: Recompute activations in the backward pass. Saves memory, about a third slower.
-        freeze: Parts not to train: module names, such as "visual" (with everything inside), or patterns of full
-            parameter names with `*` as a wildcard, such as "*embed_tokens*". Sent to the engine only with the first
-            sync.
+        freeze: Parts not to train, as module names or patterns of full parameter names. "visual" freezes everything
+            inside the module; "*embed_tokens*" uses `*` as a wildcard. Sent to the engine only with the first sync.
         layout: Layout of sequences in a forward pass. `shared_prefix` computes each shared prefix in a micro-batch
             once, `packed` removes padding, and `padded` is the plain rectangle. `auto` uses the most efficient one that
             the model supports.
-        chat_template: Jinja text or its file (.jinja), instead of the tokenizer's chat template. "training" is the
-            tokenizer's, with tools if it has none, and with the reasoning of earlier turns. Exported with the model.
+        chat_template: Chat template as Jinja text or file (.jinja). Defaults to the tokenizer's. "training" extends the
+            tokenizer's with tools if it has none, and keeps the reasoning of earlier turns. Exported with the model.
         kwargs: Additional arguments of `from_pretrained`, such as trust_remote_code or revision, except its dtype.
         long_rope: For LongRoPE models (Phi-3, Phi-4-mini), use the factors for long sequences for every sequence, as
             vLLM does if its `max_model_len` exceeds `original_max_position_embeddings`. Required for sequences longer

@@ -49,8 +49,8 @@ class KLInReward(KLPenalty):
     """KL penalty in the reward: subtracts `coef * k(t)` from token t's reward. The score stays on the last token.
 
     Args:
-        estimator: "k1" has the policy gradient of the KL. "k2" and "k3" are never negative, but their policy gradient
-            is not that of a KL, since rewards are treated as constants.
+        estimator: Estimator of the KL per token. "k1" has the policy gradient of the KL. "k2" and "k3" are never
+            negative, but their policy gradient is not that of a KL, since rewards are treated as constants.
         coef: Weight of the penalty, in reward per nat, at least 0.
 
     Source: https://arxiv.org/abs/1909.08593, section 2.
@@ -73,8 +73,8 @@ class KLInLoss(KLPenalty):
     """KL penalty in the loss: adds `coef * k(t)` to each token's loss, differentiated through the policy.
 
     Args:
-        estimator: "k3" (GRPO) has the gradient of the forward KL, "k2" that of the reverse KL while on-policy. "k1"
-            requires `ratio_correction`.
+        estimator: Estimator of the KL per token. "k3" (GRPO) has the gradient of the forward KL, "k2" that of the
+            reverse KL while on-policy. "k1" requires `ratio_correction`.
         coef: Weight of the penalty, at least 0. GRPO uses 0.04.
         ratio_correction: Weight the penalty by `pi / pi_old`, which gives the gradient of the reverse KL, also
             off-policy.
