@@ -4,8 +4,8 @@ P prompts have G completions each (a *group*), stored as B rows of at most T tok
 followed by alternating policy and environment tokens. It is one row, unless its history was rewritten. Then it has
 several rows, and each sampled token is trained in exactly one of them. With one turn per prompt, B = P * G.
 
-Users see rectangular `(B, T)` tensors, right-padded and aligned with `token_ids`: entry `t` belongs to token `t`. Where
-it has no meaning (prompt, padding, log-prob of the first token), it is 0 and the mask is False.
+Users see rectangular `(B, T)` tensors, right-padded and aligned with `token_ids`: entry `t` belongs to token `t`.
+Entries without meaning (prompt, padding, log-prob of the first token) are 0, and the mask is False.
 """
 
 from __future__ import annotations
