@@ -1,9 +1,9 @@
-"""Asks a database of known weaknesses about the minimum versions that pyproject.toml allows; `make audit` runs it.
+"""Check the minimum versions in pyproject.toml for known vulnerabilities (`make audit`).
 
     python scripts/audit.py [--extra vllm ...] [--environment .venv-audit] [--pyproject pyproject.toml]
 
-pip-audit is installed into an environment of its own, so that it changes nothing of the project's. Exit status: 0 all
-were checked and nothing is known, 1 something is, 2 some could not be checked, and why.
+Installs pip-audit into a separate environment. Exit codes: 0 no known vulnerabilities, 1 vulnerabilities found, 2 some
+versions could not be checked.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ KNOWN, UNREACHABLE = 1, 2
 
 
 def requirements(pyproject: Path) -> dict[str, list[str]]:
-    """Extra -> requirements as they are written; "" are those without an extra.
+    """Extra -> requirements; "" for the requirements without an extra.
 
-    The two tables are read as what they are, lists of strings, because Python 3.10 has no reader of TOML.
+    Parses the two tables as lists of strings, because Python 3.10 has no TOML parser.
     """
     found: dict[str, list[str]] = {}
     table, entry = "", ""
@@ -47,28 +47,28 @@ def requirements(pyproject: Path) -> dict[str, list[str]]:
 
 
 def minimum(requirement: str) -> str | None:
-    """`name==version` of the oldest version that a requirement allows; None where it has no lower bound."""
+    """`name==version` of the oldest version that a requirement allows; None without a lower bound."""
     parsed = Requirement(requirement)
     oldest = [Version(each.version) for each in parsed.specifier if each.operator in (">=", "==", "~=")]
     return f"{parsed.name}=={max(oldest)}" if oldest else None
 
 
 def minimums(of: dict[str, list[str]], extras: Iterable[str]) -> tuple[list[str], list[str]]:
-    """The oldest versions of all named extras and of no extra, and the requirements without a lower bound.
+    """The oldest versions for the base installation and the extras, and the requirements without a lower bound.
 
     Raises:
-        ValueError: there is no such extra.
+        ValueError: An extra doesn't exist.
     """
     unknown = sorted(set(extras) - set(of))
     if unknown:
-        raise ValueError(f"--extra {unknown[0]}: there is none of this name. There are: {', '.join(filter(None, of))}.")
+        raise ValueError(f"--extra {unknown[0]}: doesn't exist. Use one of: {', '.join(filter(None, of))}.")
     every = dict.fromkeys(each for extra in ("", *extras) for each in of[extra])
     pinned = dict.fromkeys(minimum(each) or "" for each in every)
     return sorted(filter(None, pinned)), sorted(each for each in every if minimum(each) is None)
 
 
 def install(environment: Path) -> str:
-    """Makes the environment with pip-audit in it; "" or why that failed."""
+    """Creates the environment with pip-audit. Returns "" or the error."""
     if (environment / "bin" / "pip-audit").exists():
         return ""
     for command in (
@@ -77,12 +77,12 @@ def install(environment: Path) -> str:
     ):
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            return done.stderr.strip().rpartition("\n")[2] or f"{command[0]} ended with {done.returncode}"
+            return done.stderr.strip().rpartition("\n")[2] or f"{command[0]} exited with code {done.returncode}"
     return ""
 
 
 def ask(environment: Path, pinned: list[str]) -> tuple[list[str], list[str], str]:
-    """(what is known, versions that the database does not have or could not say, why) about these versions."""
+    """Checks versions. Returns (vulnerabilities, versions that could not be checked, the reason)."""
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
         file.write("\n".join(pinned) + "\n")
         file.flush()
@@ -92,25 +92,25 @@ def ask(environment: Path, pinned: list[str]) -> tuple[list[str], list[str], str
     try:
         answers = json.loads(done.stdout)["dependencies"]
     except (ValueError, KeyError, TypeError):
-        return [], pinned, done.stderr.strip() or f"pip-audit ended with {done.returncode}"
+        return [], pinned, done.stderr.strip() or f"pip-audit exited with code {done.returncode}"
     known = [
-        f"{each['name']}=={each['version']}: {found['id']} {' '.join(found.get('aliases', []))}, mended in "
+        f"{each['name']}=={each['version']}: {found['id']} {' '.join(found.get('aliases', []))}, fixed in "
         f"{' or '.join(found.get('fix_versions', [])) or 'no release'}"
         for each in answers
         for found in each.get("vulns", [])
     ]
-    skipped = [each for each in answers if "skip_reason" in each]  # which pip-audit itself counts as nothing known
+    skipped = [each for each in answers if "skip_reason" in each]  # pip-audit treats them as not vulnerable
     return known, [each["name"] for each in skipped], skipped[0]["skip_reason"] if skipped else ""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command; its exit status."""
+    """Runs the command. Returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--extra", nargs="*", help="extras to look at beside what everybody installs; all where left out"
+        "--extra", nargs="*", help="extras to check in addition to the base installation (default: all)"
     )
-    parser.add_argument("--environment", type=Path, default=ROOT / ".venv-audit", help="where pip-audit is installed")
-    parser.add_argument("--pyproject", type=Path, default=ROOT / "pyproject.toml")
+    parser.add_argument("--environment", type=Path, default=ROOT / ".venv-audit", help="environment for pip-audit")
+    parser.add_argument("--pyproject", type=Path, default=ROOT / "pyproject.toml", help="file with the requirements")
     options = parser.parse_args(arguments)
     of = requirements(options.pyproject)
     try:
@@ -119,20 +119,20 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return UNREACHABLE
     for each in unbounded:
-        print(f"note: {each} has no minimum version and is not asked about")
+        print(f"note: {each} has no minimum version and was not checked")
     why = install(options.environment)
     known, unasked, why = (
-        ([], pinned, f"pip-audit cannot be installed: {why}") if why else ask(options.environment, pinned)
+        ([], pinned, f"failed to install pip-audit: {why}") if why else ask(options.environment, pinned)
     )
     for each in known:
         print(each)
     if len(unasked) == len(pinned):
-        print(f"Nothing was checked: the database of weaknesses, or pip-audit, cannot be reached here.\n{why[-1000:]}")
-        print(f"Where there is a network, run this again; the {len(pinned)} versions: {', '.join(pinned)}")
+        print(f"Nothing was checked: pip-audit or the vulnerability database is not available.\n{why[-1000:]}")
+        print(f"Rerun with network access. The {len(pinned)} versions to check: {', '.join(pinned)}")
     elif unasked:
-        print(f"Not checked, because the database does not have them: {', '.join(unasked)}")
+        print(f"Not checked, because they are not in the database: {', '.join(unasked)}")
     print(
-        f"{len(pinned) - len(unasked)} of {len(pinned)} minimum versions were checked, {len(known)} weaknesses found."
+        f"Checked {len(pinned) - len(unasked)} of {len(pinned)} minimum versions, found {len(known)} vulnerabilities."
     )
     return KNOWN if known else UNREACHABLE if unasked else 0
 

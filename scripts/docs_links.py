@@ -1,4 +1,4 @@
-"""An MkDocs hook: links to repository files outside the site become their path as plain code."""
+"""An MkDocs hook that replaces links to repository files outside the site with their paths."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ LINK = r"(?<!!)\[(?P<text>[^\]]+)\]\((?P<path>(?:\.\./){%d}(?!\.\./)[^)#\s]+)(?:
 
 
 def plain(markdown: str, depth: int = 0) -> str:
-    """Markdown without links out of `docs/`: the path in the repository, in brackets if the link text differs.
+    """Replaces links out of `docs/` with the path in the repository, in parentheses if the link text differs.
 
     Args:
         markdown: Source of a page.
-        depth: Number of folders between `docs/` and the page.
+        depth: Number of directories between `docs/` and the page.
     """
 
     def replace(link: re.Match[str]) -> str:

@@ -1,4 +1,4 @@
-"""A hook of MkDocs: each notebook under `docs/` becomes a page, with the outputs that are stored in it."""
+"""An MkDocs hook that converts each notebook in `docs/` to a page, including its stored outputs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ LINK = re.compile(r"\]\((notebooks/\w+)\.ipynb\)")
 
 
 def page(notebook: dict[str, Any], file_name: str) -> str:
-    """A notebook as Markdown: text as it is, code and printed text in fences, pictures inside the page.
+    """Converts a notebook to Markdown, with fenced code and output and embedded images.
 
     Args:
-        notebook: in format 4, as its file holds it. file_name: of that file, for a link to it.
+        notebook: Notebook in format 4.
+        file_name: Name of the notebook's file, for a link to it.
     """
     parts = []
     for cell in notebook["cells"]:
@@ -28,12 +29,12 @@ def page(notebook: dict[str, Any], file_name: str) -> str:
                 parts.append(f"![](data:image/png;base64,{''.join(data['image/png']).strip()})")
             elif "text/plain" in data:
                 parts.append(f"```text\n{''.join(data['text/plain']).rstrip()}\n```")
-    parts.insert(1, f"The notebook itself: [{file_name}]({file_name}).")
+    parts.insert(1, f"Download the notebook: [{file_name}]({file_name}).")
     return "\n\n".join(parts) + "\n"
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Called by MkDocs with each page's source: links to notebooks of another page go to their pages."""
+    """Called by MkDocs with each page's source. Points links to notebooks to their pages."""
     return markdown if page.file.src_uri.startswith("notebooks/") else LINK.sub(r"](\g<1>.md)", markdown)
 
 

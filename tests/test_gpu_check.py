@@ -27,8 +27,8 @@ def script(root: Path) -> Any:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "--device cuda: there is no CUDA device; --device cpu --tiny tries"),
-        (["--device", "cpu"], "--device cpu: the sizes are those of a GPU; add --tiny"),
+        ([], "--device cuda: no CUDA device found. To test the script, use --device cpu --tiny"),
+        (["--device", "cpu"], "--device cpu: the default sizes require a GPU. Add --tiny"),
         (["--device", "cpu", "--tiny", "--out", "."], "--out .: the report cannot be written there (Is a directory)"),
     ],
 )

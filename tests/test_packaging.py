@@ -38,7 +38,7 @@ def test_setup_does_nothing_where_it_was_done(root: Path, tmp_path: Path) -> Non
 def test_setup_says_which_python_it_needs(root: Path, tmp_path: Path) -> None:
     done = setup(root, VENV=str(tmp_path / "venv"), PYTHON="false")
     assert done.returncode == 1
-    assert "needs Python 3.10 to 3.13 (found: false); name one with PYTHON=" in done.stderr
+    assert "requires Python 3.10 to 3.13 (found: false). Set PYTHON=" in done.stderr
 
 
 @pytest.mark.parametrize(("target", "commands"), [("test", ["ruff check", "ruff format --check", "mypy", "pytest"])])
