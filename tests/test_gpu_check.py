@@ -29,7 +29,7 @@ def script(root: Path) -> Any:
     [
         ([], "--device cuda: no CUDA device found. To test the script, use --device cpu --tiny"),
         (["--device", "cpu"], "--device cpu: the default sizes require a GPU. Add --tiny"),
-        (["--device", "cpu", "--tiny", "--out", "."], "--out .: the report cannot be written there (Is a directory)"),
+        (["--device", "cpu", "--tiny", "--out", "."], "--out .: is not writable (Is a directory)"),
     ],
 )
 def test_what_cannot_run_is_refused_before_a_step(
