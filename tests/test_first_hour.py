@@ -105,7 +105,7 @@ def test_doctor_reads_the_rows_of_supervised_runs(config: Callable[..., str], mo
     for name, kind, text in (
         ("rows.jsonl", "problem", "the completion must be a string"),
         ("nowhere.jsonl", "problem", "no such file"),
-        ("pairs.jsonl", "ok", "rows: 5, 2 batches of 2"),
+        ("pairs.jsonl", "ok", "5 examples, 2 batches of 2"),
     ):
         data = {"train": {"path": name, "completion_column": "sum"}, "batch_size": 2}
         content = {

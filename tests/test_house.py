@@ -13,7 +13,7 @@ from tests.toys import quickstart_model
 
 GRPO_FILES, GRPO_LINES = 75, 19520  # the goal is 30 and 8,000
 PACKAGE_LINES = 46000  # the goal is 28,000
-LARGEST_FILE = 510
+LARGEST_FILE = 512
 
 RUN = """
 import json, sys
