@@ -349,7 +349,7 @@ EARLY: dict[str, dict[str, Any]] = {
 """Part of the message -> mistakes that are found before a model is loaded."""
 LATE: dict[str, dict[str, Any]] = {
     "minibatch_size=3": {"model": {"updates": {"minibatch_size": 3}}},
-    "the 64 that the model holds": {"data": {"sampling": {"max_new_tokens": 99}}},
+    "maximum length of 64": {"data": {"sampling": {"max_new_tokens": 99}}},
     "freeze=['*']": {"model": {"actor": {"path": "MODEL", "freeze": ["*"]}}},
     "lora.target_modules=['nope']": {"model": {"actor": {"path": "MODEL", "lora": {"target_modules": ["nope"]}}}},
 }

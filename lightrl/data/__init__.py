@@ -1,4 +1,4 @@
-"""Datasets, chat templates, and the data modules that make batches of them."""
+"""Datasets, chat templates, and data modules."""
 
 from __future__ import annotations
 

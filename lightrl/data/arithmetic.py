@@ -1,4 +1,4 @@
-"""The quickstart's task: sums of two numbers, made by code, with evaluation rows that training never sees."""
+"""The quickstart's task: generated sums of two numbers, with a held-out evaluation set."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from lightrl.compat.arguments import one_of
 
 
 class ArithmeticRows:
-    """Rows of `a + b`, for `rows` of a `PromptSource` or an `SFTSource`.
+    """Addition problems `a + b`, for `rows` of a `PromptSource` or an `SFTSource`.
 
-    Every number has leading zeros, so all prompts are `2 * digits + 2` characters and all answers `digits + 1`. All
-    `100 ** digits` pairs (a, b) are dealt out by `seed`: the first `num_eval` are the evaluation rows, the others are
-    for training. The two never share a pair.
+    Numbers have leading zeros, so all prompts have `2 * digits + 2` characters and all answers `digits + 1`. The
+    `100 ** digits` pairs (a, b) are shuffled by `seed`. The first `num_eval` pairs form the evaluation set and the
+    others the training set.
 
-    Columns: `prompt` ("12+34="), `answer` ("046"), and `completion`, which equals `answer`, for supervised training.
+    Columns: `prompt` ("12+34="), `answer` ("046"), and `completion`, a copy of `answer` for SFT.
 
     Args:
-        digits: of each number, 1 to 3.
+        digits: Number of digits, 1 to 3.
         split: "train" or "eval".
-        size: number of rows; None is all there are.
-        num_eval: size of the held-out set that `split="eval"` draws from and `split="train"` leaves out.
-        seed: deals the pairs out. Give the same to training and evaluation rows, or they overlap.
+        size: Number of examples. Defaults to all.
+        num_eval: Size of the held-out evaluation set.
+        seed: Random seed of the split. Use the same value for training and evaluation, otherwise they overlap.
 
     Raises:
-        ValueError: an argument is out of its range.
+        ValueError: If an argument is out of range.
     """
 
     def __init__(
@@ -42,19 +42,19 @@ class ArithmeticRows:
         self.split = one_of("split", split, "train", "eval")
         total = 100**digits
         if not 0 < num_eval < total:
-            raise ValueError(f"num_eval={num_eval}: must be between 1 and {total - 1}, there are {total} sums.")
+            raise ValueError(f"num_eval={num_eval}: there are only {total} sums. Use 1 to {total - 1}.")
         available = num_eval if split == "eval" else total - num_eval
         if size is not None and not 1 <= size <= available:
-            raise ValueError(f"size={size}: split={split!r} has {available} rows.")
+            raise ValueError(f"size={size}: split={split!r} has {available} examples. Use 1 to {available}.")
         self.num_eval = num_eval
         self.seed = seed
         self.size = available if size is None else size
 
     def __call__(self) -> Dataset:
-        """The rows, the same ones at each call."""
+        """Returns the examples, the same ones at each call."""
         base = 10**self.digits
         start = 0 if self.split == "eval" else self.num_eval
-        # One shuffled deck of all pairs: evaluation takes its top, training the rest.
+        # Of the shuffled pairs, evaluation takes the first and training the rest.
         deck = random.Random(self.seed).sample(range(base * base), base * base)[start : start + self.size]
         return Dataset.from_list([self._row(*divmod(card, base)) for card in deck])
 

@@ -1,7 +1,7 @@
-"""A curriculum: the next prompts are chosen by the success rates of their earlier attempts.
+"""A prompt curriculum, which selects prompts by their success rates.
 
-Between two rollouts, prompt number k depends on the rows, the seed, and the success rates so far, which every rank
-knows and a checkpoint holds. A resumed run equals an uninterrupted one, on any number of ranks.
+Prompt k depends on the dataset, the seed, and the success rates so far, which are equal on all ranks and stored in
+checkpoints. A resumed run therefore equals an uninterrupted one, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ from lightrl.records import Prompts
 
 @dataclass
 class PromptCurriculum:
-    """A source whose prompts are chosen by the success rates of their earlier attempts.
+    """Prompt source that samples prompts by their success rates.
 
-    A row's success rate is the share of its attempts in its last `window` visits whose reward was `success_reward` or
-    more. Rows at `low` or below are hard, rows at `high` or above are solved; from neither does a comparison within a
-    group learn. They weigh `rest_weight`, all others and those not seen yet 1, and each rollout draws rows without
-    replacement in proportion to their weights. Beside that, `replay` of each rollout are hard rows, those not seen for
-    longest first. With `class_column` only rows of the first class are drawn until `advance_at` of the attempts at its
-    last `class_window` prompts have succeeded; then the next class joins, and so on.
+    A prompt's success rate is the fraction of its trajectories in the last `window` visits with a reward of at least
+    `success_reward`. Prompts at or below `low` are hard, and prompts at or above `high` are solved. Neither provides a
+    learning signal within a group, so their weight is `rest_weight`. All other prompts, including new ones, have weight
+    1. Each rollout samples prompts without replacement in proportion to their weights. In addition, a fraction `replay`
+    of each rollout consists of hard prompts, least recently seen first.
+
+    With `class_column`, only prompts of the first class are sampled at first. The next class is added once the success
+    rate over the last `class_window` prompts of the hardest open class reaches `advance_at`.
 
     Args:
-        source: the rows; not a stream.
-        success_reward: reward from which on an attempt has succeeded.
-        window: visits that count, at least 1.
-        low: success rate at or below which a row is hard, in [0, 1).
-        high: success rate at or above which a row is solved, in (low, 1].
-        rest_weight: weight of hard and solved rows, in (0, 1]; 1 draws all rows alike.
-        replay: share of a rollout that is hard rows again, in [0, 1).
-        class_column: column that names each row's difficulty; None has no classes.
-        classes: its values, the easiest first.
-        advance_at: success rate of the hardest open class at which the next one opens, in (0, 1].
-        class_window: prompts over which that rate is taken, at least 1.
+        source: Dataset of prompts. Must not be a stream.
+        success_reward: Minimum reward of a successful trajectory.
+        window: Number of recent visits in the success rate, at least 1.
+        low: Maximum success rate of a hard prompt, in [0, 1).
+        high: Minimum success rate of a solved prompt, in (low, 1].
+        rest_weight: Sampling weight of hard and solved prompts, in (0, 1]. 1 samples all prompts equally.
+        replay: Fraction of each rollout reserved for hard prompts, in [0, 1).
+        class_column: Column with the difficulty class. None disables classes.
+        classes: Values of `class_column`, easiest first.
+        advance_at: Success rate of the hardest open class at which the next one opens, in (0, 1].
+        class_window: Number of prompts in that success rate, at least 1.
 
     Raises:
-        ValueError: an argument is out of range; on loading, a stream, or a row of no class.
+        ValueError: If an argument is out of range, or `load` finds a stream or an unknown class.
 
-    Source: success rates in place of difficulty labels: https://arxiv.org/abs/2502.06563 (SFL),
-        https://arxiv.org/abs/2504.03380 (online difficulty filtering). `dynamic_sampling_rounds` drops groups without
-        a spread
-        after they were sampled; this is to not sample most of them.
+    Source: https://arxiv.org/abs/2502.06563 (SFL), https://arxiv.org/abs/2504.03380 (online difficulty filtering).
+        `dynamic_sampling_rounds` drops groups without reward spread after sampling; this avoids sampling most of them.
     """
 
     source: PromptSource
@@ -74,33 +74,33 @@ class PromptCurriculum:
         at_least("PromptCurriculum.window", self.window, 1)
         fraction("PromptCurriculum.low", self.low, "[0, 1)")
         if not self.low < self.high <= 1:
-            raise ValueError(f"PromptCurriculum.high={self.high}: must be in (low, 1], low being {self.low}.")
+            raise ValueError(f"PromptCurriculum.high={self.high}: must be in (low, 1]. Set it above low={self.low}.")
         fraction("PromptCurriculum.rest_weight", self.rest_weight, "(0, 1]")
         fraction("PromptCurriculum.replay", self.replay, "[0, 1)")
         fraction("PromptCurriculum.advance_at", self.advance_at, "(0, 1]")
         at_least("PromptCurriculum.class_window", self.class_window, 1)
         if (self.class_column is None) != (self.classes is None) or self.classes == []:
             raise ValueError(
-                f"PromptCurriculum.class_column={self.class_column!r} with classes={self.classes}: give both, the "
-                "classes from the easiest to the hardest, or neither."
+                f"PromptCurriculum.class_column={self.class_column!r} with classes={self.classes}: each requires the "
+                "other. Set both (classes from easiest to hardest) or neither."
             )
 
     def load(self, tokenizer: PreTrainedTokenizerBase, **options: Any) -> CurriculumSet:
-        """Reads the rows; the arguments are those of `PromptSource.load`.
+        """Loads the prompts. See `PromptSource.load` for the arguments.
 
         Raises:
-            ValueError: `shuffle=False`, a stream, or a row of no class.
+            ValueError: If `shuffle` is False, the source is a stream, or an example has an unknown class.
         """
         reading = Reading(tokenizer, **options)
         if not (reading.shuffle and self.source.shuffle):
             raise ValueError(
-                "shuffle=False with PromptCurriculum: it draws the order. Remove shuffle or the curriculum."
+                "shuffle=False with PromptCurriculum: the curriculum determines the order. Remove one of the two."
             )
         data = self.source.read()
         if isinstance(data, IterableDataset):
             raise ValueError(
-                f"PromptCurriculum with {self.source.label}: a stream is only read forwards, so no row can be picked. "
-                "Set streaming: false."
+                f"PromptCurriculum with {self.source.label}: requires random access, which streams lack. Set "
+                "streaming: false."
             )
         opened = open_source(self.source, reading)
         numbers = range(len(opened))
@@ -108,31 +108,32 @@ class PromptCurriculum:
         if self.class_column is not None and self.classes is not None:
             if self.class_column not in opened.columns:
                 raise ValueError(
-                    f"PromptCurriculum.class_column={self.class_column!r}: the data has the columns {opened.columns}."
+                    f"PromptCurriculum.class_column={self.class_column!r}: no such column. Use one of {opened.columns}."
                 )
             named = [str(data[opened.index(number)].get(self.class_column)) for number in numbers]
             unknown = sorted(set(named) - set(self.classes))
             if unknown:
                 raise ValueError(
-                    f"PromptCurriculum.classes={self.classes}: column {self.class_column!r} has {unknown[0]!r}, too. "
-                    "Name every class, or leave such rows out of the data."
+                    f"PromptCurriculum.classes={self.classes}: column {self.class_column!r} also contains "
+                    f"{unknown[0]!r}. List every class, or remove such examples."
                 )
             of_row = np.array([self.classes.index(name) for name in named])
             if not (of_row == 0).any():
                 raise ValueError(
-                    f"PromptCurriculum.classes={self.classes}: no row is of the first, {self.classes[0]!r}."
+                    f"PromptCurriculum.classes={self.classes}: no example has the first class. Remove "
+                    f"{self.classes[0]!r}, or fix the data."
                 )
         return CurriculumSet(self, opened, of_row, seed=reading.seed)
 
 
 class CurriculumSet(PromptSet):
-    """The rows of a `PromptCurriculum` and their success rates so far.
+    """Prompts of a `PromptCurriculum` with their success rates.
 
     Args:
-        spec: the curriculum.
-        source: its opened source.
-        of_row: (N,) class of each of the N rows.
-        seed: of the draws.
+        spec: The curriculum.
+        source: Its opened source.
+        of_row: (N,) class index of each prompt.
+        seed: Random seed.
     """
 
     def __init__(self, spec: PromptCurriculum, source: OpenSource, of_row: np.ndarray[Any, Any], *, seed: int) -> None:
@@ -141,31 +142,31 @@ class CurriculumSet(PromptSet):
         self.success_reward = spec.success_reward
         self._of_row = of_row
         self._numbers = {source.index(number): number for number in range(len(source))}
-        self._visits: dict[int, list[float]] = {}  # row -> success rates of its last visits
-        self._last: dict[int, int] = {}  # row -> number of the rollout that it was seen in last
-        self._open = 1  # classes that are drawn from
-        self._recent: deque[float] = deque(maxlen=spec.class_window)  # of the hardest open class
-        self._base = 0  # number of the prompt from which on what was seen counts
-        self._seen = 0  # rollouts
+        self._visits: dict[int, list[float]] = {}  # prompt -> success rates of its last visits
+        self._last: dict[int, int] = {}  # prompt -> index of the rollout of its last visit
+        self._open = 1  # number of open classes
+        self._recent: deque[float] = deque(maxlen=spec.class_window)  # success rates in the hardest open class
+        self._base = 0  # index of the first prompt sampled with the current success rates
+        self._seen = 0  # number of observed rollouts
         self._order: tuple[int, list[int]] = (-1, [])
 
     def batch(self, cursor: int, count: int, *, rank: int = 0, world_size: int = 1) -> Prompts:
-        """See `PromptSet.batch`; for prompts that come after the last `observe`."""
+        """See `PromptSet.batch`. Supports only prompts after the last `observe`."""
         if count % world_size:
-            raise ValueError(f"count={count}: {world_size} ranks cannot share it; take a multiple of {world_size}.")
+            raise ValueError(f"count={count}: {world_size} ranks can't share it. Use a multiple of {world_size}.")
         return self.rows([self._number(k) for k in range(cursor + rank, cursor + count, world_size)])
 
     def observe(self, visits: Sequence[tuple[int, float]], cursor: int) -> dict[str, float]:
         """Records the success rates of a rollout's groups.
 
         Args:
-            visits: (data-set row, share of attempts that succeeded) of every group of every rank, in any order.
-            cursor: number of the prompt with which the next rollout begins.
+            visits: (dataset index, success rate) of all groups on all ranks, in any order.
+            cursor: Index of the next rollout's first prompt.
 
         Returns:
-            shares of rows not seen yet, hard and solved, and the number of open classes.
+            Fractions of unseen, hard, and solved prompts, and the number of open classes.
         """
-        for index, rate in sorted(visits):  # the same on any number of ranks
+        for index, rate in sorted(visits):  # independent of the number of ranks
             number = self._numbers[index]
             self._visits[number] = [*self._visits.get(number, []), rate][-self.spec.window :]
             self._last[number] = self._seen
@@ -189,7 +190,7 @@ class CurriculumSet(PromptSet):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The success rates so far, the same on every rank."""
+        """Returns the success rates, equal on all ranks."""
         return {
             "visits": {number: list(rates) for number, rates in self._visits.items()},
             "last": dict(self._last),
@@ -204,12 +205,12 @@ class CurriculumSet(PromptSet):
         """Restores the success rates.
 
         Raises:
-            ValueError: The state is of a dataset with another number of rows.
+            ValueError: If the dataset has a different number of examples.
         """
         if state["rows"] != len(self):
             raise ValueError(
-                f"The checkpoint's curriculum has {state['rows']} rows, the data {len(self)}: success rates belong to "
-                "rows by number. Resume with the data of the run, or start a new run from its model."
+                f"The checkpoint's curriculum has {state['rows']} examples, but the dataset has {len(self)}. Resume "
+                "with the original dataset, or start a new run from the checkpoint's model."
             )
         self._visits = {number: list(rates) for number, rates in state["visits"].items()}
         self._last = dict(state["last"])
@@ -223,8 +224,8 @@ class CurriculumSet(PromptSet):
         return float(np.mean(self._visits[number]))
 
     def _number(self, k: int) -> int:
-        """The row of prompt k."""
-        assert k >= self._base, "prompts are drawn after what was seen"
+        """Returns the dataset position of prompt k."""
+        assert k >= self._base, "prompts are sampled after the last observation"
         size = int((self._of_row < self._open).sum())
         passed, position = divmod(k - self._base, size)
         if self._order[0] != passed:
@@ -232,10 +233,9 @@ class CurriculumSet(PromptSet):
         return self._order[1][position]
 
     def _drawn(self, passed: int) -> list[int]:
-        """All rows of the open classes, in the order of this pass: by weight, with hard ones replayed in between.
+        """Returns all prompts of the open classes in the order of this pass, with hard ones interleaved.
 
-        Ordered by exponential variables divided by weights, each next row is drawn from those that are left in
-        proportion to their weights.
+        Sorting by exponential variables divided by weights is weighted sampling without replacement.
         """
         spec, numbers = self.spec, np.nonzero(self._of_row < self._open)[0].tolist()
         rates = {number: self._rate(number) for number in numbers if number in self._visits}

@@ -1,7 +1,7 @@
-"""JSONL, JSON, and CSV files, read so that every value stays what it is in the file; errors name the line.
+"""Readers of JSONL, JSON, and CSV files that preserve values. Errors name the line.
 
-The readers of `datasets` guess: "2024-01-01" becomes a date, "007" the number 7, and 2 becomes 2.0 if another row has a
-fraction. A reward function that compares answers would then reject correct ones.
+The readers of `datasets` infer types: "2024-01-01" becomes a date, "007" the number 7, and 2 becomes 2.0 if another
+example has a fraction. A reward function that compares answers would then reject correct ones.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from typing import Any, TypeVar
 from lightning.pytorch.utilities import rank_zero_info
 
 BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
-"""Suffix of a file -> name of the builder in `datasets`."""
+"""Builder names in `datasets` by file suffix."""
 
 T = TypeVar("T")
 
 
 class BrokenFileError(ValueError):
-    """A data file that cannot be read; names the file and the line."""
+    """A data file can't be read. The message names the file and the line."""
 
 
 class FileRows(Sequence[Any]):
-    """Rows of files in memory. Lines of JSONL are decoded when they are read.
+    """Rows of files in memory. JSONL lines are decoded on access.
 
     Args:
-        rows: Lines of JSON, or dictionaries.
-        column_names: All columns; a row may lack some.
+        rows: JSON lines or dictionaries.
+        column_names: Names of all columns, of which a row may lack some.
     """
 
     def __init__(self, rows: Sequence[bytes | dict[str, Any]], column_names: Sequence[str]) -> None:
@@ -48,19 +48,19 @@ class FileRows(Sequence[Any]):
         return json.loads(row) if isinstance(row, bytes) else row
 
     def select(self, numbers: Iterable[int]) -> FileRows:
-        """The rows with these numbers."""
+        """Returns the rows with these indices."""
         return FileRows([self._rows[number] for number in numbers], self.column_names)
 
 
 def read_files(files: Sequence[str], sep: str = ",") -> FileRows:
-    """The rows of some files, each of which is looked at once.
+    """Reads and validates all rows of files.
 
     Args:
-        files: JSONL, JSON, or CSV files, which may be compressed by gzip. Cells of CSV are text, and None if empty.
-        sep: Separator of the cells.
+        files: JSONL, JSON, or CSV files, optionally gzipped. CSV cells are strings, or None if empty.
+        sep: Separator of CSV cells.
 
     Raises:
-        ValueError: A file is broken; names the file and the line.
+        ValueError: If a file is invalid. The message names the file and the line.
     """
     rows: list[bytes | dict[str, Any]] = []
     columns: dict[str, None] = {}
@@ -72,27 +72,27 @@ def read_files(files: Sequence[str], sep: str = ",") -> FileRows:
 
 
 def iterate_files(files: Sequence[str], sep: str = ",") -> Iterator[dict[str, Any]]:
-    """The rows of `read_files`, one by one."""
+    """Iterates over the rows of `read_files`."""
     for file in files:
         yield from (row for _, _, row in _entries(Path(file), sep))
 
 
 def nth_line(file: Path, row: int) -> int | None:
-    """Number (from 1) of the line of a JSONL file that holds a row (from 0); None for other files."""
+    """Returns the line (from 1) of a row (from 0) in a JSONL file, or None for other files."""
     if suffix_of(file) != ".jsonl":
         return None
     return next((line for line, _, _ in islice(_entries(file, ","), row, None)), None)
 
 
 def suffix_of(file: str | Path) -> str:
-    """The suffix of a file's name in lower case, without the `.gz` of text files."""
+    """Returns a file's lowercase suffix, without the `.gz` of text files."""
     name = Path(str(file).lower())
     inner = Path(name.stem).suffix
     return inner if name.suffix == ".gz" and inner in (".json", ".jsonl", ".csv") else name.suffix
 
 
 def one_line(error: BaseException) -> str:
-    """The innermost cause of a library's error, on one line of at most 300 characters."""
+    """Returns the innermost cause of an error in one line of at most 300 characters."""
     while error.__cause__ is not None or error.__context__ is not None:
         error = error.__cause__ or error.__context__  # type: ignore[assignment]
     text = " ".join(str(error).split())
@@ -100,17 +100,17 @@ def one_line(error: BaseException) -> str:
 
 
 def with_progress(items: Sequence[T], label: str) -> Iterator[T]:
-    """The items; logs every ten seconds how many were read."""
+    """Iterates over items and logs progress every ten seconds."""
     last = time.monotonic()
     for count, item in enumerate(items):
         if time.monotonic() - last > 10:
             last = time.monotonic()
-            rank_zero_info(f"{label}: read {count:,} of {len(items):,} rows.")
+            rank_zero_info(f"{label}: read {count:,} of {len(items):,} examples.")
         yield item
 
 
 def _entries(file: Path, sep: str) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
-    """(line, its text if the row is one line of JSON, row) of each row."""
+    """Yields (line number, text if the row is one JSON line, row)."""
     with file.open("rb") as start:
         packed = start.read(2) == b"\x1f\x8b"
     line = 0
@@ -136,11 +136,11 @@ def _entries(file: Path, sep: str) -> Iterator[tuple[int, bytes, dict[str, Any]]
     except (ValueError, RecursionError, OSError, EOFError, csv.Error) as error:
         at = getattr(error, "line", line)
         what = " ".join(f"{type(error).__name__}: {error}".split())[:300]  # causes of JSON errors are internal
-        raise BrokenFileError(f"{file}, line {at}: {what}. Correct or drop it.") from error
+        raise BrokenFileError(f"{file}, line {at}: {what}. Fix or remove it.") from error
 
 
 def _whole(content: bytes) -> list[Any] | None:
-    """The rows of a file that is one JSON array or object; None if it has one object per line."""
+    """Returns the rows of a file with one JSON array or object, or None if it has one object per line."""
     try:
         value = json.loads(content.decode("utf-8-sig"))
     except json.JSONDecodeError as error:
@@ -154,12 +154,12 @@ def _whole(content: bytes) -> list[Any] | None:
 
 def _columns(row: Any) -> dict[str, Any]:
     if not isinstance(row, dict) or not row:
-        raise ValueError(f'{json.dumps(row)[:80]} is not a row. Write an object such as {{"prompt": "..."}}')
+        raise ValueError(f'{json.dumps(row)[:80]} is not an example. Use an object such as {{"prompt": "..."}}')
     return row
 
 
 def _cells(text: Iterable[str], sep: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line, row) of each row of a CSV file."""
+    """Yields (line number, row) of a CSV file."""
     csv.field_size_limit(2**31 - 1)
     reader = csv.reader(text, strict=True, delimiter=sep)
     header = next((cells for cells in reader if cells), [])
@@ -171,7 +171,7 @@ def _cells(text: Iterable[str], sep: str) -> Iterator[tuple[int, dict[str, Any]]
             if len(cells) == len(header):
                 yield reader.line_num, {name: cell or None for name, cell in zip(header, cells, strict=True)}
             elif cells:
-                raise _at(reader, f"{len(cells)} cells, the header has {len(header)}. Quote cells with {sep!r}")
+                raise _at(reader, f"{len(cells)} cells, but the header has {len(header)}. Quote cells with {sep!r}")
     except (csv.Error, UnicodeDecodeError) as error:
         raise _at(reader, one_line(error)) from error
 

@@ -1,4 +1,4 @@
-"""Images, videos and sound of a data set's row: found, decoded, capped."""
+"""Loading, decoding, and resizing of images, videos, and audio."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "video": (*_SIZES, "total_pixels", "fps", "nframes", "min_frames", "max_frames", "video_start", "video_end"),
     "audio": (),
 }
-"""What may stand next to one medium, per kind. Names and meaning are those of qwen-vl-utils."""
+"""Supported options of a media item by kind, with the names and meanings of qwen-vl-utils."""
 
 
 class Grid(NamedTuple):
-    """What a model cuts media into: sides of pictures and of frames, in pixels, and numbers of frames are multiples."""
+    """Patch sizes of a model. Sides of images and frames in pixels, and frame counts, are multiples of them."""
 
     image: int = 1
     video: int = 1
@@ -39,39 +39,41 @@ class Grid(NamedTuple):
 
 @dataclass
 class Optioned:
-    """A medium with the options that stand next to it."""
+    """A media item with its options."""
 
     value: Any
     options: dict[str, float]
 
 
 def options_of(kind: str, given: Mapping[str, Any]) -> dict[str, float]:
-    """The options next to a medium.
+    """Returns the validated options of a media item.
 
     Args:
-        kind: of the medium.
-        given: what stands there, apart from its type and the medium itself.
+        kind: Kind of the item.
+        given: Keys of its block, without the type and the item itself.
 
     Raises:
-        MediaError: an option that is not one of `OPTIONS`, or options that do not go together.
+        MediaError: If an option is not in `OPTIONS`, or options are incompatible.
     """
     options = {name: value for name, value in given.items() if value is not None}
     options.pop("detail", None) if options.get("detail") == "auto" else None
     for name, value in options.items():
         if name not in OPTIONS[kind]:
-            known = f"LightRL honors {', '.join(OPTIONS[kind])}" if OPTIONS[kind] else "LightRL honors none"
-            raise MediaError(f"{name}={value!r} next to {_a(kind)}: {known}. Remove it.")
+            known = f" Supported: {', '.join(OPTIONS[kind])}." if OPTIONS[kind] else ""
+            raise MediaError(f"{name}={value!r} of {_a(kind)}: not supported. Remove it.{known}")
         least = name in ("video_start", "video_end")
         if isinstance(value, bool) or not isinstance(value, int | float) or not (value > 0 or (least and value == 0)):
-            raise MediaError(f"{name}={value!r} next to {_a(kind)}: must be a number above 0.")
+            raise MediaError(f"{name}={value!r} of {_a(kind)}: must be a number above 0. Fix it.")
     for one, other in (("fps", "nframes"), ("resized_height", "max_pixels"), ("resized_height", "min_pixels")):
         if one in options and other in options:
-            raise MediaError(f"{one} and {other} next to {_a(kind)}: they contradict each other. Remove one.")
+            raise MediaError(f"{one} and {other} of {_a(kind)}: mutually exclusive. Remove one.")
     if ("resized_height" in options) != ("resized_width" in options):
-        raise MediaError(f"resized_height or resized_width next to {_a(kind)}: give both.")
+        raise MediaError(f"resized_height or resized_width of {_a(kind)}: each requires the other. Set both.")
     for low, high in (("min_pixels", "max_pixels"), ("min_frames", "max_frames"), ("video_start", "video_end")):
         if low in options and high in options and options[low] > options[high]:
-            raise MediaError(f"{low}={options[low]:g} next to {_a(kind)}: must be at most {high}={options[high]:g}.")
+            raise MediaError(
+                f"{low}={options[low]:g} of {_a(kind)}: must be at most {high}={options[high]:g}. Lower it."
+            )
     return options
 
 
@@ -80,7 +82,7 @@ def _a(kind: str) -> str:
 
 
 def _split(kind: str, value: Any) -> tuple[Any, dict[str, float]]:
-    """A medium and its options; those may also stand in a dictionary that names its file."""
+    """Separates a media item from its options, which may be in the item's dictionary."""
     value, options = (value.value, value.options) if isinstance(value, Optioned) else (value, {})
     if isinstance(value, Mapping):
         medium = ("type", kind, "array", "sampling_rate", *ADDRESSES)
@@ -90,17 +92,17 @@ def _split(kind: str, value: Any) -> tuple[Any, dict[str, float]]:
 
 
 def decode(found: Sequence[tuple[str, Any]], source: MediaSource, grid: Grid = Grid()) -> Media:  # noqa: B008
-    """Reads media.
+    """Decodes media.
 
     Args:
-        found: (kind, value) of each, in the order of the prompt's places. A value is a PIL image, an array, a path, a
-            `file://` address, bytes, base64 (also as a data URL), or what `datasets` makes of them; a video also a
-            list of frames. Options next to it win over the source's limits.
-        source: limits, and where paths start.
-        grid: of the model.
+        found: (kind, value) of each item in prompt order. A value is a PIL image, an array, a path, a `file://` URL,
+            bytes, base64 (also as a data URL), or a value of a `datasets` feature. A video can also be a list of
+            frames. Options of an item override the source's limits.
+        source: Limits, and the root of relative paths.
+        grid: Grid of the model.
 
     Raises:
-        MediaError: one cannot be read; the message says which and why.
+        MediaError: If an item can't be read. The message names the item and the reason.
     """
     media, root = Media(), source.media_root()
     for kind, value in found:
@@ -119,13 +121,13 @@ def decode(found: Sequence[tuple[str, Any]], source: MediaSource, grid: Grid = G
                 media.sampling_rates.append(rate)
         except MediaError as error:
             raise MediaError(f"{kind} {number}: {error}") from error
-        except Exception as error:  # on broken files PIL, OpenCV and NumPy raise nearly anything
-            raise MediaError(f"{kind} {number} cannot be read: {one_line(error)}.") from error
+        except Exception as error:  # PIL, OpenCV, and NumPy raise many error types for broken files
+            raise MediaError(f"{kind} {number} can't be read: {one_line(error)}.") from error
     return media
 
 
 def require_present(found: Sequence[tuple[str, Any]], source: MediaSource) -> None:
-    """Raises a `MediaError` where a file that `decode` would read is not there. Nothing is decoded."""
+    """Raises a `MediaError` if a media file doesn't exist. Decodes nothing."""
     root = source.media_root()
     numbers = dict.fromkeys(KINDS, 0)
     for kind, value in found:
@@ -139,7 +141,7 @@ def require_present(found: Sequence[tuple[str, Any]], source: MediaSource) -> No
             try:
                 if not (isinstance(item, Mapping) and item.get("array") is not None):
                     _content(item, root)
-            except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: ~user that is not there
+            except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: unknown ~user
                 raise MediaError(f"{kind} {numbers[kind]}: {error}") from error
 
 
@@ -147,11 +149,11 @@ def require_present(found: Sequence[tuple[str, Any]], source: MediaSource) -> No
 
 
 def _content(value: Any, root: Path) -> bytes | Path | None:
-    """The bytes or the file that a value stands for; None for values that are pictures themselves."""
+    """Returns the bytes or the file of a value, or None if it contains pixels."""
     if isinstance(value, Mapping):  # from datasets, undecoded, or a content block's address
         inner = next((value[key] for key in ("bytes", "path", "url") if value.get(key) is not None), None)
         if inner is None:
-            raise MediaError(f"a dictionary with {sorted(value)} has neither bytes, path nor url.")
+            raise MediaError(f"a dictionary with {sorted(value)} lacks a file. Set bytes, path, or url.")
         return _content(inner, root)
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
@@ -166,12 +168,12 @@ def _of_text(text: str, root: Path) -> bytes | Path:
     if text.startswith("file://"):
         return _existing(Path(unquote(urlparse(text).path)))
     if text.startswith(("http://", "https://")):
-        raise MediaError(f"{text[:80]!r}: nothing is downloaded while training; store the file and give its path.")
+        raise MediaError(f"{text[:80]!r}: downloads during training are not supported. Save the file and use its path.")
     path = root / Path(text).expanduser() if len(text) < 4096 and "\0" not in text else None
     try:
         if path is not None and path.is_file():
             return path
-    except OSError:  # a name that is too long: base64
+    except OSError:  # the name is too long, so it is base64
         pass
     try:
         return _base64(text)
@@ -183,23 +185,23 @@ def _base64(text: str) -> bytes:
     try:
         data = base64.b64decode("".join(text.split()), validate=True)
     except (binascii.Error, ValueError) as error:
-        raise MediaError(f"{text[:40]!r} is no base64.") from error
+        raise MediaError(f"{text[:40]!r} is not valid base64.") from error
     if len(data) < 16:
-        raise MediaError(f"{text[:40]!r} is too short for a picture in base64.")
+        raise MediaError(f"{text[:40]!r} is too short for a base64 image.")
     return data
 
 
 def _existing(path: Path) -> Path:
     if not path.is_file():
-        raise MediaError(f"there is no file {str(path)!r}.")
+        raise MediaError(f"no such file: {str(path)!r}.")
     return path
 
 
-# ---- pictures ----------------------------------------------------------------------------------------------------
+# ---- images ------------------------------------------------------------------------------------------------------
 
 
 def _image(value: Any, root: Path) -> Any:
-    """A PIL image in RGB; transparent parts are white, rotations stored beside the pixels are done."""
+    """Converts a value to an RGB PIL image, with transparency on white and the EXIF rotation applied."""
     from PIL import Image, ImageOps
 
     if isinstance(value, Image.Image):
@@ -223,25 +225,25 @@ def _image(value: Any, root: Path) -> Any:
 
 
 def _pixels(value: Any) -> np.ndarray[Any, Any]:
-    """(H, W, 3) uint8 of an array or nested lists of integers in [0, 255] or floats in [0, 1]."""
+    """Converts an array or nested lists of integers in [0, 255] or floats in [0, 1] to (H, W, 3) uint8."""
     array = np.asarray(value)
     if array.ndim == 3 and array.shape[0] in (1, 3, 4) and array.shape[2] not in (1, 3, 4):
-        array = array.transpose(1, 2, 0)  # channels first, as tensors are
+        array = array.transpose(1, 2, 0)  # channels first
     if array.ndim == 2:
         array = array[:, :, None]
     if array.ndim != 3 or array.shape[2] not in (1, 3, 4) or 0 in array.shape or array.dtype.kind not in "uifb":
         raise MediaError(
-            f"{type(value).__name__} of shape {array.shape} is no picture: give a PIL image, a path, bytes, base64, or "
-            "an array (height, width), (height, width, 3) or (3, height, width)."
+            f"{type(value).__name__} of shape {array.shape} is not an image. Use a PIL image, a path, bytes, base64, "
+            "or an array of shape (height, width), (height, width, 3), or (3, height, width)."
         )
     if array.dtype.kind == "f":
         if not 0 <= array.min() <= array.max() <= 1:
-            raise MediaError(f"floats from {array.min():g} to {array.max():g}: give floats in [0, 1], or integers.")
+            raise MediaError(f"floats from {array.min():g} to {array.max():g}: out of range. Use [0, 1], or integers.")
         array = (array * 255).round()
     elif array.dtype.kind == "b":
         array = array * np.uint8(255)
     elif not 0 <= array.min() <= array.max() <= 255:
-        raise MediaError(f"integers from {array.min()} to {array.max()}: give integers in [0, 255].")
+        raise MediaError(f"integers from {array.min()} to {array.max()}: out of range. Use [0, 255].")
     array = array.astype(np.uint8)
     if array.shape[2] == 4:
         alpha = array[..., 3:] / 255.0
@@ -250,18 +252,18 @@ def _pixels(value: Any) -> np.ndarray[Any, Any]:
 
 
 def _capped(image: Any, max_pixels: int | None) -> Any:
-    """The image, or a smaller copy."""
+    """Scales an image down to at most `max_pixels`."""
     width, height = image.size
     if max_pixels is None or width * height <= max_pixels:
         return image
     scale = (max_pixels / (width * height)) ** 0.5
     width, height = max(1, int(width * scale)), max(1, int(height * scale))
-    bound = max(1, int(max_pixels))  # the other side of a strip that is one pixel wide
+    bound = max(1, int(max_pixels))  # limits the length of a strip one pixel wide
     return image.resize((min(width, max(1, bound // height)), min(height, max(1, bound // width))))
 
 
 def _sized(image: Any, options: Mapping[str, float], max_pixels: float | None, factor: int) -> Any:
-    """The image as large as the options next to it say; without any, at most `max_pixels` large."""
+    """Resizes an image according to its options, or to at most `max_pixels`."""
     if not any(name in options for name in _SIZES):
         return _capped(image, None if max_pixels is None else int(max_pixels))
     width, height = image.size
@@ -272,7 +274,7 @@ def _sized(image: Any, options: Mapping[str, float], max_pixels: float | None, f
 
 
 def _smart_size(height: float, width: float, factor: int, least: float, most: float) -> tuple[int, int]:
-    """Sides that are multiples of `factor`, about in proportion, with an area from `least` to `most`.
+    """Returns sides that are multiples of `factor`, with about the same aspect ratio and an area in [least, most].
 
     Source: https://github.com/QwenLM/Qwen3-VL/tree/main/qwen-vl-utils (`smart_resize`).
     """
@@ -292,12 +294,12 @@ def _smart_size(height: float, width: float, factor: int, least: float, most: fl
 def _video(
     value: Any, root: Path, source: MediaSource, options: Mapping[str, float], grid: Grid
 ) -> tuple[np.ndarray[Any, Any], list[float]]:
-    """(F, H, W, 3) uint8 and the second of each frame."""
+    """Returns (F, H, W, 3) uint8 frames and the time of each frame in seconds."""
     content = _content(value, root)
     if content is None:
         if len(value) == 0:
-            raise MediaError("a video without frames.")
-        rate = options.get("fps", source.frame_rate)  # they were picked at that rate
+            raise MediaError("the video has no frames. Remove it.")
+        rate = options.get("fps", source.frame_rate)  # rate of the given frames
         if _picks_frames(options):
             picked = _picked(len(value), rate, source, {"fps": rate, **options}, grid)
         else:
@@ -308,18 +310,18 @@ def _video(
     most: float | None = source.max_pixels
     if any(name in options for name in (*_SIZES, "total_pixels")) and "resized_height" not in options:
         least = options.get("min_pixels", 128 * grid.video**2)
-        share = options.get("total_pixels", 115200 * grid.video**2) / len(frames) * 2  # two frames are one step in time
+        share = options.get("total_pixels", 115200 * grid.video**2) / len(frames) * 2  # two frames per temporal patch
         bound = max(min(768 * grid.video**2, share), int(1.05 * least))
         most = min(options.get("max_pixels", bound), bound)
         options = {**options, "max_pixels": most, "min_pixels": min(least, most)}
     frames = [_sized(frame, options, most, grid.video) for frame in frames]
     if len({frame.size for frame in frames}) > 1:
-        raise MediaError(f"frames of different sizes {sorted({frame.size for frame in frames})}.")
+        raise MediaError(f"frames have different sizes {sorted({frame.size for frame in frames})}. Resize them.")
     return np.stack([np.asarray(frame) for frame in frames]), times
 
 
 def _spread(total: int, wanted: int, limit: int) -> list[int]:
-    """Evenly spread numbers of frames, the first and the last among them."""
+    """Returns evenly spaced frame indices, including the first and the last."""
     return [int(i) for i in np.linspace(0, total - 1, max(1, min(wanted, limit))).round()]
 
 
@@ -328,13 +330,14 @@ def _picks_frames(options: Mapping[str, float]) -> bool:
 
 
 def _picked(total: int, rate: float, source: MediaSource, options: Mapping[str, float], grid: Grid) -> list[int]:
-    """Numbers of the frames to take of a video.
+    """Returns the indices of the frames to use of a video.
 
     Args:
-        total: frames that it has. rate: of them per second.
-        source: settings that hold without options.
-        options: next to the video.
-        grid: of the model.
+        total: Number of frames.
+        rate: Frames per second.
+        source: Default settings.
+        options: Options of the video.
+        grid: Grid of the model.
 
     Source: https://github.com/QwenLM/Qwen3-VL/tree/main/qwen-vl-utils (`smart_nframes`).
     """
@@ -344,11 +347,13 @@ def _picked(total: int, rate: float, source: MediaSource, options: Mapping[str, 
     last = min(math.floor(options.get("video_end", total / rate) * rate), total - 1)
     count, step = last - first + 1, grid.frames
     if count < 1:
-        raise MediaError(f"video_start={options.get('video_start', 0):g}: the video has {total / rate:g} seconds.")
+        raise MediaError(
+            f"video_start={options.get('video_start', 0):g}: the video ends at {total / rate:g} s. Lower it."
+        )
     if "nframes" in options:
         wanted = round(options["nframes"] / step) * step
         if not step <= wanted <= count:
-            raise MediaError(f"nframes={options['nframes']:g}: must be from {step} to {count}, the frames it has.")
+            raise MediaError(f"nframes={options['nframes']:g}: the video has {count} frames. Use {step} to {count}.")
     else:
         least = math.ceil(options.get("min_frames", 4) / step) * step
         most = max(step, int(options.get("max_frames", source.max_frames) / step) * step)
@@ -385,7 +390,9 @@ def _with_opencv(
     try:
         import cv2
     except ImportError as error:
-        raise MediaError("video files need OpenCV: pip install opencv-python-headless, or give frames.") from error
+        raise MediaError(
+            "video files require OpenCV. Run pip install opencv-python-headless, or use frames."
+        ) from error
     from PIL import Image
 
     with tempfile.NamedTemporaryFile(suffix=".video") as file:
@@ -395,7 +402,7 @@ def _with_opencv(
         reader = cv2.VideoCapture(file.name if isinstance(content, bytes) else str(content))
         total, rate = int(reader.get(cv2.CAP_PROP_FRAME_COUNT)), reader.get(cv2.CAP_PROP_FPS) or source.frame_rate
         if total < 1:
-            raise MediaError(f"{content if isinstance(content, Path) else 'bytes'}: no video that OpenCV can read.")
+            raise MediaError(f"{content if isinstance(content, Path) else 'bytes'}: OpenCV can't read the video.")
         picked = _picked(total, rate, source, options, grid)
         frames: dict[int, Any] = {}
         for number in range(picked[-1] + 1):
@@ -404,31 +411,31 @@ def _with_opencv(
                 good, pixels = reader.retrieve()
                 frames[number] = Image.fromarray(cv2.cvtColor(pixels, cv2.COLOR_BGR2RGB)) if good else None
             if not good:
-                raise MediaError(f"the video breaks off at frame {number} of {total}.")
+                raise MediaError(f"the video is truncated at frame {number} of {total}.")
         reader.release()
     return [frames[i] for i in picked], [i / rate for i in picked]
 
 
-# ---- sound -------------------------------------------------------------------------------------------------------
+# ---- audio -------------------------------------------------------------------------------------------------------
 
 
 def _audio(value: Any, root: Path) -> tuple[np.ndarray[Any, Any], int]:
-    """(samples,) float32, mono, and samples per second (0 where the value does not say)."""
+    """Returns (samples,) float32 mono audio and the sampling rate in Hz, or 0 if unknown."""
     rate = 0
     if isinstance(value, Mapping) and value.get("array") is not None:
         value, rate = value["array"], int(value.get("sampling_rate") or 0)
     elif (content := _content(value, root)) is not None:
         value, rate = _wave(content)
-    with np.errstate(over="ignore"):  # what is too large is refused below
+    with np.errstate(over="ignore"):  # checked below
         samples = np.asarray(value, dtype=np.float32)
     if samples.ndim == 2:
         samples = samples.mean(int(samples.shape[0] > samples.shape[1]))
     if samples.ndim != 1 or not samples.size:
-        raise MediaError(f"an array of shape {samples.shape} is no sound: give (samples,) floats.")
+        raise MediaError(f"an array of shape {samples.shape} is not audio. Use (samples,) floats.")
     if not np.isfinite(samples).all():
-        raise MediaError("samples that are not finite in float32: give floats in [-1, 1].")
+        raise MediaError("samples are not finite in float32. Use floats in [-1, 1].")
     if rate < 0:
-        raise MediaError(f"sampling_rate={rate}: give samples per second, or leave it out.")
+        raise MediaError(f"sampling_rate={rate}: must not be negative. Set it in Hz, or remove it.")
     return samples, rate
 
 
@@ -440,8 +447,8 @@ def _wave(content: bytes | Path) -> tuple[np.ndarray[Any, Any], int]:
             width, channels, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()
             data = file.readframes(file.getnframes())
     except wave.Error as error:
-        raise MediaError(f"{error}; sound files must be WAV, or give arrays.") from error
+        raise MediaError(f"{error}: unsupported audio file. Use WAV files or arrays.") from error
     if width not in (2, 4):
-        raise MediaError(f"a WAV file of {8 * width} bits; give 16 or 32.")
+        raise MediaError(f"a WAV file with {8 * width} bits per sample is not supported. Use 16 or 32 bits.")
     samples = np.frombuffer(data, dtype="<i2" if width == 2 else "<i4").reshape(-1, channels)
     return samples.astype(np.float32).mean(1) / np.float32(1 << (8 * width - 1)), rate

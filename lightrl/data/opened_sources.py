@@ -1,4 +1,4 @@
-"""Opened prompt sources: how rows are rendered, checked, and cut to the length limit."""
+"""Opened prompt sources, which check, render, and truncate examples."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 
 SHUFFLE_BUFFER = 10_000
 SLACK = 64
-"""Tokens by which a prompt may be longer than its bytes tell, such as those that begin a text."""
+"""Number of tokens, such as BOS, that a prompt can have in addition to its number of bytes."""
 MEASURED = 512
-"""Rows of a source, those with the most text, that are tokenized to find its longest prompt."""
+"""Number of examples with the most text to tokenize for finding the longest prompt."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How rows are rendered and ordered; the fields are the arguments of `PromptSource.load`."""
+    """Rendering and order of examples. See `PromptSource.load` for the fields."""
 
     tokenizer: PreTrainedTokenizerBase
     seed: int = 0
@@ -55,7 +55,7 @@ class Reading:
 
 @dataclass
 class Drawn:
-    """One prompt: its row number in its source, the row, the text, its tokens, the raw prompt, and media."""
+    """A prompt: dataset index, example, text, token IDs, raw prompt, model inputs, and media."""
 
     index: int
     row: dict[str, Any]
@@ -67,7 +67,7 @@ class Drawn:
 
 
 class OpenSource(ABC):
-    """One source with its tokenizer and processor: renders rows and applies the length limit."""
+    """A source with its tokenizer and processor. Renders examples and applies the length limit."""
 
     def __init__(self, spec: Any, columns: Sequence[str], reading: Reading) -> None:
         require_columns(columns, [spec.prompt_column, *(spec.media_columns or ())], spec.label, "prompt_column")
@@ -88,43 +88,40 @@ class OpenSource(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Number of prompts in one pass; a stream raises `ValueError`."""
+        """Returns the number of prompts per pass. Streams raise a `ValueError`."""
 
     @abstractmethod
     def draw(self, j: int) -> Callable[[], Drawn]:
-        """The j-th prompt that is asked of this source, j = 0, 1, ... without end.
-
-        The call is cheap; what it returns does the work and may run in any thread.
-        """
+        """Returns a function that creates the j-th prompt of this source, j = 0, 1, ..., in any thread."""
 
     @abstractmethod
     def row(self, number: int) -> Callable[[], Drawn]:
-        """The prompt with this number in the order of the data set, as from `draw`."""
+        """Returns a function that creates the prompt at this position in the dataset's order."""
 
     def index(self, number: int) -> int:
-        """Row in the data set of the prompt with this number in its order."""
-        raise AssertionError(f"row {number} of a stream: callers ask for the length first, which raises")
+        """Returns the dataset index of the prompt at this position."""
+        raise AssertionError(f"row {number} of a stream: callers request the length first, which raises")
 
     def values(self, column: str) -> set[Any] | None:
-        """What its rows hold in a column; None for a stream, of which that is not known."""
+        """Returns the distinct values of a column, or None for a stream."""
         return None
 
     def longest(self) -> int | None:
-        """Upper bound on the tokens of its prompts; None if unknown."""
+        """Returns the maximum prompt length in tokens, or None if unknown."""
         return self.spec.max_prompt_tokens
 
     @property
     def read_columns(self) -> list[str]:
-        """Columns that are looked at before training."""
+        """Columns that are checked before training."""
         media = COLUMNS if self.spec.media_columns is None else self.spec.media_columns
         others = [*self.spec.rendering_columns, *([self.check_column] if self.check_column else [])]
         return [self.spec.prompt_column, *media, *others]
 
     def check(self, row: Mapping[str, Any]) -> None:
-        """Raises a `ValueError` about a row that cannot become a prompt, as far as possible without tokenizing it.
+        """Raises a `ValueError` if an example is invalid, mostly without tokenizing it.
 
-        Checks the prompt's type, a conversation's roles and contents, whether the chat template accepts roles in this
-        order (each order once), and whether media files exist.
+        Checks the prompt's type, roles and contents, whether the chat template accepts the order of roles, and whether
+        media files exist.
         """
         spec, prompt = self.spec, row.get(self.spec.prompt_column)
         if self.check_row is not None:
@@ -158,10 +155,10 @@ class OpenSource(ABC):
             raise RowError(f", column {spec.prompt_column!r}: {error}") from error
 
     def _check_length(self, prompt: Any, order: tuple[Any, ...], system: str | None, row: Mapping[str, Any]) -> None:
-        """Raises a `ValueError` about a text prompt without tokens, or with more than there is room for.
+        """Raises a `ValueError` if a text prompt has no tokens or is too long.
 
-        Few are tokenized: a text has no more tokens than bytes, and `order` (roles and kinds of content) tells from the
-        first prompt of its kind what the chat template adds.
+        Tokenizes only few prompts. A text has at most as many tokens as bytes, and the first prompt with the same
+        `order` (roles and content types) determines how much text the chat template adds.
         """
         size = len(str(prompt).encode())
         order = (*order, hash(repr(self.spec.rendering(row))))
@@ -175,16 +172,15 @@ class OpenSource(ABC):
         text, templated = self.spec.render(self.tokenizer, prompt, system, row)
         length = len(encode(self.tokenizer, text, templated=templated))
         if not length:
-            raise ValueError(f"the prompt {text[:80]!r} has no tokens: the tokenizer knows none of its characters.")
+            raise ValueError(f"the prompt {text[:80]!r} has no tokens. Use characters that the tokenizer supports.")
         if self.room is not None and length > self.room[0] - self.room[1]:
             raise ValueError(
-                f"the prompt has {length} tokens, with max_new_tokens={self.room[1]} that is more than the "
-                f"{self.room[0]} that the model holds. Set max_prompt_tokens (overlong says what happens to longer "
-                "ones), or lower max_new_tokens."
+                f"the prompt has {length} tokens; with max_new_tokens={self.room[1]} this exceeds the model's maximum "
+                f"length of {self.room[0]}. Set max_prompt_tokens and overlong, or lower max_new_tokens."
             )
 
     def _knows(self, text: str) -> bool:
-        """Whether a text has a character that is a token, which is seen at the first one nearly always."""
+        """Whether the tokenizer supports a character of the text, usually the first one."""
         for character in text:
             if character in self.known:
                 return True
@@ -194,7 +190,7 @@ class OpenSource(ABC):
         return False
 
     def encode(self, index: int, row: Mapping[str, Any]) -> Encoded:
-        """Text, token ids and media of a row, however long."""
+        """Encodes an example without truncation."""
         spec = self.spec
         try:
             encoded, _ = encode_prompt(row.get(spec.prompt_column), row, spec, self.tokenizer, self.processor)
@@ -203,11 +199,11 @@ class OpenSource(ABC):
         except ValueError as error:
             raise RowError(f"{spec.where(index)}, column {spec.prompt_column!r}: {error}") from error
         if not encoded.token_ids:
-            raise RowError(f"{spec.where(index)}: the prompt {encoded.text!r} has no tokens.")
+            raise RowError(f"{spec.where(index)}: the prompt {encoded.text!r} has no tokens. Remove it.")
         return encoded
 
     def keeps(self, index: int, row: dict[str, Any]) -> bool:
-        """Whether the row stays under `overlong`; counts those that do not."""
+        """Returns whether `overlong` keeps the example, and counts dropped ones."""
         spec = self.spec
         if not self.drops:
             return True
@@ -219,14 +215,14 @@ class OpenSource(ABC):
             return True
         if spec.overlong == "error":
             raise ValueError(
-                f"{spec.where(index)}: the prompt has {length} tokens, max_prompt_tokens is "
-                f'{spec.max_prompt_tokens}. Raise it, or set overlong to "drop" or "truncate_left".'
+                f"max_prompt_tokens={spec.max_prompt_tokens}: the prompt of {spec.where(index)} has {length} tokens. "
+                'Raise it, or set overlong to "drop" or "truncate_left".'
             )
         self.counts["dropped"] += 1
         return False
 
     def drop(self, index: int, error: RowError) -> bool:
-        """Counts a row that cannot be used, once, and warns; raises where it is not to be dropped."""
+        """Counts an invalid example once and warns, or raises the error if it must not be dropped."""
         if not self.spec.drops(error):
             raise error
         if index not in self.broken:
@@ -236,10 +232,10 @@ class OpenSource(ABC):
         return True
 
     def make(self, index: int, row: dict[str, Any]) -> Drawn:
-        """The prompt of a row that `keeps` let through.
+        """Creates the prompt of an example, truncated if necessary.
 
         Raises:
-            MediaError: media that cannot be used, or a placeholder that truncation would cut through.
+            MediaError: If media are invalid or truncation would remove media.
         """
         encoded = self.encode(index, row)
         text, token_ids, media = encoded.text, encoded.token_ids, encoded.media
@@ -248,8 +244,8 @@ class OpenSource(ABC):
             cut = len(token_ids) - limit
             if cut > encoded.cuttable:
                 raise MediaError(
-                    f"{self.spec.where(index)}: {len(token_ids)} tokens cannot be cut to max_prompt_tokens="
-                    f"{limit} without cutting through media. Raise it, or lower max_pixels or max_frames."
+                    f"max_prompt_tokens={limit}: {self.spec.where(index)} has {len(token_ids)} tokens and can't be "
+                    "truncated without removing media. Raise it, or lower max_pixels or max_frames."
                 )
             self.counts["truncated"] += 1
             token_ids, media.token_ids = token_ids[cut:], media.token_ids[cut:]
@@ -268,7 +264,7 @@ class _MapRows(OpenSource):
         self.data = data
         self.seed = reading.seed
         self.shuffle = reading.shuffle and spec.shuffle
-        self.sizes: list[tuple[int, int]] = []  # (bytes, number) of the rows with the most text, a heap
+        self.sizes: list[tuple[int, int]] = []  # heap of (bytes, index) of the rows with the most text
         self.looked = 0
         self.kept = spec.good_rows(data, self.read_columns, self._measured)
         bad = len(data) - len(self.kept)
@@ -276,16 +272,18 @@ class _MapRows(OpenSource):
             self.kept = [i for i in self.kept if self._keeps(i)]
         if self.counts["dropped"]:
             rank_zero_info(
-                f"{spec.label}: {self.counts['dropped']} of {len(data)} prompts are longer than "
-                f"max_prompt_tokens={spec.max_prompt_tokens} and left out."
+                f"{spec.label}: dropped {self.counts['dropped']} of {len(data)} prompts longer than "
+                f"max_prompt_tokens={spec.max_prompt_tokens}."
             )
         self.counts["dropped"] += bad
         if not self.kept:
-            raise ValueError(f"{spec.label}: every prompt is longer than max_prompt_tokens={spec.max_prompt_tokens}.")
+            raise ValueError(
+                f"{spec.label}: every prompt is longer than max_prompt_tokens={spec.max_prompt_tokens}. Raise it."
+            )
         self._order: tuple[int, np.ndarray[Any, Any]] = (-1, np.arange(len(self.kept)))
 
     def _measured(self, row: Mapping[str, Any]) -> None:
-        """As `check`; notes the size of the row's prompt and tools."""
+        """Calls `check` and records the size of the example's prompt and tools."""
         number, self.looked = self.looked, self.looked + 1
         self.check(row)
         note = heapq.heappush if len(self.sizes) < MEASURED else heapq.heappushpop
@@ -293,9 +291,9 @@ class _MapRows(OpenSource):
         note(self.sizes, (sum(len(str(part).encode(errors="replace")) for part in shown if part), number))
 
     def longest(self) -> int | None:
-        """See `OpenSource.longest`: exact for up to `MEASURED` rows; of others it takes their bytes for tokens.
+        """See `OpenSource.longest`. Exact for up to `MEASURED` examples, and an upper bound in bytes for others.
 
-        Rows of a model with media are not decoded for it, so that `max_prompt_tokens` is all that is known of them.
+        Returns `max_prompt_tokens` for models with media, because media are not decoded here.
         """
         limit = self.spec.max_prompt_tokens
         if self.processor is not None:
@@ -308,7 +306,7 @@ class _MapRows(OpenSource):
                 around = max(around, len(encoded.text.encode(errors="replace")) - size)
         if self.looked > len(self.sizes) == MEASURED:
             longest = max(longest, self.sizes[0][0] + around + SLACK)
-        if self.room is not None:  # no prompt is longer, which `check` has seen to
+        if self.room is not None:  # `check` rejects longer prompts
             longest = min(longest, self.room[0] - self.room[1])
         return longest if limit is None else min(longest, limit)
 
@@ -340,7 +338,7 @@ class _MapRows(OpenSource):
         return {row.get(column) for number, row in rows if number in kept}
 
     def _first_good(self, number: int) -> Drawn:
-        """This prompt, or the next one in the data set's order that can be used."""
+        """Returns this prompt, or the next valid one in the dataset's order."""
         for step in range(len(self.kept)):
             index = self.kept[(number + step) % len(self.kept)]
             if index not in self.broken:
@@ -348,16 +346,18 @@ class _MapRows(OpenSource):
                     return self.make(index, self.spec.read_row(self.data, index))
                 except RowError as error:
                     self.drop(index, error)
-        raise ValueError(f"{self.spec.label}: no row is left, all of them (or their media) are broken.")
+        raise ValueError(f"{self.spec.label}: no example is left, because all are invalid. Fix the data.")
 
 
 class _StreamRows(OpenSource):
-    """A source that is only read forwards."""
+    """A source that is only read forward."""
 
     def __init__(self, spec: Any, data: IterableDataset, reading: Reading) -> None:
         first = next(spec.stream_rows(data), None)
         if first is None:
-            raise ValueError(f"{spec.label} has no rows (split={spec.split!r}); there is nothing to train on.")
+            raise ValueError(
+                f"split={spec.split!r}: {spec.label} has no rows, so there is nothing to train on. Fix it."
+            )
         super().__init__(spec, list(first), reading)
         shuffle = reading.shuffle and spec.shuffle
         self.data = data.shuffle(seed=reading.seed, buffer_size=SHUFFLE_BUFFER) if shuffle else data
@@ -367,12 +367,12 @@ class _StreamRows(OpenSource):
 
     def __len__(self) -> int:
         raise ValueError(
-            f"{self.spec.label} is a stream and has no length: evaluation needs prompts with streaming=False, "
-            "with `limit` or a slice of the split if there are many."
+            f"streaming=True: evaluation needs a length, which {self.spec.label} lacks. Set streaming=False, with "
+            "`limit` or a slice of the split."
         )
 
     def row(self, number: int) -> Callable[[], Drawn]:
-        raise AssertionError(f"row {number} of a stream: callers ask for the length first, which raises")
+        raise AssertionError(f"row {number} of a stream: callers request the length first, which raises")
 
     def draw(self, j: int) -> Callable[[], Drawn]:
         if j < self.next_j:
@@ -385,14 +385,14 @@ class _StreamRows(OpenSource):
                 break
         if "drop" not in (self.spec.on_bad_row, self.spec.on_media_error if self.processor is not None else "error"):
             return lambda: self.make(index, row)
-        drawn = self._first_good(index, row)  # which rows are read depends on which are good: not in another thread
+        drawn = self._first_good(index, row)  # must run in this thread, because invalid examples advance the stream
         return lambda: drawn
 
     def _next(self) -> tuple[int, dict[str, Any]]:
         return self.peeked.popleft() if self.peeked else next(self.stream)
 
     def _first_good(self, index: int, row: dict[str, Any]) -> Drawn:
-        """This row's prompt, or that of the next usable one; rows looked at are read again later."""
+        """Returns the prompt of this example or of the next valid one, which remains in the stream."""
         looked = 0
         while True:
             try:
@@ -405,7 +405,7 @@ class _StreamRows(OpenSource):
             looked += 1
 
     def _endless(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Row numbers in the pass and rows, pass after pass, each in its own order."""
+        """Yields (index within the pass, example) over endless passes, each in a different order."""
         epoch = 0
         while True:
             self.data.set_epoch(epoch)
@@ -416,11 +416,11 @@ class _StreamRows(OpenSource):
                     yield index, row
             if not kept:
                 limit = self.spec.max_prompt_tokens
-                raise ValueError(f"{self.spec.label}: every prompt is bad or longer than max_prompt_tokens={limit}.")
+                raise ValueError(f"max_prompt_tokens={limit}: every prompt of {self.spec.label} is invalid or longer.")
             epoch += 1
 
     def is_good(self, index: int, row: dict[str, Any]) -> bool:
-        """Whether the row can become a prompt; what cannot is an error or dropped, as `on_bad_row` says."""
+        """Returns whether the example is valid. Drops it or raises an error otherwise, according to `on_bad_row`."""
         try:
             self.check(row)
         except RowError as error:
@@ -429,6 +429,6 @@ class _StreamRows(OpenSource):
 
 
 def open_source(spec: Any, reading: Reading) -> OpenSource:
-    """Reads the rows of a source."""
+    """Opens a source."""
     data = spec.read()
     return _StreamRows(spec, data, reading) if isinstance(data, IterableDataset) else _MapRows(spec, data, reading)

@@ -1,4 +1,4 @@
-"""Preference pairs: a prompt with a completion that was chosen and one that was rejected."""
+"""Preference pairs: prompts with a chosen and a rejected completion."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from lightrl.models.turns import text_ids
 from lightrl.ops.masking import pad_rows
 
 MAX_MARGIN = 1e6
-"""Scores are a few units apart."""
+"""Maximum margin in units of score."""
 
 
 class PreferencePair(NamedTuple):
-    """Token ids of both sequences, prompt included, and by how much the chosen one is better."""
+    """Token IDs of both sequences, including the prompt, and the margin of the chosen one."""
 
     chosen: list[int]
     rejected: list[int]
@@ -37,24 +37,25 @@ class PreferencePair(NamedTuple):
 
 @dataclass
 class PreferenceSource(RowSource):
-    """Where preference pairs come from. The arguments of `RowSource`, and:
+    """Dataset of preference pairs. Accepts the arguments of `RowSource` and the following.
 
     Args:
-        prompt_column: column of the prompt: a string, or a conversation. None: `chosen` and `rejected` are whole
-            conversations that end with an assistant turn and are equal before it.
-        chosen_column: Column of the preferred completion: a string, or a list of messages that ends with an assistant
+        prompt_column: Column with the prompt, a string or a conversation. With None, `chosen` and `rejected` are whole
+            conversations that differ only in the last assistant turn.
+        chosen_column: Column with the preferred completion, a string or a list of messages that ends with an assistant
             turn.
-        rejected_column: column of the other one.
-        margin_column: column with a number, how much better the chosen one is in units of score; None is 0.
-        system_prompt: put in front of every conversation; needs a chat template.
-        chat_template: as in `PromptSource`. The same rendering as in reinforcement learning, token for token.
-        template_kwargs: Further variables of the chat template; a row's own are in columns, as in `SFTSource`.
-        tools_column: Column of a row's tools, as in `SFTSource`.
-        rendering: what the reward model is to score in PPO. "tokens": prompt, completion and end of turn,
-            tokenized as they are sampled, for `RewardModelSpec(tokenizer="policy")`. "text": prompt and completion as
-            one text without end, for `RewardModelSpec(tokenizer="own")` without a chat template of its own.
-        max_tokens: longest sequence in tokens, prompt and completion together; None is no limit.
-        overlong: what happens to pairs with a longer one: "drop" leaves them out (and says how many), "error" stops.
+        rejected_column: Column with the rejected completion.
+        margin_column: Column with the margin of the chosen completion, in units of score. Defaults to margins of 0.
+        system_prompt: Content of a system turn before every conversation. Requires a chat template.
+        chat_template: See `PromptSource`. Token IDs are the same as in RL.
+        template_kwargs: Additional variables of the chat template. Columns override them per example, as in
+            `SFTSource`.
+        tools_column: Column with tools, as in `SFTSource`.
+        rendering: Input format of the reward model in PPO. "tokens" is prompt, completion, and end of turn, tokenized
+            as during sampling, for `RewardModelSpec(tokenizer="policy")`. "text" is prompt and completion as one text
+            without end of turn, for `RewardModelSpec(tokenizer="own")` without a separate chat template.
+        max_tokens: Maximum sequence length in tokens, including prompt and completion. Defaults to no limit.
+        overlong: How to handle pairs with a longer sequence. "drop" skips and counts them, and "error" stops the run.
     """
 
     prompt_column: str | None = "prompt"
@@ -75,19 +76,22 @@ class PreferenceSource(RowSource):
         one_of("PreferenceSource.overlong", self.overlong, "drop", "error")
         at_least("PreferenceSource.max_tokens", self.max_tokens, 2, or_none="for no limit")
         if self.streaming:
-            raise ValueError("PreferenceSource.streaming=True: pairs are shuffled in whole passes; use `limit`.")
+            raise ValueError(
+                "PreferenceSource.streaming=True: not supported. Set it to false; `limit` bounds the data."
+            )
 
     def tokenized(
         self, tokenizer: PreTrainedTokenizerBase, positions: tuple[int, bool] | None = None
     ) -> list[PreferencePair]:
-        """All pairs, without those that are too long (see `overlong`); warns about pairs with equal sides.
+        """Returns all tokenized pairs, except for overlong ones. Warns about pairs with equal sides.
 
         Args:
-            tokenizer: Renders and tokenizes.
-            positions: Positions of the model, from `positions_of`; longer pairs are an error or a warning.
+            tokenizer: Tokenizer that renders and tokenizes.
+            positions: Position limit of the model from `positions_of`. Longer pairs raise an error or a warning.
 
         Raises:
-            ValueError: A missing column, a margin outside 0 to 1e6, different prompts in a pair, or no usable pair.
+            ValueError: If a column is missing, a margin is not in [0, 1e6], the prompts of a pair differ, or no pair is
+                valid.
         """
         columns: tuple[str, ...] = ("prompt_column", "chosen_column", "rejected_column", "margin_column")
         if self.tools_column != "tools":
@@ -103,24 +107,25 @@ class PreferenceSource(RowSource):
         kept = list(fitting.values())
         if len(kept) < len(pairs):
             dropped = len(pairs) - len(kept)
-            rank_zero_info(f"{self.label}: {dropped} of {len(pairs)} pairs do not fit max_tokens={self.max_tokens}.")
+            rank_zero_info(
+                f"{self.label}: dropped {dropped} of {len(pairs)} pairs longer than {self.max_tokens} tokens."
+            )
         if not kept:
-            raise ValueError(f"{self.label}: no pair fits max_tokens={self.max_tokens}.")
+            raise ValueError(f"max_tokens={self.max_tokens}: every pair in {self.label} is longer. Raise it.")
         check_positions(self, {i: max(map(len, pair[:2])) for i, pair in fitting.items()}, positions)
         equal = [i for i, pair in fitting.items() if pair.chosen == pair.rejected]
         if equal:
             message = (
-                f"{self.where(equal[0])}: chosen_column={self.chosen_column!r} and rejected_column="
-                f"{self.rejected_column!r} are equal there, as in {len(equal)} of {len(kept)} pairs: nothing can be "
-                "learnt of them. "
+                f"chosen_column={self.chosen_column!r} and rejected_column={self.rejected_column!r}: equal in "
+                f"{len(equal)} of {len(kept)} pairs (first: {self.where(equal[0])}), which provide no training signal. "
             )
             if len(equal) == len(kept):
-                raise ValueError(message + "Name the columns of the two sides.")
-            rank_zero_warn(message + "Leave them out of the data.")
+                raise ValueError(message + "Check the column names.")
+            rank_zero_warn(message + "Remove them.")
         return kept
 
     def _side(self, tokenizer: PreTrainedTokenizerBase, data: Any, column: str) -> list[list[int]]:
-        """Token ids of the chosen or the rejected sequences, rendered as supervised rows are."""
+        """Returns the token IDs of the chosen or rejected sequences, rendered as in SFT."""
 
         source = self._rows_of(data, column)
         if self.rendering == "tokens":
@@ -136,7 +141,7 @@ class PreferenceSource(RowSource):
         return [text_ids(tokenizer, text) for text in texts]
 
     def _rows_of(self, data: Any, column: str) -> SFTSource:
-        """The supervised rows whose completions are those of one column."""
+        """Returns an `SFTSource` whose completions are in `column`."""
 
         def rows() -> Any:
             return data
@@ -155,9 +160,11 @@ class PreferenceSource(RowSource):
         )
 
     def _check(self, row: Mapping[str, Any]) -> None:
-        """Raises a `ValueError` about a pair that cannot be used."""
+        """Raises a `ValueError` if a pair is invalid."""
         if media := columns_with_media(row):
-            raise ValueError(f": columns {sorted(media)} hold media, and reward models learn from text. Drop them.")
+            raise ValueError(
+                f": columns {sorted(media)} contain media, which reward models don't support. Remove them."
+            )
         try:
             sources = [self._rows_of(None, c) for c in (self.chosen_column, self.rejected_column)]
             sides = [source.lesson(row) for source in sources]
@@ -166,8 +173,8 @@ class PreferenceSource(RowSource):
                 as_messages(sides[0][0])
             if sides[0][0] != sides[1][0]:
                 raise ValueError(
-                    f"{self.chosen_column!r} and {self.rejected_column!r} answer different prompts; only their last "
-                    "turn may differ."
+                    f"{self.chosen_column!r} and {self.rejected_column!r} have different prompts. Make them equal "
+                    "except for the last turn."
                 )
             self._margin(row)
         except ValueError as error:
@@ -177,14 +184,16 @@ class PreferenceSource(RowSource):
         if self.margin_column is None:
             return 0.0
         try:
-            margin = float(str(row.get(self.margin_column)))  # cells of CSV are text
+            margin = float(str(row.get(self.margin_column)))  # CSV cells are strings
         except ValueError:
             margin = math.nan
         if not abs(margin) <= MAX_MARGIN:
-            raise ValueError(f"{self.margin_column}={row.get(self.margin_column)!r}: must be a finite number.")
+            raise ValueError(
+                f"{self.margin_column}={row.get(self.margin_column)!r}: must be a number from 0 to {MAX_MARGIN:g}."
+            )
         if margin < 0:
             raise ValueError(
-                f"the margin is {margin}: below 0 the rejected side would be the better one. Swap the two sides."
+                f"{self.margin_column}={margin}: must not be negative. Swap the chosen and rejected completions."
             )
         return margin
 
@@ -194,21 +203,22 @@ class PreferenceSource(RowSource):
             return True
         if self.overlong == "error":
             raise ValueError(
-                f"{self.where(i)}: {length} tokens, max_tokens is {self.max_tokens}; raise it or drop the pair."
+                f"max_tokens={self.max_tokens}: {self.where(i)} has {length} tokens. Raise it, or remove the pair."
             )
         return False
 
 
 class PreferenceLoader(SFTLoader):
-    """Batches of pairs; order, ranks and resume as in `SFTLoader`.
+    """Loader of preference pairs. See `SFTLoader` for order, ranks, and resuming.
 
-    Batch: `token_ids` (B, T) int64, right-padded, chosen and rejected alternating; `attention_mask` (B, T) bool;
-    `response_mask` (B, T) bool, True after the tokens with which both of a pair begin; `group_ids` (B,) int64, the
-    pair; `margin` (P,) float32; `valid` (P,) bool, False for the pair that a rank without pairs repeats in validation.
+    A batch of P pairs and B = 2 P sequences contains `token_ids` (B, T) int64, right-padded, with chosen and rejected
+    alternating; `attention_mask` (B, T) bool; `response_mask` (B, T) bool, True after the shared prefix of a pair;
+    `group_ids` (B,) int64, the index of the pair; `margin` (P,) float32; and `valid` (P,) bool, False for padding pairs
+    in validation.
     """
 
     def collate(self, rows: Sequence[Any]) -> dict[str, Tensor]:
-        """Lays pairs out as a batch."""
+        """Collates pairs into a batch."""
         pairs: Sequence[PreferencePair] = rows or [self.rows[0]]  # type: ignore[assignment, list-item]
         tokens = [side for pair in pairs for side in (pair.chosen, pair.rejected)]
         own = []
@@ -230,14 +240,14 @@ class PreferenceDataModule(SFTDataModule):
     """Preference pairs for `RewardLightningModule`.
 
     Args:
-        train: pairs to learn from.
-        val: pairs for `eval/*`; without them there is no validation.
-        batch_size: pairs per batch and rank.
-        tokenizer: folder or hub name; that of the model that is trained where None.
-        seed: of the order, 0 or more.
+        train: Training pairs.
+        val: Validation pairs for `eval/*`. Defaults to no validation.
+        batch_size: Number of pairs per batch and rank.
+        tokenizer: Tokenizer directory or ID. Defaults to the trained model's.
+        seed: Random seed of the order, 0 or more.
 
     Raises:
-        ValueError: missing file, column or tokenizer; no pairs, or fewer than one batch; sequences that are too long.
+        ValueError: If a file, column, or tokenizer is missing, there is less than one batch, or a sequence is too long.
     """
 
     _loader_class = PreferenceLoader

@@ -1,4 +1,4 @@
-"""From a row to a prompt: media located, text rendered and tokenized, the processor run once if there are media."""
+"""Encoding of prompts: locates media, renders and tokenizes text, and runs the media processor."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ if TYPE_CHECKING:
     from lightrl.data.processor import MediaProcessor
 
 VARIABLES = ("template_kwargs", "chat_template_kwargs")
-"""Columns of a row's own variables of the chat template; the later one wins."""
+"""Columns with per-example variables of the chat template. Later ones take precedence."""
 
 _PLACE = object()
 _PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
 
 
 def load_processor(path: str, tokenizer: PreTrainedTokenizerBase, **kwargs: Any) -> MediaProcessor | None:
-    """The processor of a model that takes images, videos, or sound; None for others.
+    """Loads the processor of a model with images, videos, or audio. Returns None for text models.
 
     Args:
-        path: Model directory or hub name.
-        tokenizer: The run's tokenizer, used instead of the processor's.
-        **kwargs: Further arguments of `AutoProcessor.from_pretrained`.
+        path: Model directory or ID.
+        tokenizer: Tokenizer to use instead of the processor's.
+        **kwargs: Additional arguments of `AutoProcessor.from_pretrained`.
     """
     local = Path(path).expanduser()
     try:
         config = AutoConfig.from_pretrained(str(local) if local.is_dir() else path, **kwargs)
-    except (OSError, ValueError):  # a folder that holds a tokenizer alone
+    except (OSError, ValueError):  # a directory with only a tokenizer
         return None
     placeholders = placeholder_ids(config)
     if not placeholders:
@@ -57,18 +57,18 @@ def load_processor(path: str, tokenizer: PreTrainedTokenizerBase, **kwargs: Any)
 
 @dataclass
 class ConversationSource(MediaSource):
-    """Rows whose prompts are strings or conversations. The arguments of `RowSource` and `MediaSource`, and:
+    """Dataset whose prompts are strings or conversations. Accepts the arguments of `RowSource` and `MediaSource` and
+    the following.
 
     Args:
-        system_prompt: System turn in front of every conversation; needs a chat template.
-        chat_template: Whether a string becomes the user's turn of the tokenizer's chat template: true, false, or
-            "auto" for true if the tokenizer has one. False leaves strings as they are, for prompts that are rendered
-            already and for base models. With true or "auto", a string that holds what the template writes around turns
-            is an error. Conversations always use the template.
-        template_kwargs: Further variables of the chat template, such as `enable_thinking`. A row's own are in its
-            column `chat_template_kwargs` or `template_kwargs`, as a dictionary or JSON text, and override these.
-        tools_column: Column of a row's tools: JSON schemas of functions as a list or JSON text, which the chat template
-            shows. Ignored if the rows have no such column. Null shows none.
+        system_prompt: Content of a system turn before every conversation. Requires a chat template.
+        chat_template: Whether to wrap strings as a user turn of the tokenizer's chat template. "auto" does so if the
+            tokenizer has one. False uses strings unchanged, for base models and prompts that are already rendered.
+            Otherwise, a string that contains text of the template is an error. Conversations always use the template.
+        template_kwargs: Additional variables of the chat template, such as `enable_thinking`. The columns
+            `chat_template_kwargs` and `template_kwargs` override them per example, as a dictionary or JSON text.
+        tools_column: Column with tools for the chat template, as a list or JSON text of JSON schemas. A missing column
+            named "tools" is ignored. None disables tools.
     """
 
     system_prompt: str | None = None
@@ -78,14 +78,14 @@ class ConversationSource(MediaSource):
 
     @property
     def rendering_columns(self) -> list[str]:
-        """Columns that may say how a row is rendered; only a `tools_column` with another name must be there."""
+        """Optional columns that affect rendering. Only a `tools_column` with a custom name must exist."""
         return [*VARIABLES, *([] if self.tools_column is None else [self.tools_column])]
 
     def rendering(self, row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """A row's tools, and its variables of the chat template.
+        """Returns an example's tools and chat template variables.
 
         Raises:
-            ValueError: the columns hold something else.
+            ValueError: If a column is invalid.
         """
         return as_tools(None if self.tools_column is None else row.get(self.tools_column)), row_variables(
             row, self.template_kwargs
@@ -94,7 +94,7 @@ class ConversationSource(MediaSource):
     def render(
         self, tokenizer: PreTrainedTokenizerBase, prompt: Any, system_prompt: str | None, row: Mapping[str, Any]
     ) -> tuple[str, bool]:
-        """The text of a row's prompt and system prompt from `arranged`; see `render_prompt`."""
+        """Renders an example's prompt and system prompt from `arranged`. See `render_prompt`."""
         tools, variables = self.rendering(row)
         return render_prompt(
             tokenizer,
@@ -107,10 +107,10 @@ class ConversationSource(MediaSource):
 
 
 def row_variables(row: Mapping[str, Any], template_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Variables of the chat template for a row: `template_kwargs`, and over them what the row's own columns hold.
+    """Returns the chat template variables of an example, whose columns override `template_kwargs`.
 
     Raises:
-        ValueError: the columns hold something else than a dictionary or JSON text of one.
+        ValueError: If a column contains anything but a dictionary or JSON text of one.
     """
     variables = dict(template_kwargs)
     for name in VARIABLES:
@@ -119,7 +119,7 @@ def row_variables(row: Mapping[str, Any], template_kwargs: Mapping[str, Any]) ->
             with contextlib.suppress(ValueError):
                 own = json.loads(own)
         if own and not isinstance(own, Mapping):
-            raise ValueError(f"{name}={str(own)[:80]!r}: must be a dictionary, or JSON text of one.")
+            raise ValueError(f"{name}={str(own)[:80]!r}: must be a dictionary or JSON text of one. Fix the column.")
         variables.update(own or {})
     return variables
 
@@ -131,17 +131,17 @@ def encode_prompt(
     tokenizer: PreTrainedTokenizerBase,
     processor: MediaProcessor | None,
 ) -> tuple[Encoded, bool]:
-    """A row's prompt as text, tokens, model inputs, and media; and whether a chat template made the text.
+    """Encodes an example's prompt. Returns the result and whether the chat template was applied.
 
     Args:
         prompt: A string or a conversation.
-        row: The row, for its media columns, tools, and variables of the chat template.
+        row: The example, for its media columns, tools, and chat template variables.
         source: Rendering settings and media columns.
-        tokenizer: Renders and tokenizes.
-        processor: None for text models.
+        tokenizer: Tokenizer that renders and tokenizes.
+        processor: Processor, or None for text models.
 
     Raises:
-        MediaError: Media that cannot be read or don't match their places.
+        MediaError: If media can't be read or don't match their placeholders.
         ValueError: See `render_prompt`.
     """
     prompt, system_prompt, found = arranged(prompt, row, source, tokenizer, processor)
@@ -154,7 +154,7 @@ def encode_prompt(
     for kind, placeholder in processor.placeholders.items() if processor is not None else ():
         if placeholder in token_ids:
             name = tokenizer.convert_ids_to_tokens(placeholder)
-            raise MediaError(f"the prompt has a placeholder {name!r} and no {kind} to show there.")
+            raise MediaError(f"the prompt has a placeholder {name!r}, but no {kind}. Add the {kind} or remove it.")
     return Encoded(text, token_ids, cuttable=len(token_ids)), templated
 
 
@@ -165,9 +165,9 @@ def arranged(
     tokenizer: PreTrainedTokenizerBase,
     processor: MediaProcessor | None,
 ) -> tuple[Any, str | None, list[tuple[str, Any]]]:
-    """The prompt and the system prompt as `render_prompt` takes them, and (kind, value) of the media they show.
+    """Returns the prompt and system prompt for `render_prompt`, and the (kind, value) of their media.
 
-    The arguments and errors are those of `encode_prompt`.
+    See `encode_prompt` for the arguments and errors.
     """
     require_read(row, source, processor)
     columns: Mapping[str, str] = {}
@@ -186,7 +186,7 @@ def arranged(
         prompt, found = shown(prompt, row, columns, marks)
     if processor is None:
         if found:
-            raise MediaError(f"the prompt shows {len(found)} media, and the model takes text only.")
+            raise MediaError(f"the prompt has {len(found)} media items, but the model is text-only. Remove them.")
         prompt = _as_strings(prompt)
     if plain and processor is not None and found:
         prompt = "".join(str(block.get("text") or processor.token(block["type"])) for block in prompt[0]["content"])
@@ -199,7 +199,7 @@ def arranged(
 
 
 def require_read(row: Mapping[str, Any], source: MediaSource, processor: MediaProcessor | None) -> None:
-    """Raises a `ValueError` about a column with media of a kind that the model does not take."""
+    """Raises a `ValueError` if a column contains media of a kind that the model doesn't support."""
     if source.media_columns is not None:
         return
     taken = {} if processor is None else processor.placeholders
@@ -207,18 +207,18 @@ def require_read(row: Mapping[str, Any], source: MediaSource, processor: MediaPr
         if kind not in taken:
             used = {column: own for column, own in COLUMNS.items() if own in taken and column in row}
             raise ValueError(
-                f"column {name!r} holds media of the kind {kind!r}, which the model does not take. Train a model that "
-                f"takes it, or set media_columns: {used} to leave the column out of the prompt."
+                f"column {name!r} contains media of kind {kind!r}, which the model does not support. Use a model that "
+                f"supports it, or set media_columns: {used} to ignore the column."
             )
 
 
 def columns_with_media(row: Mapping[str, Any]) -> dict[str, str]:
-    """Column -> kind of the columns named after media that hold some in this row."""
+    """Returns the media kinds of the default media columns that are not empty in this example."""
     return {name: kind for name, kind in COLUMNS.items() if _several(kind, row.get(name))}
 
 
 def _as_blocks(prompt: Any, system_prompt: str | None) -> list[dict[str, Any]]:
-    """A conversation whose contents are lists of blocks."""
+    """Converts a prompt to a conversation with lists of content blocks."""
     messages = conversation(prompt, system_prompt)
     for message in messages:
         if isinstance(message["content"], str):
@@ -227,7 +227,7 @@ def _as_blocks(prompt: Any, system_prompt: str | None) -> list[dict[str, Any]]:
 
 
 def _as_strings(prompt: Any) -> Any:
-    """A conversation whose contents are strings; its blocks hold text alone."""
+    """Converts a text-only conversation to string contents."""
     if isinstance(prompt, str):
         return prompt
     messages = as_messages(prompt)
@@ -237,29 +237,30 @@ def _as_strings(prompt: Any) -> Any:
     return messages
 
 
-# ---- where in a prompt its media stand ---------------------------------------------------------------------------
+# ---- positions of media in a prompt ------------------------------------------------------------------------------
 
 
 def shown(
     prompt: Any, row: Mapping[str, Any], columns: Mapping[str, str], marks: Mapping[str, str] | None = None
 ) -> tuple[Any, list[tuple[str, Any]]]:
-    """A prompt with a place for each medium, and the media in the order of the places.
+    """Inserts placeholders for all media into a prompt and returns the media in their order.
 
-    Media are in content blocks (`{"type": "image", "image": ...}`) or in columns. Those of columns go, in order, to
-    content blocks without data (`{"type": "image"}`) and to the marks `<image>`, `<video>`, and `<audio>` in texts. If
-    the prompt has neither, they go before the first user message's text, images first.
+    Media are in content blocks (`{"type": "image", "image": ...}`) or columns. Column media are assigned in order to
+    content blocks without data (`{"type": "image"}`) and the markers `<image>`, `<video>`, and `<audio>` in texts. If
+    there are none, they are inserted before the first user message's text, images first.
 
     Args:
         prompt: A string or a conversation.
-        row: The row, for its media columns.
-        columns: Column -> kind.
-        marks: Further marks in texts -> kind, such as the model's placeholders in a rendered string.
+        row: The example, for its media columns.
+        columns: Media kinds by column.
+        marks: Media kinds by additional marker, such as the model's placeholders in a rendered string.
 
     Returns:
-        The string if it shows no media, else a conversation whose blocks hold no data; (kind, value) of each medium.
+        The string if it has no media, otherwise a conversation with blocks without data; and (kind, value) of each
+        media item.
 
     Raises:
-        MediaError: More media than places, or the reverse.
+        MediaError: If the numbers of media and placeholders differ.
     """
     waiting: dict[str, list[Any]] = {}
     for name, kind in columns.items():
@@ -280,7 +281,9 @@ def shown(
         return messages, front
     for kind in KINDS:
         if asked[kind] != offered.get(kind, 0):
-            raise MediaError(f"the prompt has {asked[kind]} place(s) for {offered.get(kind, 0)} {kind}(s).")
+            raise MediaError(
+                f"the prompt has {asked[kind]} placeholder(s) for {offered.get(kind, 0)} {kind}(s). Make them equal."
+            )
     queues = {kind: iter(values) for kind, values in waiting.items()}
     found = [(kind, next(queues[kind]) if value is _PLACE else value) for kind, value in found]
     if any(options):
@@ -291,7 +294,7 @@ def shown(
 
 
 def _several(kind: str, value: Any) -> list[Any]:
-    """The media in a column's value: none, one, or a list of them."""
+    """Returns the media items of a cell as a list."""
     if value is None:
         return []
     if isinstance(value, np.ndarray):
@@ -302,7 +305,7 @@ def _several(kind: str, value: Any) -> list[Any]:
     depth, leaf = 0, value
     while isinstance(leaf, list | tuple | np.ndarray) and len(leaf):
         depth, leaf = depth + 1, leaf[0]
-    if isinstance(leaf, int | float | np.number):  # arrays as lists, which is how Arrow gives them back
+    if isinstance(leaf, int | float | np.number):  # Arrow returns arrays as lists
         return list(value) if depth > {"image": 3, "video": 4, "audio": 1}[kind] else [value]
     if kind == "video" and depth == 1 and not _is_video(leaf):
         return [value]  # frames of one video
@@ -310,7 +313,7 @@ def _several(kind: str, value: Any) -> list[Any]:
 
 
 def _is_video(leaf: Any) -> bool:
-    """Whether an element of a list is a video of its own rather than a frame."""
+    """Whether an element of a list is a whole video rather than a frame."""
     if isinstance(leaf, Mapping):
         leaf = leaf.get("path") or leaf.get("url") or leaf.get("bytes")
     if isinstance(leaf, str | Path):
@@ -321,15 +324,15 @@ def _is_video(leaf: Any) -> bool:
 def _blocks(
     content: Any, places: Mapping[str, str], found: list[tuple[str, Any]], options: list[dict[str, float]]
 ) -> list[dict[str, Any]]:
-    """A message's content as blocks without data.
+    """Returns a message's content as blocks without data.
 
-    Appends its media (`_PLACE` for a column's) to `found`, and what stands next to each to `options`.
+    Appends its media to `found` (`_PLACE` for column media) and their options to `options`.
 
     Args:
-        content: a string or blocks.
-        places: mark in texts -> kind of the medium that a column has for it.
+        content: A string or blocks.
+        places: Media kinds by marker in texts, for column media.
         found: (kind, value) of the media so far.
-        options: of the media so far.
+        options: Options of the media so far.
     """
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
@@ -342,9 +345,9 @@ def _blocks(
 
             names = (kind, str(block.get("type")), f"{kind}_url", f"input_{kind}", *ADDRESSES)
             value = next((block[name] for name in names if name in block), _PLACE)
-            number = block.pop("index", None)  # of the column's medium
+            number = block.pop("index", None)  # of the item in the column
             if number not in (None, sum(other == kind and v is _PLACE for other, v in found)):
-                raise MediaError(f"index={number!r} next to a place for {kind}s: places must be in the column's order.")
+                raise MediaError(f"index={number!r} of {kind}: must follow the column's order. Reorder the blocks.")
             options.append(options_of(kind, {k: v for k, v in block.items() if k not in ("type", *names)}))
             found.append((kind, value))
             blocks.append({"type": kind})

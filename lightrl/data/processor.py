@@ -1,4 +1,4 @@
-"""The Hugging Face processor of a model with images, videos, or sound, loaded with the first row that has some."""
+"""Hugging Face processors of models with images, videos, or audio, loaded on first use."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from lightrl.records import ImageInputs, Media
 
 
 class MediaProcessor:
-    """A Hugging Face processor, run on one prompt at a time, and the checks on what it gives.
+    """Runs a Hugging Face processor on single prompts and checks its output.
 
     Args:
-        path: of the processor.
-        tokenizer: the run's.
-        placeholders: kind of media that the model takes -> id of the token that stands for a feature.
-        kwargs: further arguments of `AutoProcessor.from_pretrained`.
+        path: Directory or ID of the processor.
+        tokenizer: Tokenizer of the run.
+        placeholders: Placeholder token IDs by supported media kind.
+        kwargs: Additional arguments of `AutoProcessor.from_pretrained`.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class MediaProcessor:
 
     @property
     def processor(self) -> Any:
-        """The processor itself, loaded when it is first needed."""
+        """The Hugging Face processor, loaded on first use."""
         if self._loaded is None:
             from transformers import AutoProcessor
 
@@ -49,22 +49,24 @@ class MediaProcessor:
                 self._loaded = AutoProcessor.from_pretrained(self.path, **self._kwargs)
             except ImportError as error:
                 raise ValueError(
-                    f"The processor of {self.path!r} cannot be loaded, and prompts with media need it: "
-                    f"{str(error).strip().splitlines()[0]} Install what it names (pip install torchvision, a build "
-                    "that fits torch)."
+                    f"Can't load the processor of {self.path!r}, which prompts with media need: "
+                    f"{str(error).strip().splitlines()[0]} Install the missing package (for torchvision, a build that "
+                    "matches torch)."
                 ) from error
             if not hasattr(self._loaded, "tokenizer"):
-                raise ValueError(f"{self.path!r} holds no processor (preprocessor_config.json), so it takes text only.")
+                raise ValueError(
+                    f"{self.path!r} has no processor (preprocessor_config.json). Add it, or use text-only prompts."
+                )
             self._loaded.tokenizer = self.tokenizer
         return self._loaded
 
     def token(self, kind: str) -> str | None:
-        """What stands for one medium in a prompt's text."""
+        """Returns the placeholder of one media item in a prompt's text."""
         return getattr(self.processor, f"{kind}_token", None)
 
     @property
     def grid(self) -> Grid:
-        """What the model cuts media into."""
+        """Grid of the model's patches."""
         images, videos = (getattr(self.processor, f"{kind}_processor", None) for kind in ("image", "video"))
         sides = [getattr(p, "patch_size", None) for p in (images, videos)]
         cells = [
@@ -75,22 +77,22 @@ class MediaProcessor:
 
     @property
     def wants_blocks(self) -> bool:
-        """Whether the chat template leaves out contents that are strings instead of lists of blocks."""
+        """Whether the chat template requires lists of content blocks instead of strings."""
         if self._blocks is None:
             text, _ = render_prompt(self.tokenizer, [{"role": "user", "content": "x7q"}], chat_template=True)
             self._blocks = "x7q" not in text
         return self._blocks
 
     def __call__(self, text: str, media: Media, *, templated: bool) -> Encoded:
-        """Runs the processor and checks that placeholders and features agree, by its own numbers.
+        """Runs the processor and checks that placeholders match the features.
 
         Args:
-            text: the rendered prompt, one placeholder per medium.
-            media: decoded. Its `token_ids` are set.
-            templated: see `encode`.
+            text: Rendered prompt with one placeholder per media item.
+            media: Decoded media. Sets its `token_ids`.
+            templated: See `encode`.
 
         Raises:
-            MediaError: another number of placeholders than media, or of tokens than features.
+            MediaError: If the numbers of placeholders and media, or of tokens and features, differ.
         """
         media.token_ids = encode(self.tokenizer, text, templated=templated)
         for kind, items in (("image", media.images), ("video", media.videos), ("audio", media.audios)):
@@ -116,22 +118,22 @@ class MediaProcessor:
         return Encoded(text, token_ids, inputs, media, max(0, min(first, next(differ, first)) - 1))
 
     def images(self, values: Sequence[Any]) -> ImageInputs:
-        """Images without a prompt: decoded, their model inputs, and the placeholders that stand for each.
+        """Processes images without a prompt: decodes them and returns model inputs and placeholders.
 
         Args:
-            values: n images, as content blocks hold them, or whole blocks with the options next to an image.
+            values: n images as in content blocks, or whole blocks with options.
 
         Raises:
-            MediaError: the model takes no images, or one cannot be read.
+            MediaError: If the model doesn't support images, or an image can't be read.
         """
         token = self.token("image")
         if token is None:
-            raise MediaError(f"{type(self.processor).__name__} takes no images.")
+            raise MediaError(f"{type(self.processor).__name__} does not support images. Use a vision-language model.")
         media = decode([("image", value) for value in values], MediaSource(rows=[{}]), self.grid)
         out = self._run(token * len(values), {"images": [media.images]}, templated=True)
         offsets = out.get("text_replacement_offsets")
         if not offsets or len(offsets[0]) != len(values):
-            raise MediaError(f"{type(self.processor).__name__} does not say what stands for each image.")
+            raise MediaError(f"{type(self.processor).__name__} does not return the placeholders of each image.")
         token_ids = out["input_ids"][0].tolist()
         inputs = self._inputs(out)
         names = [name for name in inputs if name.endswith(TOKEN_INPUT)]
@@ -149,16 +151,16 @@ class MediaProcessor:
                 **arguments,
             )
         except (ValueError, StopIteration, IndexError, TypeError) as error:
-            raise MediaError(f"{type(self.processor).__name__} refused it: {error}") from error
+            raise MediaError(f"{type(self.processor).__name__} rejected the prompt: {error}") from error
 
     @staticmethod
     def _inputs(out: Any) -> dict[str, torch.Tensor]:
-        """The extra model inputs in it."""
+        """Returns the extra model inputs."""
         skipped = ("input_ids", "attention_mask", "labels")
         return {name: x for name, x in out.items() if isinstance(x, torch.Tensor) and name not in skipped}
 
     def _special_ids(self) -> set[int]:
-        """Tokens that stand for a medium or for one of its features."""
+        """Returns the placeholder token IDs of media and features."""
         own = {i for kind in KINDS for i in getattr(self.processor, f"{kind}_token_ids", None) or ()}
         return own | set(self.placeholders.values())
 
@@ -166,14 +168,16 @@ class MediaProcessor:
         token = self.token(kind)
         if token is None:
             if count:
-                raise MediaError(f"{count} {kind}s, which {type(self.processor).__name__} does not take.")
+                raise MediaError(
+                    f"{type(self.processor).__name__} does not support {kind}s. Remove the {count} {kind}(s)."
+                )
             return
         places = token_ids.count(self.tokenizer.convert_tokens_to_ids(token))
         if places != count:
-            raise MediaError(f"the prompt has {places} placeholder(s) {token!r} for {count} {kind}(s).")
+            raise MediaError(f"the prompt has {places} placeholder(s) {token!r} for {count} {kind}(s). Fix the prompt.")
 
     def _check_features(self, token_ids: list[int], offsets: Any) -> None:
-        """Compares the placeholder runs among the tokens with those that the processor says its features need."""
+        """Compares the placeholders among the tokens with those that the processor reports for its features."""
         if not offsets:
             return
         special = self._special_ids()
@@ -191,6 +195,6 @@ class MediaProcessor:
         for number, rate in enumerate(media.sampling_rates, 1):
             if rate not in (0, wanted):
                 raise MediaError(
-                    f"audio {number} has {rate} samples per second, the model takes {wanted}: resample it."
+                    f"audio {number}: the sampling rate is {rate} Hz, but the model needs {wanted} Hz. Resample it."
                 )
         return wanted

@@ -1,4 +1,4 @@
-"""Prompts in the order in which a run draws them."""
+"""Indexed access to the prompts of a run."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ MIX_BLOCK = 1000
 
 
 class PromptSet:
-    """Prompts by number, from one source or a mixture. Made by `PromptSource.load` and `PromptMixture.load`.
+    """Prompts by index, from one or more sources. Created by `PromptSource.load` and `PromptMixture.load`.
 
-    A streaming source has no length and is only read forwards. A resumed run reads and skips all rows before its place,
-    every rank reads every row, and the order is shuffled within a buffer of 10,000 rows.
+    A streaming source has no length and is read only forward. A resumed run skips all earlier examples, every rank
+    reads every example, and shuffling uses a buffer of 10,000 examples.
 
     Args:
         sources: Opened sources.
-        weights: Share of each in a mixture, above 0.
-        seed: Seed of the mixture's order.
+        weights: Weights of the sources, above 0.
+        seed: Random seed of the mixture's order.
     """
 
     success_reward: float | None = None
-    """Reward from which on an attempt has succeeded, for sets whose next prompts depend on it (`observe`)."""
+    """Minimum reward of a successful trajectory, for sets whose next prompts depend on it (`observe`)."""
 
     def __init__(self, sources: Sequence[OpenSource], weights: Sequence[float], *, seed: int) -> None:
         self._sources = list(sources)
@@ -47,82 +47,82 @@ class PromptSet:
         self.columns = list(dict.fromkeys(name for source in sources for name in source.columns))
 
     def observe(self, visits: Sequence[tuple[int, float]], cursor: int) -> dict[str, float]:
-        """Records how the attempts of a rollout went, and returns metrics; see `CurriculumSet`."""
+        """Records success rates of a rollout and returns metrics. See `CurriculumSet`."""
         return {}
 
     def state_dict(self) -> dict[str, Any] | None:
-        """What was observed, the same on every rank."""
+        """Returns the observed success rates, equal on all ranks."""
         return None
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what was observed."""
+        """Restores the state of `state_dict`."""
 
     @property
     def sources(self) -> list[OpenSource]:
-        """What the prompts come from."""
+        """The opened sources."""
         return list(self._sources)
 
     def __len__(self) -> int:
-        """Number of prompts of all sources, without dropped rows.
+        """Returns the number of prompts in all sources, without dropped examples.
 
         Raises:
-            ValueError: a source is a stream.
+            ValueError: If a source is a stream.
         """
         return sum(len(source) for source in self._sources)
 
     def require_free(self, names: Iterable[str]) -> None:
-        """Raises a `ValueError` about a column that values of LightRL with the same name would hide.
+        """Raises a `ValueError` if a column has a reserved name.
 
         Args:
-            names: those that reward functions and environments get in addition to the columns.
+            names: Names of the arguments that LightRL passes to reward functions and environments.
         """
         for source in self._sources:
             hidden = sorted({*names} & {*source.columns} - {source.spec.prompt_column})
             if hidden:
                 raise ValueError(
-                    f"{source.spec.label}: column {hidden[0]!r}: reward functions and environments get LightRL's own "
-                    "values under this name, which would hide the column. Rename it."
+                    f"{source.spec.label}: column {hidden[0]!r}: the name is reserved for an argument that LightRL "
+                    "passes to reward functions and environments. Rename the column."
                 )
 
     @cached_property
     def max_prompt_tokens(self) -> int | None:
-        """Upper bound on the tokens of a prompt; None if a source is a stream or has media, and no limit."""
+        """Maximum prompt length in tokens; None if unknown (streams and media without a limit)."""
         limits = [source.longest() for source in self._sources]
         return None if None in limits else max(limit for limit in limits if limit is not None)
 
     @property
     def counts(self) -> dict[str, int]:
-        """`dropped` rows and `truncated` prompts so far, over all sources, on this rank."""
+        """Number of `dropped` examples and `truncated` prompts so far, on this rank."""
         names = ("dropped", "truncated")
         return {name: sum(source.counts[name] for source in self._sources) for name in names}
 
     def batch(self, cursor: int, count: int, *, rank: int = 0, world_size: int = 1) -> Prompts:
-        """This rank's share of prompts `cursor ... cursor + count - 1`: every `world_size`-th one, from `rank` on.
+        """Returns this rank's prompts from `cursor ... cursor + count - 1`, every `world_size`-th one from `rank`.
 
         Args:
-            cursor: Number of earlier prompts, over all ranks; all that a resumed run has to know.
-            count: Number of prompts over all ranks, a multiple of `world_size`.
+            cursor: Global index of the first prompt.
+            count: Number of prompts across all ranks, a multiple of `world_size`.
             rank: Rank of this process.
             world_size: Number of processes.
         """
         if count % world_size:
-            raise ValueError(f"count={count}: {world_size} ranks cannot share it; take a multiple of {world_size}.")
+            raise ValueError(f"count={count}: {world_size} ranks can't share it. Use a multiple of {world_size}.")
         picks = [self._place(k) for k in range(cursor + rank, cursor + count, world_size)]
         return self._collect([self._sources[s].draw(j) for s, j in picks])
 
     def rows(self, numbers: Sequence[int]) -> Prompts:
-        """The prompts with these numbers in `range(len(self))`, in the order of the data sets, one after the other."""
+        """Returns the prompts with these indices in the concatenated datasets."""
         ends = np.cumsum([len(source) for source in self._sources])
         drawn = []
         for number in numbers:
             if not 0 <= number < ends[-1]:
-                raise ValueError(f"There is no prompt {number}: there are {ends[-1]}.")
+                raise ValueError(f"numbers={number}: out of range. Use 0 to {ends[-1] - 1}.")
             s = int(np.searchsorted(ends, number, side="right"))
             drawn.append(self._sources[s].row(int(number - (ends[s - 1] if s else 0))))
         return self._collect(drawn)
 
     def _place(self, k: int) -> tuple[int, int]:
-        """Prompt k as (source, number within the source)."""
+        """Returns prompt k as (source, index within the source)."""
         if len(self._shares) == 1:
             return 0, k
         block, position = divmod(k, MIX_BLOCK)
@@ -134,7 +134,7 @@ class PromptSet:
         return source, block * self._shares[source] + int(np.count_nonzero(pattern[:position] == source))
 
     def _collect(self, draws: list[Callable[[], Drawn]]) -> Prompts:
-        """Makes the prompts, those with media in worker threads: decoding and resizing release Python's lock."""
+        """Creates the prompts. Decodes media in threads, because decoding and resizing release the GIL."""
         sees = any(source.processor is not None for source in self._sources)
         if sees and len(draws) > 1:
             self._pool = self._pool or ThreadPoolExecutor(min(8, os.cpu_count() or 1), "lightrl-media")
@@ -153,7 +153,7 @@ class PromptSet:
 
 
 def _block_shares(weights: Sequence[float]) -> list[int]:
-    """How many of `MIX_BLOCK` prompts each source gives: proportional, largest remainders first, at least one."""
+    """Returns each source's number of prompts per `MIX_BLOCK`, by largest remainders, at least one."""
     exact = np.asarray(weights, dtype=np.float64) / sum(weights) * MIX_BLOCK
     shares = np.maximum(np.floor(exact).astype(int), 1)
     while shares.sum() != MIX_BLOCK:

@@ -1,7 +1,7 @@
-"""Prompts for the engine: rows of a dataset, rendered and tokenized, in an order that an integer resumes.
+"""Prompt sources, which load, render, and tokenize dataset examples in a resumable order.
 
-Prompt number k of a run (k = 0, 1, 2, ... over all ranks) depends only on the sources and the seed. A run that stops
-after k prompts resumes with prompt k, on any number of ranks, and k is all that a checkpoint needs.
+Prompt k of a run (k = 0, 1, 2, ... across all ranks) depends only on the sources and the seed. A run that stops after
+k prompts resumes at prompt k, on any number of ranks, and checkpoints store only k.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
 @dataclass
 class PromptSource(ConversationSource):
-    """Where prompts come from and how a row becomes one. The arguments of `ConversationSource`, and:
+    """Dataset of prompts. Accepts the arguments of `ConversationSource` and the following.
 
     Args:
-        prompt_column: Column of the prompt: a string, or a conversation as a list of {"role": ..., "content": ...}.
-            Every column, this one included, reaches the reward functions.
-        max_prompt_tokens: Maximum prompt length in tokens, template included; defaults to no limit.
-        overlong: Handling of longer prompts, counted in `PromptSet.counts`. "drop" leaves the row out and "error"
-            stops the run; both tokenize all rows once at the start. "truncate_left" keeps the last
-            `max_prompt_tokens` tokens, and never cuts through an image or what follows it (see `on_media_error`).
-        shuffle: New order of the training prompts in every pass. False keeps the order of the rows.
+        prompt_column: Column with the prompt, a string or a list of {"role": ..., "content": ...} messages. Reward
+            functions receive all columns, including this one.
+        max_prompt_tokens: Maximum prompt length in tokens, including the template. Defaults to no limit.
+        overlong: How to handle longer prompts, which `PromptSet.counts` counts. "drop" skips the example and "error"
+            stops the run; both tokenize all examples at the start. "truncate_left" keeps the last `max_prompt_tokens`
+            tokens, and never removes media or the text after it (see `on_media_error`).
+        shuffle: Whether to reshuffle training prompts in every pass.
     """
 
     prompt_column: str = "prompt"
@@ -60,17 +60,17 @@ class PromptSource(ConversationSource):
         check_row: Callable[[Mapping[str, Any]], None] | None = None,
         room: tuple[int, int] | None = None,
     ) -> PromptSet:
-        """Reads the rows.
+        """Loads the prompts.
 
         Args:
-            tokenizer: Renders and tokenizes the prompts.
-            seed: Seed of the order, 0 or more.
-            shuffle: New order in every pass, if the source shuffles; otherwise the order of the dataset.
-            processor: Processor from `load_processor`; None for a text model.
+            tokenizer: Tokenizer that renders and tokenizes the prompts.
+            seed: Random seed of the order, 0 or more.
+            shuffle: Whether to reshuffle in every pass. Requires `PromptSource.shuffle`.
+            processor: Processor from `load_processor`, or None for a text model.
             check_column: Column that `check_row` needs.
-            check_row: Further check of every row; raises a `ValueError` about a row that cannot be used.
-            room: Tokens of a sequence in the engine, and those of them kept for the completion; None if unknown.
-                Without `max_prompt_tokens`, a text prompt that leaves less is an error.
+            check_row: Function that raises a `ValueError` for an invalid example.
+            room: Maximum sequence length of the engine and maximum completion length in tokens, or None if unknown.
+                Without `max_prompt_tokens`, a text prompt that leaves too little room is an error.
         """
         reading = Reading(tokenizer, seed, shuffle, processor, check_column, check_row, room)
         return PromptSet([open_source(self, reading)], [1.0], seed=seed)
@@ -78,14 +78,14 @@ class PromptSource(ConversationSource):
 
 @dataclass
 class PromptMixture:
-    """Several sources, mixed.
+    """Weighted mixture of prompt sources.
 
-    Each 1,000 prompts hold every source in proportion to its weight (rounded to 1/1000, at least one prompt), in an
-    order shuffled by the seed. A source that is used up starts over in a new order.
+    Each 1,000 prompts contain every source in proportion to its weight (rounded to 1/1000, at least one prompt), in
+    random order. An exhausted source restarts in a new order.
 
     Args:
-        sources: The sources. Columns that a source lacks are None in its rows.
-        weights: Relative weights above 0, one per source; defaults to equal weights.
+        sources: The sources. Columns missing in a source are None.
+        weights: Relative weights above 0, one per source. Defaults to equal weights.
     """
 
     sources: list[PromptSource]
@@ -93,27 +93,27 @@ class PromptMixture:
 
     def __post_init__(self) -> None:
         if not self.sources:
-            raise ValueError("PromptMixture.sources is empty: give at least one source.")
+            raise ValueError("PromptMixture.sources=[]: there are no sources. Add at least one.")
         if self.weights is not None and (
             len(self.weights) != len(self.sources) or not all(0 < w < math.inf for w in self.weights)
         ):
             raise ValueError(
                 f"PromptMixture.weights={self.weights}: needs one weight above 0 for each of the {len(self.sources)} "
-                "sources; leave a source out instead of giving it weight 0."
+                "sources. Remove sources with weight 0."
             )
 
     def load(self, tokenizer: PreTrainedTokenizerBase, **options: Any) -> PromptSet:
-        """Reads the rows of all sources; the arguments are those of `PromptSource.load`."""
+        """Loads the prompts of all sources. See `PromptSource.load` for the arguments."""
         reading = Reading(tokenizer, **options)
         opened = [open_source(s, replace(reading, seed=reading.seed + i)) for i, s in enumerate(self.sources)]
         return PromptSet(opened, self.weights or [1.0] * len(opened), seed=reading.seed)
 
 
 def prompt_source(prompts: Any, argument: str) -> PromptSource | PromptMixture:
-    """A source from what may be given instead: a path or hub name, a list of dictionaries, a `datasets.Dataset`.
+    """Converts a path, dataset ID, list of dictionaries, or `datasets.Dataset` to a source.
 
     Raises:
-        ValueError: It is something else; the message names `argument`.
+        ValueError: If `prompts` has another type. The message names `argument`.
     """
     if isinstance(prompts, PromptSource | PromptMixture):
         return prompts
@@ -121,12 +121,12 @@ def prompt_source(prompts: Any, argument: str) -> PromptSource | PromptMixture:
         return PromptSource(path=os.fspath(prompts))
     rows = isinstance(prompts, list) and all(isinstance(row, dict) for row in prompts)
     if (rows or isinstance(prompts, Dataset)) and len(prompts) == 0:
-        raise ValueError(f"{argument}=[] has no rows: give one or more.")
+        raise ValueError(f"{argument}=[]: there are no examples. Add at least one.")
     if rows or isinstance(prompts, Dataset | IterableDataset):
         return PromptSource(rows=prompts)
     raise ValueError(
-        f"{argument}={repr(prompts)[:80]}: give a PromptSource or PromptMixture, a path or hub name, a list of "
-        "dictionaries, or a datasets.Dataset."
+        f"{argument}={repr(prompts)[:80]}: unsupported type. Use a PromptSource or PromptMixture, a path or dataset "
+        "ID, a list of dictionaries, or a datasets.Dataset."
     )
 
 
@@ -135,10 +135,10 @@ _DEFAULTS = {each.name: each.default for each in fields(ConversationSource) if e
 
 
 def rendered_like(source: Any, other: Any) -> Any:
-    """A copy of `source` that renders its rows like `other`, except for what it sets itself.
+    """Returns a copy of `source` whose unset rendering settings are those of `other`.
 
-    Settings left at their defaults (`system_prompt`, `chat_template`, `template_kwargs`) are the other's, if all parts
-    of a mixture agree on them. Single variables in `template_kwargs` override the other's.
+    Copies `system_prompt`, `chat_template`, and `template_kwargs` if they have their default and all parts of a mixture
+    agree on them. Variables in the source's `template_kwargs` override those of `other`.
     """
     if isinstance(source, PromptMixture):
         changed = copy.copy(source)

@@ -1,4 +1,4 @@
-"""Rows from the task generators of `reasoning-gym`."""
+"""Generated examples of `reasoning-gym` tasks."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from datasets import Dataset
 from lightrl.compat.arguments import install_command
 
 ATTEMPTS = 20
-"""Items generated per training row at most, while questions of the evaluation set are left out."""
+"""Maximum number of generated items per training example, since evaluation questions are skipped."""
 
 
 @dataclass(frozen=True)
 class ReasoningGymTask:
-    """One generator of a mixture.
+    """A task generator of a mixture.
 
     Args:
         name: Name of the generator, such as "chain_sum".
-        settings: Its settings, such as `{min_terms: 2, max_terms: 3}`; defaults to the generator's own.
-        weight: Share of the rows, relative to the other tasks' weights.
-        level: Value of the column `level`, for the classes of a `PromptCurriculum`; defaults to the name.
+        settings: Settings, such as `{min_terms: 2, max_terms: 3}`. Defaults to the generator's defaults.
+        weight: Relative weight in the mixture.
+        level: Value of the column `level`, for the classes of a `PromptCurriculum`. Defaults to the name.
     """
 
     name: str
@@ -36,25 +36,24 @@ class ReasoningGymTask:
 
 
 class ReasoningGymRows:
-    """Rows of reasoning tasks, for `rows` of a `PromptSource`. Use `ReasoningGymReward` as the reward function.
+    """Generated reasoning problems, for `rows` of a `PromptSource`. Use `ReasoningGymReward` as the reward function.
 
-    The evaluation rows are the generators' own from a seed derived from `seed`; the training rows leave out every
-    question among them. So no evaluation question is ever trained, and the evaluation's difficulty is the task's.
+    Training examples exclude all evaluation questions. The difficulty of the evaluation set is that of the task.
 
     Columns: `prompt` (the question), `answer` (the reference as text), `task` (the generator's name), `level`, and
-    `gym` (JSON from which `ReasoningGymReward` makes the item again).
+    `gym` (JSON from which `ReasoningGymReward` recreates the item).
 
     Args:
-        tasks: A generator's name, a dictionary of names and settings, or a list of `ReasoningGymTask`. Several are
-            mixed in an order that depends on `seed`.
-        size: Number of training rows, of all tasks together.
-        seed: Seed of the questions and of their order. Give the same to training and evaluation rows.
+        tasks: Name of a generator, a dictionary of names and settings, or a list of `ReasoningGymTask`. Several tasks
+            are mixed in random order.
+        size: Number of training examples across all tasks.
+        seed: Random seed of the questions and their order. Use the same value for training and evaluation.
         split: "train" or "eval".
-        num_eval: Number of evaluation rows, of all tasks together; `split="train"` leaves their questions out.
+        num_eval: Number of held-out evaluation examples across all tasks.
 
     Raises:
-        ValueError: when called: `reasoning-gym` is not installed, it has no such generator, or a generator has too few
-            different questions for its share of the rows.
+        ValueError: On call, if `reasoning-gym` is not installed, a generator doesn't exist, or it has too few distinct
+            questions.
 
     Source: https://github.com/open-thought/reasoning-gym (Apache-2.0).
     """
@@ -72,9 +71,9 @@ class ReasoningGymRows:
         if isinstance(tasks, Mapping):
             tasks = [ReasoningGymTask(name, dict(settings or {})) for name, settings in tasks.items()]
         if not tasks:
-            raise ValueError("tasks=[]: there is nothing to generate. Name at least one generator.")
+            raise ValueError("tasks=[]: there is nothing to generate. Add at least one generator.")
         if split not in ("train", "eval"):
-            raise ValueError(f"split={split!r}: must be 'train' or 'eval'.")
+            raise ValueError(f"split={split!r}: unknown split. Use 'train' or 'eval'.")
         self.tasks: Sequence[ReasoningGymTask] = list(tasks)
         self.size = size
         self.seed = seed
@@ -82,7 +81,7 @@ class ReasoningGymRows:
         self.num_eval = num_eval
 
     def __call__(self) -> Dataset:
-        """Generates the rows, the same ones at each call."""
+        """Generates the examples, the same ones at each call."""
         rows = [row for task, held_out in self._eval_rows() for row in held_out]
         if self.split == "train":
             questions = {row["prompt"] for row in rows}
@@ -92,7 +91,7 @@ class ReasoningGymRows:
         return Dataset.from_list([rows[i] for i in order])
 
     def _shares(self, size: int) -> list[int]:
-        """Rows of each task."""
+        """Returns the number of examples of each task."""
         total, passed, bounds = sum(task.weight for task in self.tasks), 0.0, [0]
         for task in self.tasks:
             passed += task.weight
@@ -105,14 +104,14 @@ class ReasoningGymRows:
         return [(task, [_row(task, seed, n, i) for i in range(n)]) for task, n in counts]
 
     def _new(self, task: ReasoningGymTask, count: int, held_out: set[str]) -> list[dict[str, Any]]:
-        """Rows whose questions are not held out."""
-        size = ATTEMPTS * count  # items are made one by one, so that a large bound costs nothing
+        """Returns examples whose questions are not held out."""
+        size = ATTEMPTS * count  # items are generated lazily, so a large bound has no cost
         found = (row for i in range(size) if (row := _row(task, self.seed, size, i))["prompt"] not in held_out)
         rows = list(islice(found, count))
         if len(rows) < count:
             raise ValueError(
-                f"num_eval={self.num_eval}: {task.name} with {task.settings} has few different questions, and too few "
-                f"are left for size={self.size}. Lower num_eval or widen the settings."
+                f"num_eval={self.num_eval}: {task.name} with {task.settings} has too few distinct questions left for "
+                f"size={self.size}. Lower num_eval, or widen the settings."
             )
         return rows
 
@@ -131,27 +130,29 @@ def _row(task: ReasoningGymTask, seed: int, size: int, number: int) -> dict[str,
 
 @lru_cache(maxsize=64)
 def gym_dataset(name: str, settings: str, seed: int, size: int) -> Any:
-    """A generator's dataset; its items are made when they are asked for.
+    """Returns a generator's lazy dataset.
 
     Args:
         name: Name of the generator.
-        settings: Its settings as JSON.
-        seed: Seed of the items.
+        settings: Settings as JSON.
+        seed: Random seed of the items.
         size: Number of items.
 
     Raises:
-        ValueError: `reasoning-gym` is not installed or has no such generator.
+        ValueError: If `reasoning-gym` is not installed or has no such generator.
     """
     try:
         import reasoning_gym
     except ImportError as error:
         raise ValueError(
-            f"ReasoningGymRows: the package reasoning-gym is missing: {install_command('reasoning-gym')}."
+            f"ReasoningGymRows: reasoning-gym is not installed. Install it: {install_command('reasoning-gym')}."
         ) from error
     from reasoning_gym.factory import DATASETS
 
     if name not in DATASETS:
-        raise ValueError(f"tasks={name!r}: reasoning-gym has no such generator; it has {', '.join(sorted(DATASETS))}.")
+        raise ValueError(
+            f"tasks={name!r}: no such generator in reasoning-gym. Use one of {', '.join(sorted(DATASETS))}."
+        )
     return reasoning_gym.create_dataset(name, seed=seed, size=size, **json.loads(settings))
 
 

@@ -1,4 +1,4 @@
-"""Rows of a dataset, from a file, a folder, the hub, memory, or a function; and their media columns."""
+"""Dataset examples from a file, a directory, the Hugging Face Hub, memory, or a function, and their media columns."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from lightrl.data.files import (
 )
 from lightrl.records import Media
 
-# As the command line reads them: text is tried first, else "007" in quotes would become a number.
+# For the command line: tries text first, otherwise a quoted "007" would become a number.
 Text = str | Any
 Row = dict[str, str | list[dict[str, Text]] | list[Text] | dict[str, Text] | Any]
 
@@ -51,38 +51,38 @@ COLUMNS = {
     "audio": "audio",
     "audios": "audio",
 }
-"""Columns that hold media, and of which kind."""
+"""Media kinds by column name."""
 
 KINDS = ("image", "video", "audio")
 
 
 class RowError(ValueError):
-    """A row that cannot be used: a column of a wrong type, a conversation without roles, an empty prompt."""
+    """An invalid example, such as a column of a wrong type, a conversation without roles, or an empty prompt."""
 
 
 class MediaError(RowError):
-    """A medium that is missing, broken or of an unknown form."""
+    """A missing, broken, or unsupported media item."""
 
 
 @dataclass
 class RowSource:
-    """Where rows come from. Exactly one of `path` and `rows` is set.
+    """Dataset of examples. Set exactly one of `path` and `rows`.
 
     Args:
-        path: A JSONL, JSON, or CSV file (gzip allowed) or a Parquet file; a folder of such files or one from
-            `Dataset.save_to_disk`; or the name of a dataset on the hub, such as "openai/gsm8k". Values of local JSON
-            files stay what they are in the file. Cells of local CSV files are text; empty ones are None.
-        rows: A list of dictionaries, a `datasets.Dataset`, or a function or configurable object without arguments that
-            returns one of them. YAML names a function by its import path and an object by `class_path`.
-        name: Configuration of a hub dataset, such as "main".
+        path: JSONL, JSON, CSV (optionally gzipped), or Parquet file, a directory of such files or from
+            `Dataset.save_to_disk`, or a dataset ID on the Hugging Face Hub, such as "openai/gsm8k". Values of local
+            JSON files keep their types. Cells of local CSV files are strings, or None if empty.
+        rows: List of dictionaries, a `datasets.Dataset`, or a callable without arguments that returns one of them. In
+            YAML, use the import path of a function or the `class_path` of an object.
+        name: Config of a Hub dataset, such as "main".
         split: Split, or a slice such as "train[:100]".
-        limit: Number of rows to use, from the start and before any shuffling; defaults to all.
-        streaming: Read rows one by one, without downloading or converting the dataset first. A stream has no length
-            and no random access; see `PromptSet` for what that costs.
-        load_kwargs: Further arguments of `datasets.load_dataset`, such as `revision`.
-        on_bad_row: Handling of a row that cannot be used, such as a conversation without roles or an empty prompt:
-            "error" stops and names file, row, and value; "drop" leaves it out and counts it. All rows are checked
-            before training, those of a stream as they come.
+        limit: Maximum number of examples, taken from the start before shuffling. Defaults to all.
+        streaming: Whether to read examples one by one, without downloading the dataset first. A stream has no length
+            and no random access. See `PromptSet` for the limitations.
+        load_kwargs: Additional arguments of `datasets.load_dataset`, such as `revision`.
+        on_bad_row: How to handle invalid examples, such as a conversation without roles or an empty prompt. "error"
+            stops and reports file, row, and value. "drop" skips and counts them. All examples are checked before
+            training, and those of a stream when they are read.
     """
 
     path: str | None = None
@@ -97,36 +97,36 @@ class RowSource:
     def __post_init__(self) -> None:
         if (self.path is None) == (self.rows is None):
             given = "neither" if self.path is None else f"path={self.path!r} and rows"
-            raise ValueError(f"{type(self).__name__}: give exactly one of path and rows, not {given}.")
+            raise ValueError(f"{type(self).__name__}: got {given}. Set exactly one of path and rows.")
         if isinstance(self.rows, list | Dataset) and len(self.rows) == 0:
-            raise ValueError(f"{type(self).__name__}: rows=[] has no rows: give one or more.")
+            raise ValueError(f"{type(self).__name__}.rows=[]: there are no examples. Add at least one.")
         at_least(f"{type(self).__name__}.limit", self.limit, 1, or_none="for all rows")
         one_of(f"{type(self).__name__}.on_bad_row", self.on_bad_row, "error", "drop")
 
     @property
     def label(self) -> str:
-        """Name of this source in messages."""
+        """Name of this source in error messages."""
         return self.path if self.path is not None else getattr(self.rows, "__name__", type(self.rows).__name__)
 
     def read(self) -> Any:
-        """The rows: something with a length and integer access to dictionaries, or an `IterableDataset`.
+        """Loads the examples as a sequence of dictionaries or an `IterableDataset`.
 
         Raises:
-            ValueError: The file or dataset does not exist, is broken, or has no rows.
+            ValueError: If the file or dataset does not exist, is invalid, or is empty.
         """
         data = self._from_path(self.path) if self.path is not None else self._from_rows()
         if isinstance(data, DatasetDict | IterableDatasetDict):
             if self.split not in data:
-                raise ValueError(f"split={self.split!r}: {self.label} has the splits {list(data)}.")
+                raise ValueError(f"split={self.split!r}: no such split in {self.label}. Use one of {list(data)}.")
             data = data[self.split]
         if isinstance(data, IterableDataset):
             return data if self.limit is None else data.take(self.limit)
         if len(data) == 0:
-            raise ValueError(f"{self.label} has no rows (split={self.split!r}). Check the file and the split.")
+            raise ValueError(f"split={self.split!r}: {self.label} has no rows. Check the file and the split.")
         return data if self.limit is None else selected(data, range(min(self.limit, len(data))))
 
     def where(self, row: int) -> str:
-        """Name of a row in messages: source and number, and the line of a JSONL file."""
+        """Returns the location of an example for error messages: source, row, and the line of a JSONL file."""
         local = None if self.path is None else Path(self.path).expanduser()
         line = None
         if local is not None and local.is_file() and "[" not in self.split and not self.streaming:
@@ -134,19 +134,19 @@ class RowSource:
         return f"{self.label}, row {row}" + ("" if line is None else f" (line {line})")
 
     def drops(self, error: ValueError) -> bool:
-        """Whether a row with this error is left out instead of stopping the run."""
+        """Returns whether to drop an example with this error instead of raising it."""
         return self.on_bad_row == "drop"
 
     def good_rows(self, data: Any, columns: Iterable[str], check: Callable[[Mapping[str, Any]], None]) -> Sequence[int]:
-        """Numbers of the rows that can be used, in order.
+        """Returns the indices of the valid examples.
 
         Args:
-            data: Rows from `read`, with a length.
+            data: Examples from `read`, with a length.
             columns: Columns that `check` reads.
-            check: Raises a `ValueError` about a row that cannot be used.
+            check: Function that raises a `ValueError` for an invalid example.
 
         Raises:
-            RowError: A bad row with `on_bad_row="error"`, or no row is left.
+            RowError: If an example is invalid with `on_bad_row="error"`, or all are invalid.
         """
         bad: dict[int, str] = {}
         for number, row in enumerate(plain_rows(data, columns)):
@@ -160,28 +160,31 @@ class RowSource:
         if not bad:
             return range(len(data))
         first = next(iter(bad))
-        message = f"{len(bad)} of {len(data)} rows cannot be used; the first: {self.where(first)}{bad[first]}"
+        message = f"{len(bad)} of {len(data)} examples are invalid; the first: {self.where(first)}{bad[first]}"
         if len(bad) == len(data):
-            raise RowError(f"no row is left: {message}")
+            raise RowError(f"no example is left: {message}")
         rank_zero_warn(f"Dropped: {message}")
         return [number for number in range(len(data)) if number not in bad]
 
     def usable_rows(
         self, arguments: Iterable[str], check: Callable[[Mapping[str, Any]], None], optional: Iterable[str] = ()
     ) -> tuple[Any, Sequence[int]]:
-        """All rows, and the numbers of the good ones, for training in whole passes.
+        """Loads all examples and the indices of the valid ones, for training in whole passes.
 
         Args:
-            arguments: Arguments of this source that name columns; those that are None are skipped.
+            arguments: Arguments of this source that name columns. Skips those that are None.
             check: See `good_rows`.
-            optional: Columns that `check` reads if the rows have them.
+            optional: Columns that `check` reads if they exist.
 
         Raises:
-            ValueError: The rows have no length or lack a column.
+            ValueError: If the dataset has no length or lacks a column.
         """
         data = self.read()
         if isinstance(data, IterableDataset):
-            raise ValueError(f"{self.label} is a stream: whole passes need rows with a length. Set streaming: false.")
+            raise ValueError(
+                f"streaming=True: training in whole passes needs a length, which {self.label} lacks. Set streaming: "
+                "false."
+            )
         named = {argument: column for argument in arguments if (column := getattr(self, argument)) is not None}
         columns = columns_of(data)
         for argument, column in named.items():
@@ -189,7 +192,7 @@ class RowSource:
         return data, self.good_rows(data, [*named.values(), *optional], check)
 
     def stream_rows(self, data: IterableDataset) -> Iterator[dict[str, Any]]:
-        """The rows of a stream; an error says after how many of them."""
+        """Iterates over a stream. Errors report the number of examples read."""
         count = 0
         try:
             for row in data:
@@ -198,7 +201,7 @@ class RowSource:
         except BrokenFileError:
             raise
         except Exception as error:
-            raise ValueError(f"{self.label}: reading stopped after {count} rows: {one_line(error)}") from error
+            raise ValueError(f"{self.label}: reading failed after {count} examples: {one_line(error)}") from error
 
     def _from_rows(self) -> Any:
         data: Any = self.rows() if callable(self.rows) else self.rows
@@ -206,12 +209,14 @@ class RowSource:
             return data
         if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
             raise ValueError(
-                f"rows={self.label}: got a {type(data).__name__}. Give a list of dictionaries or a Dataset."
+                f"rows={self.label}: got a {type(data).__name__}. Return a list of dictionaries or a Dataset."
             )
         if not isinstance(data, Dataset):
             for number in range(len(data)):
                 if not isinstance(data[number], Mapping):
-                    raise RowError(f"rows={self.label}: row {number} is {str(data[number])[:80]!r}, not a dictionary.")
+                    raise RowError(
+                        f"rows={self.label}: row {number} is {str(data[number])[:80]!r}. Make each row a dictionary."
+                    )
         return data
 
     def _from_path(self, path: str) -> Any:
@@ -219,8 +224,10 @@ class RowSource:
         if local.is_file():
             builder = BUILDERS.get(suffix_of(local))
             if builder is None:
-                raise ValueError(f"path={path!r}: unknown kind of file. Use {', '.join(BUILDERS)}, or text with .gz.")
-            files = {self.split.split("[")[0]: [str(local)]}  # whatever split is asked for is this file
+                raise ValueError(
+                    f"path={path!r}: unsupported file type. Use {', '.join(BUILDERS)}, or gzipped text files."
+                )
+            files = {self.split.split("[")[0]: [str(local)]}  # any split name refers to this file
             if builder != "parquet" and self._reads_itself:
                 return self._from_files(files)
             return self._load(builder, data_files=files)
@@ -237,7 +244,7 @@ class RowSource:
                 return self._from_files(files)
             return self._load(str(local), name=self.name)
         if suffix_of(local) in BUILDERS or path.startswith((".", "/", "~")) or path.count("/") > 1:
-            raise ValueError(f"path={path!r}: no such file or folder (looked from {Path.cwd()}).")
+            raise ValueError(f"path={path!r}: no such file or directory (relative to {Path.cwd()}). Fix the path.")
         return self._load(path, name=self.name)
 
     @property
@@ -245,14 +252,14 @@ class RowSource:
         return set(self.load_kwargs) <= {"sep", "delimiter"}
 
     def _from_files(self, files: Mapping[str, list[str]]) -> Any:
-        """The rows of a split of local JSON or CSV files."""
+        """Returns the rows of a split of local JSON or CSV files."""
         sep = next(iter(self.load_kwargs.values()), ",")
         name = self.split.split("[")[0]
         if name not in files and "+" not in name:
-            raise ValueError(f"split={self.split!r}: {self.label} has the splits {list(files)}.")
+            raise ValueError(f"split={self.split!r}: no such split in {self.label}. Use one of {list(files)}.")
         if self.streaming:
             if name != self.split:
-                raise ValueError(f"split={self.split!r}: a stream has no slices. Set limit, or streaming: false.")
+                raise ValueError(f"split={self.split!r}: streams don't support slices. Set limit, or streaming: false.")
             return IterableDataset.from_generator(iterate_files, gen_kwargs={"files": files[name], "sep": sep})
         if name == self.split:
             return read_files(files[name], sep)
@@ -268,39 +275,42 @@ class RowSource:
 
     @contextmanager
     def _named_errors(self) -> Iterator[None]:
-        """Makes one message of what `datasets` raises."""
+        """Converts the errors of `datasets` to a `ValueError`."""
         try:
             yield
         except Exception as error:
             raise ValueError(
-                f"path={self.path!r}, split={self.split!r}: cannot be read as a local file or folder or from the hub: "
-                f"{one_line(error)}. Check the name, the network, and that HF_HOME can be written."
+                f"path={self.path!r}, split={self.split!r}: can't be read as a local path or from the Hub: "
+                f"{one_line(error)}. Check the name, the network, and that HF_HOME is writable."
             ) from error
 
 
 def columns_of(data: Any) -> list[str]:
-    """The columns of rows with a length, those that only some rows have included."""
+    """Returns the columns of a dataset with a length, including those that only some rows have."""
     return list(getattr(data, "column_names", None) or dict.fromkeys(name for row in data for name in row))
 
 
 def selected(data: Any, numbers: Iterable[int]) -> Any:
-    """The rows with these numbers."""
+    """Returns the rows with these indices."""
     return data.select(numbers) if hasattr(data, "select") else [data[number] for number in numbers]
 
 
 @dataclass
 class MediaSource(RowSource):
-    """Rows that may have images, videos, or sound. The arguments of `RowSource`, and:
+    """Dataset of examples that can contain images, videos, or audio. Accepts the arguments of `RowSource` and the
+    following.
 
     Args:
-        media_columns: Column -> "image", "video", or "audio" (one value or a list per row). Null uses the columns
-            image, images, video, videos, audio, and audios if the model takes such media; {} uses none.
-        media_folder: Root of relative paths; defaults to the folder of the data file, or the working directory.
-        max_pixels: Larger images and frames are scaled down to it; null leaves them to the model's processor.
-        max_frames: Maximum number of frames of a video, evenly spread.
-        frame_rate: Frames per second read from video files, and assumed for videos given as frames.
-        on_media_error: Handling of a row whose media are missing, broken, or don't match its prompt: "error" stops the
-            run and names the row; "drop" uses the next row and counts it in `PromptSet.counts`.
+        media_columns: Mapping of column names to "image", "video", or "audio". Each cell contains one item or a list.
+            Defaults to the columns image, images, video, videos, audio, and audios, if the model supports them. {}
+            ignores media.
+        media_folder: Root of relative paths. Defaults to the directory of the data file, or the working directory.
+        max_pixels: Maximum number of pixels. Larger images and frames are scaled down. Defaults to the limit of the
+            model's processor.
+        max_frames: Maximum number of evenly spaced frames per video.
+        frame_rate: Frames per second to read from video files. Also the assumed rate of videos given as frames.
+        on_media_error: How to handle examples with media that is missing, broken, or doesn't match the prompt. "error"
+            stops the run and reports the example. "drop" uses the next example, and `PromptSet.counts` counts it.
     """
 
     media_columns: dict[str, Literal["image", "video", "audio"]] | None = None
@@ -320,20 +330,22 @@ class MediaSource(RowSource):
             if value is None and argument == "max_pixels":
                 continue
             if not isinstance(value, int | float) or not 0 < value < float("inf"):
-                raise ValueError(f"{name}.{argument}={value}: must be a number above 0.")
+                raise ValueError(f"{name}.{argument}={value}: must be above 0. Set a positive number.")
         if self.media_folder is not None and not Path(self.media_folder).expanduser().is_dir():
-            raise ValueError(f"{name}.media_folder={self.media_folder!r}: no such folder (looked from {Path.cwd()}).")
+            raise ValueError(
+                f"{name}.media_folder={self.media_folder!r}: no such directory (relative to {Path.cwd()}). Create it."
+            )
         one_of(f"{name}.on_media_error", self.on_media_error, "error", "drop")
 
     def drops(self, error: ValueError) -> bool:
-        """As `on_media_error` says for media, as `on_bad_row` says for the rest."""
+        """Applies `on_media_error` to media errors and `on_bad_row` to all others."""
         return self.on_media_error == "drop" if isinstance(error, MediaError) else super().drops(error)
 
     def read_row(self, data: Any, number: int) -> dict[str, Any]:
-        """A row; `datasets` decodes its media when it is read.
+        """Reads an example. `datasets` decodes its media.
 
         Raises:
-            MediaError: they cannot be decoded.
+            MediaError: If the media can't be decoded.
         """
         if not isinstance(data, Dataset):
             return entered(data[number])
@@ -341,14 +353,14 @@ class MediaSource(RowSource):
 
         try:
             for picture in _pictures(data, number):
-                open_image(picture).close()  # refuses what is none before `datasets` opens it
+                open_image(picture).close()  # rejects non-images before `datasets` opens them
             row = data[number]
-        except Exception as error:  # on broken files PIL raises nearly anything
+        except Exception as error:  # PIL raises many error types for broken files
             raise MediaError(f"{self.where(number)}: {one_line(error)}") from error
         return entered(row)
 
     def media_root(self) -> Path:
-        """Where relative paths start."""
+        """Returns the root of relative paths."""
         if self.media_folder is not None:
             return Path(self.media_folder).expanduser()
         local = Path(self.path).expanduser() if self.path is not None else Path()
@@ -356,8 +368,8 @@ class MediaSource(RowSource):
 
 
 def _pictures(data: Dataset, number: int) -> Iterator[Any]:
-    """The files of a row's pictures that `datasets` has not decoded yet: in memory, or paths."""
-    kinds = {name: getattr(feature, "feature", feature) for name, feature in data.features.items()}  # of lists, too
+    """Yields a row's image files that `datasets` has not decoded, as buffers or paths."""
+    kinds = {name: getattr(feature, "feature", feature) for name, feature in data.features.items()}  # also of lists
     names = [name for name, kind in kinds.items() if isinstance(kind, Image)]
     rows = data.select_columns(names).with_format("arrow")[number : number + 1].to_pylist() if names else []
     for found in (found for row in rows for found in row.values()):
@@ -370,9 +382,9 @@ def _pictures(data: Dataset, number: int) -> Iterator[Any]:
 
 @dataclass
 class Encoded:
-    """A prompt as `Prompts` holds it: text, tokens with all placeholders, model inputs, media.
+    """An encoded prompt: text, tokens with all placeholders, model inputs, and media.
 
-    `cuttable` tokens may be cut off the front: those before the first placeholder and what introduces it.
+    `cuttable` is the number of leading tokens that truncation may remove, those before the first media item.
     """
 
     text: str
@@ -383,7 +395,7 @@ class Encoded:
 
 
 def plain_rows(data: Any, columns: Iterable[str]) -> Iterator[Mapping[str, Any]]:
-    """Rows with some of their columns, media as bytes or paths; in batches where the data can, which is much faster."""
+    """Iterates over some columns of all rows, with media as bytes or paths. Reads batches if possible, for speed."""
     if not isinstance(data, Dataset):
         yield from (entered(data[number]) for number in with_progress(range(len(data)), "Check"))
         return
@@ -398,10 +410,10 @@ def plain_rows(data: Any, columns: Iterable[str]) -> Iterator[Mapping[str, Any]]
 
 
 def entered(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of Arrow without the empty keys that other rows gave its messages, tools, and template variables.
+    """Removes the empty keys that Arrow adds to a row's messages, tools, and template variables.
 
-    Arrow gives all objects of a column the same keys, and None for those that a row did not have; lists of such rows
-    (`Dataset.to_list`) keep them. In other columns None stays, because only the user knows what it means there.
+    Arrow gives all objects of a column the same keys and sets missing ones to None. Other columns keep None, which may
+    have a meaning there.
     """
     return {name: _without_nulls(value) if _has_keys_of_others(name, value) else value for name, value in row.items()}
 
@@ -422,16 +434,13 @@ def _without_nulls(value: Any) -> Any:
 
 
 def require_columns(columns: Iterable[str], wanted: Iterable[str], label: str, argument: str) -> None:
-    """Raises a `ValueError` that lists the columns of the dataset `label` if one of `wanted` is missing.
-
-    `argument` is the argument that names the column.
-    """
+    """Raises a `ValueError` if the dataset `label` lacks a column. `argument` is the argument that names the column."""
     have = list(columns)
     missing = [name for name in wanted if name not in have]
     if missing:
-        raise ValueError(f"{argument}={missing[0]!r}: {label} has no such column; it has {have}.")
+        raise ValueError(f"{argument}={missing[0]!r}: {label} has no such column. Use one of {have}.")
 
 
 def shuffled_order(num_rows: int, seed: int, epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """A permutation of `range(num_rows)` that depends on (seed, epoch) only, so that a position is enough to resume."""
+    """Returns a permutation of `range(num_rows)` that depends only on (seed, epoch)."""
     return np.random.default_rng([seed, epoch]).permutation(num_rows)

@@ -1,4 +1,4 @@
-"""Supervised rows: prompts with the completions a model should learn."""
+"""Data for supervised fine-tuning (SFT): prompts with target completions."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     from lightrl.data.processor import MediaProcessor
 
 FLAGS = ("train", "weight", "loss_mask")
-"""Keys of a message that say whether its turn is trained: true or 1, false or 0."""
+"""Message keys that control whether a turn is trained: true or 1, false or 0."""
 
 
 _THINK = re.compile(r"</?\w*think\w*>")
 
 
 class Piece(NamedTuple):
-    """Text after a prompt, and the token at its end: a trained turn, or what is between such turns."""
+    """Text after a prompt and its end token: a trained turn, or the text between such turns."""
 
     text: str
     end: str
@@ -48,9 +48,9 @@ class Piece(NamedTuple):
 
 
 class SFTRows(list[Row]):
-    """The tokens of each row; `inputs[k]()` makes the extra model inputs of row k again.
+    """Token IDs of each example. `inputs[k]()` recomputes the extra model inputs of example k.
 
-    Pixels of a whole data set would not fit into memory, so they are made when a batch is.
+    The pixels of a whole dataset would not fit into memory, so each batch recomputes them.
     """
 
     def __init__(self, rows: Sequence[Row], inputs: Sequence[Callable[[], Any]] = ()) -> None:
@@ -60,25 +60,24 @@ class SFTRows(list[Row]):
 
 @dataclass
 class SFTSource(ConversationSource):
-    """Where supervised rows come from, rendered token for token as in reinforcement learning.
+    """Dataset for SFT, with the same token IDs as in RL. Accepts the arguments of `ConversationSource` and the
+    following.
 
-    A trained turn is everything that the model samples: thoughts (`reasoning_content`), content, tool calls, and the
-    token that ends the turn. Each is tokenized separately, as in sampling. A row whose template leaves any of it out,
-    or rewrites earlier turns, is an error.
-
-    The arguments of `ConversationSource`, and:
+    A trained turn consists of reasoning (`reasoning_content`), content, tool calls, and the end-of-turn token. Each
+    trained turn is tokenized separately, as in sampling. An example is invalid if the chat template omits any part of
+    a trained turn or rewrites earlier turns.
 
     Args:
-        prompt_column: column of the prompt: a string, or a conversation.
-        completion_column: Column of the completion: a string, or a list of messages that ends with an assistant turn.
-            All its assistant turns are trained; tool results and other turns between them are context.
-        messages_column: Column of whole conversations, used instead of the two above.
-        train_on: Assistant turns of `messages_column` that are trained: "last", the turn that ends the conversation, or
-            "all". A message's own flag decides for its turn: `train`, `weight`, or `loss_mask`, as a boolean or 0 or 1.
-            If a row flags turns as trained, "last" trains only those.
-        max_tokens: longest row in tokens, prompt and completion together; None is no limit.
-        overlong: what happens to longer rows: "drop" leaves them out (and says how many), "truncate" cuts the
-            completion's end off, "error" stops the run.
+        prompt_column: Column with the prompt, a string or a conversation.
+        completion_column: Column with the completion, a string or a list of messages that ends with an assistant turn.
+            All its assistant turns are trained. Other turns, such as tool results, are context.
+        messages_column: Column with whole conversations, used instead of `prompt_column` and `completion_column`.
+        train_on: Assistant turns of `messages_column` to train: "last", the final turn, or "all". A message's `train`,
+            `weight`, or `loss_mask` key (a boolean, 0, or 1) overrides it. If an example marks turns as trained, "last"
+            trains only those.
+        max_tokens: Maximum sequence length in tokens, including prompt and completion. Defaults to no limit.
+        overlong: How to handle longer examples. "drop" skips and counts them, "truncate" cuts the end of the
+            completion, and "error" stops the run.
     """
 
     prompt_column: str = "prompt"
@@ -95,7 +94,7 @@ class SFTSource(ConversationSource):
         one_of("SFTSource.overlong", self.overlong, "drop", "truncate", "error")
         if self.streaming:
             raise ValueError(
-                "SFTSource.streaming=True: supervised training shuffles whole passes; use `limit` instead."
+                "SFTSource.streaming=True: not supported in SFT. Set it to false; `limit` bounds the data."
             )
 
     def tokenized(
@@ -104,16 +103,16 @@ class SFTSource(ConversationSource):
         processor: MediaProcessor | None = None,
         positions: tuple[int, bool] | None = None,
     ) -> SFTRows:
-        """All rows as (prompt tokens, completion tokens), without those that are too long (see `overlong`).
+        """Returns all examples as (prompt tokens, completion tokens), except for overlong ones.
 
-        The completion spans the first to the last trained turn. If it holds other turns, the row has a third part:
-        which of the completion's tokens are trained.
+        The completion spans the first to the last trained turn. If it contains other turns, a third item masks the
+        trained tokens.
 
         Args:
-            tokenizer: Renders and tokenizes.
-            processor: Processor from `load_processor`; None for a text model. Rows with media are processed here, for
-                their tokens, and again for each batch.
-            positions: Positions of the model, from `positions_of`; longer rows are an error or a warning.
+            tokenizer: Tokenizer that renders and tokenizes.
+            processor: Processor from `load_processor`, or None for a text model. Processes media here for their tokens,
+                and again for each batch.
+            positions: Position limit of the model from `positions_of`. Longer examples raise an error or a warning.
         """
         wanted = ["messages_column"] if self.messages_column else ["prompt_column", "completion_column"]
         wanted += ["tools_column"] if self.tools_column != "tools" else []
@@ -137,13 +136,14 @@ class SFTSource(ConversationSource):
         if len(kept) < len(data):
             long = len(data) - len(kept) - bad
             rank_zero_info(
-                f"{self.label}: of {len(data)} rows {long} do not fit max_tokens={self.max_tokens}, {bad} are bad."
+                f"{self.label}: dropped {long} of {len(data)} examples longer than max_tokens={self.max_tokens} and "
+                f"{bad} invalid ones."
             )
         if first is not None:
-            rank_zero_warn(f"Dropped: {bad} of {len(data)} rows cannot be used, such as {first}")
+            rank_zero_warn(f"Dropped: {bad} of {len(data)} examples are invalid, such as {first}")
         if not kept:
-            why = "" if first is None else f" ({bad} of {len(data)} are bad, such as {first})"
-            raise RowError(f"{self.label}: no row is left with max_tokens={self.max_tokens}{why}.")
+            why = "" if first is None else f" ({bad} of {len(data)} are invalid, such as {first})"
+            raise RowError(f"max_tokens={self.max_tokens}: no example of {self.label} is left{why}. Raise it.")
         if processor is None:
             return SFTRows(kept)
 
@@ -153,7 +153,7 @@ class SFTSource(ConversationSource):
         return SFTRows(kept, [partial(inputs, i) for i in numbers])
 
     def _check(self, row: Mapping[str, Any]) -> None:
-        """Raises a `ValueError` about a row that cannot be used, as far as can be said before it is rendered."""
+        """Raises a `ValueError` if an example is invalid, without rendering it."""
         try:
             self.lesson(row)
             self.rendering(row)
@@ -161,7 +161,7 @@ class SFTSource(ConversationSource):
             raise ValueError(f": {error}") from error
 
     def lesson(self, row: Mapping[str, Any]) -> tuple[Any, list[dict[str, Any]], list[bool]]:
-        """A row's prompt, the messages from the first trained turn to the last, and which of them are trained."""
+        """Returns the prompt, the messages from the first to the last trained turn, and their training mask."""
         if self.messages_column:
             messages = as_messages(row.get(self.messages_column))
         else:
@@ -180,16 +180,16 @@ class SFTSource(ConversationSource):
         if first and not self.messages_column:
             prompt = [*conversation(prompt), *messages[:first]]
         if not prompt:
-            raise ValueError("the prompt is empty: an answer needs something before it.")
+            raise ValueError("the prompt is empty. Add a message before the first trained turn.")
         return prompt, messages[first:last], trained[first:last]
 
     def _trained(self, messages: Sequence[Mapping[str, Any]]) -> list[bool]:
-        """Which messages of a completion, or of a whole conversation, are trained."""
+        """Returns which messages of a completion or a whole conversation are trained."""
         whole = bool(self.messages_column)
         flags = [_flag(message) for message in messages]
         for message, flag in zip(messages, flags, strict=True):
             if flag and message["role"] != "assistant":
-                raise ValueError(f"a {message['role']} turn is flagged as trained: only assistant turns are sampled.")
+                raise ValueError(f"a {message['role']} turn is marked as trained. Mark only assistant turns.")
         last_alone = whole and self.train_on == "last"
         if last_alone and True in flags:
             return [flag is True for flag in flags]
@@ -202,10 +202,10 @@ class SFTSource(ConversationSource):
         if last_alone:
             open_to = [False] * (len(messages) - 1) + [True]
         if whole and len(messages) > 1:
-            open_to[0] = False  # nothing comes before it that could be asked
+            open_to[0] = False  # it has no prompt
         trained = [is_open and flag is not False for is_open, flag in zip(open_to, flags, strict=True)]
         if not any(trained):
-            raise ValueError("no turn is trained: there is no assistant turn, or all are flagged with train: false.")
+            raise ValueError("no turn is trained: there is no assistant turn, or all have train: false. Enable one.")
         return trained
 
     def _encode(
@@ -215,7 +215,7 @@ class SFTSource(ConversationSource):
         row: Mapping[str, Any],
         processor: MediaProcessor | None = None,
     ) -> tuple[Row, dict[str, Any]]:
-        """A row's tokens, each trained turn tokenized separately, as it is when it is sampled; and model inputs."""
+        """Returns an example's token IDs, with trained turns tokenized separately, and its model inputs."""
         try:
             encoded, templated, pieces = self.pieces(tokenizer, row, processor)
         except MediaError as error:
@@ -236,18 +236,18 @@ class SFTSource(ConversationSource):
     def pieces(
         self, tokenizer: PreTrainedTokenizerBase, row: Mapping[str, Any], processor: MediaProcessor | None = None
     ) -> tuple[Encoded, bool, list[Piece]]:
-        """A row's prompt, whether a chat template made it, and what follows, from the first trained turn to the last.
+        """Returns an example's prompt, whether the chat template was applied, and the pieces of the completion.
 
         Raises:
-            ValueError: the chat template rewrites the prompt or earlier turns, or leaves out a part of a trained turn.
+            ValueError: If the chat template rewrites the prompt or earlier turns, or omits a part of a trained turn.
         """
         prompt, messages, trained = self.lesson(row)
         encoded, templated = encode_prompt(prompt, row, self, tokenizer, processor)
         if not templated:
             if len(messages) > 1 or {"tool_calls", "reasoning_content"} & set(messages[0]):
                 raise ValueError(
-                    "the completion has several turns, tool calls, or thoughts, and the prompt is a string without a "
-                    "chat template. Use a conversation as the prompt, or write the completion as text."
+                    "the completion has several turns, tool calls, or reasoning, but the prompt is a string without a "
+                    "chat template. Use a conversation as the prompt, or a string as the completion."
                 )
             content = _in_form(messages[0], False)["content"]
             return encoded, False, [Piece(_without_end(content, str(tokenizer.eos_token)), "", True)]
@@ -285,7 +285,9 @@ class SFTSource(ConversationSource):
         if limit is None or length <= limit:
             return row
         if self.overlong == "error":
-            raise ValueError(f"{self.where(i)}: {length} tokens, max_tokens is {limit}; raise it or drop the row.")
+            raise ValueError(
+                f"max_tokens={limit}: {self.where(i)} has {length} tokens. Raise it, or remove the example."
+            )
         if self.overlong == "drop" or len(prompt) >= limit:
             return None
         kept = limit - len(prompt)
@@ -295,42 +297,42 @@ class SFTSource(ConversationSource):
 
 
 def _flag(message: Mapping[str, Any]) -> bool | None:
-    """Whether a message's own flag has its turn trained; None without one."""
+    """Returns whether a message is marked as trained, or None if unmarked."""
     given = {name: message[name] for name in FLAGS if message.get(name) is not None}
     for name, value in given.items():
         if value not in (0, 1):
-            raise ValueError(f"{name}={value!r} of a message: must be true or 1, or false or 0.")
+            raise ValueError(f"{name}={value!r} of a message: must be a boolean, 0, or 1. Fix it.")
     return all(given.values()) if given else None
 
 
 def _in_form(message: Mapping[str, Any], blocks: bool) -> dict[str, Any]:
-    """A message whose content is a list of blocks, or a string."""
+    """Converts a message's content to a list of blocks or to a string."""
     content = message["content"]
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     other = next((part["type"] for part in parts if part["type"] != "text"), None)
     if other is not None:
-        raise MediaError(f"a block of type {other!r} follows the first trained turn. Train on turns after it only.")
+        raise MediaError(f"a block of type {other!r} follows the first trained turn. Train only on turns after it.")
     return {**message, "content": parts if blocks else "".join(part["text"] for part in parts)}
 
 
 def _require_start(start: str, whole: str, *, first: bool) -> None:
-    """Raises a `ValueError` if a rendering does not begin with its first turns' rendering."""
+    """Raises a `ValueError` if a rendered conversation does not start with the rendered earlier turns."""
     if whole.startswith(start):
         return
     if first:
         raise ValueError(
-            "the chat template renders the prompt differently when an answer follows, so the two cannot be told "
-            f"apart: {start!r} is not the beginning of {whole!r}. Set template_kwargs so that it is."
+            "the chat template renders the prompt differently when a completion follows: "
+            f"{start!r} is not the beginning of {whole!r}. Change template_kwargs or the template."
         )
     raise ValueError(
-        "train_on: the chat template rewrites earlier turns when others follow, so that they would be trained as the "
-        f"model never sees them: {start!r} is not the beginning of {whole!r}. Train on the last turn only, with a row "
-        "for each turn, or set actor.chat_template to one that keeps them."
+        "train_on: the chat template rewrites earlier turns when others follow, so training would not match sampling: "
+        f"{start!r} is not the beginning of {whole!r}. Train only on the last turn, with an example for each turn, or "
+        "set actor.chat_template to a template that keeps earlier turns."
     )
 
 
 def _turn(tokenizer: PreTrainedTokenizerBase, body: str, message: Mapping[str, Any]) -> Piece:
-    """The trained turn `message` in `body`, the template's text from its beginning on; all of it must be there."""
+    """Returns the trained turn `message` in `body`, the rendered text from its start. Raises if a part is missing."""
     content = _in_form(message, False)["content"]
     thoughts = str(message.get("reasoning_content", ""))
     parts = [("reasoning_content", thoughts)] + [("content", part) for part in _THINK.split(content)]
@@ -353,7 +355,7 @@ def _turn(tokenizer: PreTrainedTokenizerBase, body: str, message: Mapping[str, A
 
 
 def _without_end(text: str, end: str) -> str:
-    """The text without the ends of a turn that the row's author wrote, to which another is added."""
+    """Removes end-of-turn tokens at the end of a text."""
     while text.endswith(end):
         text = text.removesuffix(end)
     return text
@@ -361,15 +363,18 @@ def _without_end(text: str, end: str) -> str:
 
 def _raise_lost(name: str, part: str, body: str) -> NoReturn:
     raise ValueError(
-        f"{name}: the chat template leaves {part.strip()[:80]!r} out of the trained turn ({body[:200]!r}). Set "
-        "actor.chat_template to one that writes it, or change the row."
+        f"{name}: the chat template omits {part.strip()[:80]!r} from the trained turn ({body[:200]!r}). Set "
+        "actor.chat_template to a template that includes it, or change the example."
     )
 
 
 def check_positions(source: RowSource, lengths: Mapping[int, int], positions: tuple[int, bool] | None) -> None:
-    """Warns about rows with more tokens than a model was made for; raises an error if it has no positions for them.
+    """Warns about examples beyond a model's context length, or raises an error if it has no positions for them.
 
-    `lengths` maps numbers of rows to tokens; `positions` comes from `positions_of`.
+    Args:
+        source: Source of the examples.
+        lengths: Number of tokens by example index.
+        positions: Position limit from `positions_of`.
     """
     if positions is None:
         return
@@ -378,28 +383,27 @@ def check_positions(source: RowSource, lengths: Mapping[int, int], positions: tu
     if not long:
         return
     first = f"{source.where(long[0])}: {lengths[long[0]]} tokens"
-    way_out = f"Set max_tokens={longest} (overlong says what happens to longer rows)."
+    way_out = f"Set max_tokens={longest} and overlong."
     if refused:
-        raise ValueError(f"{first}, the model has positions for {longest}. {way_out}")
+        raise ValueError(f"{first}, but the model has positions for {longest}. {way_out}")
     rank_zero_warn(
-        f"{source.label}: {len(long)} of {len(lengths)} rows have more than the {longest} tokens that the model was "
-        f"made for, the first: {first}. Beyond them it gets worse. {way_out}"
+        f"{source.label}: {len(long)} of {len(lengths)} examples exceed the model's context length of {longest} tokens "
+        f"(first: {first}), beyond which quality degrades. {way_out}"
     )
 
 
 class SFTDataModule(LightningDataModule):
-    """Prompts with completions, tokenized as in reinforcement learning; only completion tokens are trained.
+    """Data module for SFT, with the same token IDs as in RL. Only completion tokens are trained.
 
     Args:
-        train: Rows to train on.
-        val: Rows for the validation loss; without them there is no validation. They are rendered as `train` is, except
-            for what they set themselves.
-        batch_size: Rows per batch and rank.
-        tokenizer: Folder or hub name, also used for exports; defaults to the actor's tokenizer.
-        seed: Seed of the order, 0 or more.
+        train: Training data.
+        val: Validation data. Rendering settings default to those of `train`. Defaults to no validation.
+        batch_size: Number of examples per batch and rank.
+        tokenizer: Tokenizer directory or ID, also used for exports. Defaults to the actor's.
+        seed: Random seed of the order, 0 or more.
 
     Raises:
-        ValueError: A missing file, column, or tokenizer; fewer rows than one batch; rows that are too long.
+        ValueError: If a file, column, or tokenizer is missing, there is less than one batch, or an example is too long.
     """
 
     _loader_class: type[SFTLoader] = SFTLoader
@@ -421,7 +425,7 @@ class SFTDataModule(LightningDataModule):
         self._loaders: dict[str, SFTLoader] = {}
 
     def setup(self, stage: str) -> None:
-        """Reads and tokenises the rows of the stage, once."""
+        """Loads and tokenizes the examples of the stage, once."""
         trainer: Any = self.trainer
         read = self._reader(trainer.lightning_module)
         ranks = {"rank": trainer.global_rank, "world_size": trainer.world_size}
@@ -433,7 +437,7 @@ class SFTDataModule(LightningDataModule):
                 )
 
     def _reader(self, module: Any) -> Callable[[Any], Any]:
-        """Loads the tokenizer for a module; gives what turns a source into tokenised rows."""
+        """Loads the tokenizer for a module and returns a function that tokenizes a source."""
         spec = getattr(module, "actor_spec", None)
         path: Any = self.tokenizer_path if spec is None else spec.path
         template = None if spec is None else spec.chat_template
@@ -443,13 +447,13 @@ class SFTDataModule(LightningDataModule):
         return lambda source: source.tokenized(self.tokenizer, processor, positions_of(path))
 
     def train_dataloader(self) -> SFTLoader:
-        """The rows to learn from."""
+        """Returns the loader of the training data."""
         return self._loaders["train"]
 
     def val_dataloader(self) -> SFTLoader | list[Any]:
-        """The validation rows; nothing without them."""
+        """Returns the loader of the validation data, or an empty list."""
         return self._loaders.get("val", [])
 
     def test_dataloader(self) -> SFTLoader | list[Any]:
-        """As `val_dataloader`."""
+        """Returns the loader of `val_dataloader`."""
         return self.val_dataloader()

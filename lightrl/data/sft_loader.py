@@ -1,4 +1,4 @@
-"""Batches of supervised rows, in an order that an integer resumes."""
+"""Batches of SFT examples in a resumable order."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ if TYPE_CHECKING:
     pass
 
 Row = tuple[list[int], list[int]] | tuple[list[int], list[int], list[bool]]
-"""Prompt tokens and completion tokens; which of the latter are trained if they are not all."""
+"""Prompt tokens, completion tokens, and a mask of the trained completion tokens unless all are trained."""
 
 
 @dataclass(eq=False)
 class SFTLoader:
-    """Batches of tokenised rows, in an order that depends on (seed, pass) alone; resumes within a pass.
+    """Loader of tokenized examples in an order that depends only on (seed, pass). Can resume within a pass.
 
-    Batch: `token_ids` (B, T) int64, right-padded; `attention_mask` (B, T) bool, True on real tokens; `response_mask`
-    (B, T) bool, True on trained completion tokens, the end of each turn included; with a model that takes images and
-    the like also `inputs`, B dictionaries of extra model inputs.
+    A batch contains `token_ids` (B, T) int64, right-padded; `attention_mask` (B, T) bool, True on real tokens; and
+    `response_mask` (B, T) bool, True on trained completion tokens, including the end of each turn. For models with
+    media, `inputs` contains B dictionaries of extra model inputs.
 
     Args:
-        rows: Rows from `SFTSource.tokenized`.
-        batch_size: B, per rank.
+        rows: Examples from `SFTSource.tokenized`.
+        batch_size: Number of examples per rank, B.
         pad_token_id: Padding token.
-        seed: Seed of the order.
-        train: Shuffle, and leave rows that do not fill a batch on every rank to another pass. Otherwise every row once,
-            in order; a rank that runs out of rows repeats one with an empty `response_mask`.
+        seed: Random seed of the order.
+        train: Whether to shuffle and drop incomplete batches. Otherwise each example is returned once in order, and
+            ranks without examples repeat one with an empty `response_mask`.
         rank: Rank of this process.
         world_size: Number of processes.
     """
@@ -51,8 +51,8 @@ class SFTLoader:
     def __post_init__(self) -> None:
         if self.train and len(self) == 0:
             raise ValueError(
-                f"batch_size={self.batch_size} on {self.world_size} rank(s) needs {self.batch_size * self.world_size} "
-                f"rows, there are {len(self.rows)}: make it smaller."
+                f"batch_size={self.batch_size}: {self.world_size} rank(s) need {self.batch_size * self.world_size} "
+                f"examples, but there are only {len(self.rows)}. Lower it."
             )
 
     def __len__(self) -> int:
@@ -76,7 +76,7 @@ class SFTLoader:
             yield batch
 
     def collate(self, rows: Sequence[Row]) -> dict[str, Any]:
-        """Lays rows out as a batch."""
+        """Collates examples into a batch."""
         idle = not rows
         rows = rows or [self.rows[0]]
         mask = [
@@ -92,10 +92,10 @@ class SFTLoader:
         }
 
     def state_dict(self) -> dict[str, int]:
-        """The place in the rows; at the end of a pass that is the start of the next."""
+        """Returns the pass and the position within it."""
         passes, position = divmod(self.position, len(self))
         return {"epoch": self.epoch + passes, "position": position}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Continues at that place."""
+        """Resumes at the position of `state_dict`."""
         self.epoch, self.position = state_dict["epoch"], state_dict["position"]

@@ -1,4 +1,4 @@
-"""Tokenizers and chat templates: from a plain or conversational prompt to text and token ids."""
+"""Tokenizers and chat templates, which convert prompts to text and token IDs."""
 
 from __future__ import annotations
 
@@ -27,76 +27,76 @@ from lightrl.models.spec import read_chat_template
 from lightrl.models.turns import text_ids
 
 ChatTemplate = bool | Literal["auto"]
-"""True: always; False: never; "auto": where the tokenizer has a template."""
+"""Whether to apply the chat template to strings: always, never, or "auto", if the tokenizer has one."""
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
-"""Roles of a conversation; others only where the chat template names them."""
+"""Supported roles. Others are allowed only if the chat template mentions them."""
 
 _THOUGHTS = ("reasoning", "thinking")
-"""Names under which data and templates have thoughts instead of `reasoning_content`."""
+"""Alternative names of `reasoning_content` in data and templates."""
 _MARK = "Qc{}n"
-"""Stands for the name of a call."""
+"""Placeholder for the name of a tool call."""
 _TOOL_MARK = "Qt{}n"
-"""Stands for the name of a tool."""
+"""Placeholder for the name of a tool."""
 _LEAST_FRAME = 4
-"""Fewest characters by which plain text around a turn is recognized."""
+"""Minimum number of characters to recognize plain text around a turn."""
 _BLOCK_KINDS = ("text", "image", "video", "audio")
 
 
 def load_tokenizer(path: str, *, chat_template: str | None = None, **kwargs: Any) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer of a model directory or hub name.
+    """Loads the tokenizer of a model.
 
-    A tokenizer without a pad token pads with its unknown token, or else its end-of-sequence token. LightRL never reads
-    a mask off the pad token.
+    If the tokenizer has no pad token, uses its unknown token or its end-of-sequence token. LightRL never derives masks
+    from the pad token.
 
     Args:
-        path: Model directory or hub name.
-        chat_template: Jinja text, or a file of it; defaults to the tokenizer's own template.
-        **kwargs: Further arguments of `AutoTokenizer.from_pretrained`.
+        path: Model directory or ID.
+        chat_template: Jinja template, or a file with one. Defaults to the tokenizer's template.
+        **kwargs: Additional arguments of `AutoTokenizer.from_pretrained`.
 
     Raises:
-        ValueError: The template is not Jinja, there is no tokenizer, or it has no end-of-sequence token.
+        ValueError: If the template is invalid, the tokenizer doesn't exist, or it has no end-of-sequence token.
     """
     template = None if chat_template is None else read_chat_template(chat_template, "chat_template")
     local = Path(path).expanduser()
     if not local.is_dir() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
-        raise ValueError(f"model path {path!r}: there is no such folder (looked from {Path.cwd()}).")
+        raise ValueError(f"model path {path!r}: no such directory (relative to {Path.cwd()}). Fix the path.")
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(local) if local.is_dir() else path, **kwargs)
     except OSError as error:
         raise ValueError(f"model path {path!r}: {why_not_there(error)}") from error
     except ValueError as error:
-        raise ValueError(f"model path {path!r} holds no tokenizer that can be read: {one_line(error)}") from error
+        raise ValueError(f"model path {path!r}: can't load a tokenizer: {one_line(error)}") from error
     if template is not None:
         tokenizer.chat_template = template
-        tokenizer.name_or_path = ""  # by which renderers know a family's own template
+        tokenizer.name_or_path = ""  # renderers use it to detect a family's original template
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"The tokenizer of {path!r} has no end-of-sequence token; set eos_token in its configuration.")
+        raise ValueError(f"The tokenizer of {path!r} has no end-of-sequence token. Set eos_token in its config.")
     if tokenizer.pad_token_id is None:
         unknown = tokenizer.unk_token if tokenizer.unk_token_id is not None else None
         tokenizer.pad_token = unknown or tokenizer.eos_token
-        rank_zero_warn(f"The tokenizer of {path!r} has no pad token: padding with {tokenizer.pad_token!r}.")
+        rank_zero_warn(f"The tokenizer of {path!r} has no pad token. Padding with {tokenizer.pad_token!r}.")
     return tokenizer
 
 
 def why_not_there(error: BaseException) -> str:
-    """Why transformers found nothing in a folder or on the hub, from the causes of the error it raised."""
+    """Explains why transformers found no model in a directory or on the Hub, from the causes of its error."""
     causes: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in causes:
         causes.append(cause)
         cause = cause.__cause__ or cause.__context__
     if any(isinstance(each, GatedRepoError | RepositoryNotFoundError) for each in causes):
-        return "the hub has no such repository, or only for some: check the name, or log in with `hf auth login`."
+        return "the Hub has no such repository, or it is private. Check the name, or log in with `hf auth login`."
     if any(isinstance(each, LocalEntryNotFoundError) for each in causes):
-        why = "is switched off (HF_HUB_OFFLINE)" if HF_HUB_OFFLINE else "cannot be reached"
+        why = "is disabled (HF_HUB_OFFLINE)" if HF_HUB_OFFLINE else "is unreachable"
         return (
-            f"it is no folder here (looked from {Path.cwd()}), it is not in the cache of the Hugging Face hub, and the "
-            f"hub {why}. Give a folder, or download it first: `hf download NAME`."
+            f"not a directory (relative to {Path.cwd()}) and not in the Hugging Face cache, and the Hub {why}. Pass a "
+            "directory, or download the model first: `hf download NAME`."
         )
     if "valid JSON" in str(error):
         return str(error)
-    return "not there, neither in a folder nor on the hub."
+    return "not found, neither as a directory nor on the Hub. Check the name."
 
 
 def render_prompt(
@@ -108,43 +108,43 @@ def render_prompt(
     template_kwargs: Mapping[str, Any] | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> tuple[str, bool]:
-    """The text of a prompt, and whether the template made it (its special tokens are then in the text).
+    """Renders a prompt. Returns the text and whether the chat template was applied.
 
     Args:
         tokenizer: Tokenizer with the chat template.
-        prompt: A string, or a conversation as a list of {"role": ..., "content": ...}. A string becomes the user's
-            turn if the template is applied. A conversation that ends with an assistant turn is continued there.
-        system_prompt: Content of a system turn in front of the conversation.
-        chat_template: Whether the template is applied to a string. A conversation always needs it.
-        template_kwargs: Further variables of the template, such as `enable_thinking`.
-        tools: JSON schemas from `as_tools`. Only conversations can have tools.
+        prompt: A string or a list of {"role": ..., "content": ...} messages. The template wraps a string as a user
+            turn. A conversation that ends with an assistant turn is continued there.
+        system_prompt: Content of a system turn before the conversation.
+        chat_template: Whether to apply the template to strings. Conversations always use it.
+        template_kwargs: Additional variables of the template, such as `enable_thinking`.
+        tools: JSON schemas from `as_tools`, for conversations.
 
     Raises:
-        ValueError: A missing template, a prompt that is neither string nor conversation or is rendered already, or a
-            template that leaves out tools or calls.
+        ValueError: If the template is missing or omits tools or tool calls, or the prompt is invalid or already
+            rendered.
     """
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if isinstance(prompt, str) and (chat_template is False or (chat_template == "auto" and not has_template)):
         if system_prompt is not None or tools:
             name = "tools" if system_prompt is None else "system_prompt"
             raise ValueError(
-                f"{name}: a plain prompt has no place for it. Use a tokenizer with a chat template and "
-                "chat_template=True, or write the text into the prompts."
+                f"{name}: not supported for plain string prompts. Use a tokenizer with a chat template and "
+                "chat_template=True, or include the text in the prompts."
             )
         return prompt, False
     messages = conversation(prompt, system_prompt)
     if not has_template:
         raise ValueError(
             "Conversational prompts (and chat_template=True) need a tokenizer with a chat template; this one has none. "
-            "Use an instruction-tuned model's tokenizer, set actor.chat_template (Jinja text or a file of it), or give "
-            "prompts as strings."
+            "Use an instruction-tuned model's tokenizer, set actor.chat_template (Jinja text or a file), or use "
+            "strings as prompts."
         )
     require_unrendered(tokenizer, prompt, chat_template)
     unknown = sorted({str(message["role"]) for message in messages} - ROLES)
     for role in unknown:
         if role not in str(tokenizer.chat_template):
             raise ValueError(
-                f"the role {role!r}: roles are {', '.join(sorted(ROLES))} and those that the chat template names."
+                f"role={role!r}: not supported by the chat template. Use one of {', '.join(sorted(ROLES))}."
             )
     variables = dict(template_kwargs or {})
     if messages[-1]["role"] != "assistant":
@@ -160,19 +160,19 @@ def apply_template(
     tools: Sequence[Mapping[str, Any]] | None = None,
     **options: Any,
 ) -> str:
-    """The text that the tokenizer's chat template makes of a conversation.
+    """Renders a conversation with the tokenizer's chat template.
 
-    Templates read arguments of tool calls as an object or as JSON text, and no content as "" or None. The first form
-    whose text shows every call is used.
+    Templates expect tool-call arguments as an object or JSON text, and empty content as "" or None. Uses the first form
+    whose text contains every call.
 
     Args:
         tokenizer: Tokenizer with a chat template.
         messages: Messages from `as_messages`.
         tools: JSON schemas from `as_tools`.
-        **options: Further arguments of `apply_chat_template`, and variables of the template.
+        **options: Additional arguments of `apply_chat_template`, and variables of the template.
 
     Raises:
-        ValueError: The template raises an error, or leaves out tools or calls.
+        ValueError: If the template raises an error or omits tools or tool calls.
     """
     calls = [call["function"] for message in messages for call in message.get("tool_calls") or ()]
     template = str(tokenizer.chat_template)
@@ -188,7 +188,7 @@ def apply_template(
     for none, text in itertools.product((False, True), repeat=2) if calls else [(False, False)]:
         try:
             found = written(messages, tools, none=none, text=text)
-            # Names may also be elsewhere in the text.
+            # Names may also appear elsewhere in the text.
             shown = written(_marked(messages), named, none=none, text=text) if calls or tools else ""
         except (TemplateError, TypeError, KeyError, AttributeError, ValueError) as error:
             failure = failure or error
@@ -198,21 +198,21 @@ def apply_template(
             for i, tool in enumerate(tools):
                 if _TOOL_MARK.format(i) not in shown:
                     raise ValueError(
-                        f"tools: the chat template does not show the tool {tool['function']['name']!r}. Set "
-                        "actor.chat_template to a template with tools, or leave the tools out."
+                        f"tools: the chat template omits the tool {tool['function']['name']!r}. Set "
+                        "actor.chat_template to a template that supports tools, or remove the tools."
                     )
             return found
     if not rendered:
         roles = ", ".join(str(message["role"]) for message in messages)
-        raise ValueError(f"the chat template cannot render this conversation ({roles}): {failure}") from failure
+        raise ValueError(f"the chat template can't render this conversation ({roles}): {failure}") from failure
     raise ValueError(
-        f"tool_calls: the chat template leaves out a call of {calls[0]['name']!r}. Set actor.chat_template to a "
-        "template with tool calls."
+        f"tool_calls: the chat template omits a call of {calls[0]['name']!r}. Set actor.chat_template to a template "
+        "that supports tool calls."
     )
 
 
 def _marked(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with a different name for every call."""
+    """Returns the messages with a unique placeholder as the name of each tool call."""
     numbers = itertools.count()
     return [
         {
@@ -229,7 +229,7 @@ def _marked(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _formed(message: Mapping[str, Any], template: str, *, none: bool, text: bool) -> dict[str, Any]:
-    """A message in the form that a template reads: its calls, and the name under which it looks for thoughts."""
+    """Adapts a message's tool calls and reasoning to the format that the template expects."""
     formed = dict(message)
     if "reasoning_content" in formed and "reasoning_content" not in template:
         for name in _THOUGHTS:
@@ -252,7 +252,7 @@ def _json(value: Any) -> str:
 
 
 def shows_call(text: str, call: Mapping[str, Any]) -> bool:
-    """Whether a rendered text has the name and all texts of a call's arguments, and not as Python writes them."""
+    """Whether a text contains the name and arguments of a tool call, and not as a Python repr."""
     arguments = call["arguments"]
     if arguments and isinstance(arguments, dict) and str(arguments) in text:
         return False
@@ -260,12 +260,12 @@ def shows_call(text: str, call: Mapping[str, Any]) -> bool:
 
 
 def call_texts(call: Mapping[str, Any]) -> list[str]:
-    """The texts of a call's arguments in the forms that a template may write them in."""
+    """Returns the strings in a call's arguments in all forms that a template may render."""
     return [form for leaf in _texts(call["arguments"]) for form in _forms(leaf)]
 
 
 def _forms(text: str) -> tuple[str, str, str]:
-    """A text as it is and inside of JSON, in ASCII or not."""
+    """Returns a text unchanged and as JSON, with and without ASCII escapes."""
     return text, json.dumps(text)[1:-1], _json([text])[2:-2]
 
 
@@ -286,9 +286,10 @@ def _with_one_block(
     text: str,
     variables: Mapping[str, Any],
 ) -> str:
-    """The text of a conversation whose last turn is continued, without an empty block of thoughts before a begun one.
+    """Removes an empty reasoning block before a last turn that starts with one.
 
-    Templates that put `<think></think>` before a turn without thoughts also do it if the turn begins with `<think>`.
+    Templates that insert `<think></think>` before a turn without reasoning also do so if the turn starts with
+    `<think>`.
     """
     content = messages[-1]["content"]
     if isinstance(content, list) and all(block.get("type") == "text" for block in content):
@@ -303,7 +304,7 @@ def _with_one_block(
 
 
 def require_unrendered(tokenizer: PreTrainedTokenizerBase, prompt: Any, chat_template: ChatTemplate) -> None:
-    """Raises a `ValueError` about a string that the chat template would wrap and that holds what it writes itself."""
+    """Raises a `ValueError` if a string to be rendered already contains text of the chat template."""
     if not isinstance(prompt, str) or chat_template is False or not getattr(tokenizer, "chat_template", None):
         return
     frame = _frame(tokenizer)
@@ -316,15 +317,15 @@ def require_unrendered(tokenizer: PreTrainedTokenizerBase, prompt: Any, chat_tem
         found = frame.tail
     if found is not None:
         raise ValueError(
-            f"chat_template={chat_template!r}: the string holds {found!r}, which the chat template writes, so it is "
-            "rendered already. Set chat_template: false to leave strings as they are, or remove it from the text."
+            f"chat_template={chat_template!r}: the string contains {found!r} of the chat template, so it is already "
+            "rendered. Set chat_template: false to use strings unchanged, or remove this text."
         )
 
 
 @dataclass(frozen=True)
 class _Frame:
-    """What a chat template writes around turns: special tokens, the token that begins a text, and the texts before and
-    after a user's content, "" if shorter than four characters."""
+    """Text of a chat template around turns: special tokens, the BOS token, and the texts before and after user content
+    ("" if shorter than four characters)."""
 
     tokens: tuple[str, ...]
     start: str
@@ -371,28 +372,28 @@ def _measured_frame(tokenizer: PreTrainedTokenizerBase) -> _Frame:
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
-    """The texts of the special tokens."""
+    """Returns the texts of the special tokens."""
     added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     return {token for token in {*added, *tokenizer.all_special_tokens} if len(token) > 1}
 
 
 def conversation(prompt: Any, system_prompt: str | None = None) -> list[dict[str, Any]]:
-    """A prompt as messages, after the system's, if there is one; a string is the user's turn."""
+    """Converts a prompt to messages, with an optional system turn. A string becomes a user turn."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else as_messages(prompt)
     return messages if system_prompt is None else [{"role": "system", "content": system_prompt}, *messages]
 
 
 def as_messages(prompt: Any) -> list[dict[str, Any]]:
-    """A conversation's messages as new dictionaries, in one form.
+    """Returns a conversation's messages as new dictionaries in a normalized form.
 
-    Keys without a value are left out. `content` is "" in a turn that only calls tools or thinks. Calls are in
-    `tool_calls` with arguments as an object, thoughts in `reasoning_content`.
+    Removes keys with None. `content` is "" in turns with only tool calls or reasoning. Calls are in `tool_calls` with
+    arguments as an object, and reasoning is in `reasoning_content`.
 
     Raises:
-        ValueError: it is not a conversation.
+        ValueError: If `prompt` is not a conversation.
     """
     if not isinstance(prompt, Sequence) or isinstance(prompt, str | bytes) or not prompt:
-        raise ValueError(f"A prompt must be a string or a list of messages that is not empty, got {_short(prompt)}.")
+        raise ValueError(f"A prompt must be a string or a nonempty list of messages, got {_short(prompt)}.")
     return [_as_message(message) for message in prompt]
 
 
@@ -418,7 +419,7 @@ def _as_message(given: Any) -> dict[str, Any]:
 
 
 def _as_call(given: Any) -> dict[str, Any]:
-    """A call as {"type": "function", "function": {"name": ..., "arguments": {...}}}, with its id if it has one."""
+    """Normalizes a call to {"type": "function", "function": {"name": ..., "arguments": {...}}}. Keeps its ID."""
     call = {key: value for key, value in given.items() if value is not None} if isinstance(given, Mapping) else {}
     function = call.pop("function", call)
     name = function.get("name") if isinstance(function, Mapping) else None
@@ -434,27 +435,27 @@ def _as_call(given: Any) -> dict[str, Any]:
 
 
 def as_tools(value: Any) -> list[dict[str, Any]]:
-    """The JSON schemas of a row's tools as {"type": "function", "function": {...}}; none without tools.
+    """Normalizes the JSON schemas of tools to {"type": "function", "function": {...}}.
 
     Args:
-        value: None, a list of schemas with or without the outer object, or JSON text of one.
+        value: None, or a list of schemas with or without the outer object, or JSON text of one.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: If `value` has another form.
     """
     if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)
         except ValueError as error:
-            raise ValueError(f"tools: {_short(value)} is not JSON ({error}).") from error
+            raise ValueError(f"tools: {_short(value)} is not valid JSON ({error}). Fix it.") from error
     if not value:
         return []
     tools = [tool if isinstance(tool, Mapping) and "function" in tool else {"function": tool} for tool in value]
     for tool in tools:
         if not isinstance(tool["function"], Mapping) or not isinstance(tool["function"].get("name"), str):
             raise ValueError(
-                f"tools: {_short(tool['function'])} is not a JSON schema of a function with a name. Set tools_column: "
-                "null if the column means something else."
+                f"tools: {_short(tool['function'])} is not a JSON schema of a named function. Fix it, or set "
+                "tools_column: null if the column contains something else."
             )
     return [{"type": "function", **tool} for tool in tools]
 
@@ -473,20 +474,20 @@ def _require_content(content: Any) -> None:
             )
         if kind == "text":
             if not isinstance(block.get("text"), str):
-                raise ValueError(f"A text block must hold a text, got {_short(block)}.")
+                raise ValueError(f"A text block must contain a text, got {_short(block)}.")
             require_text(block["text"])
 
 
 def require_text(text: str) -> None:
-    """Raises a `ValueError` about a string with half of a surrogate pair, which no tokenizer takes."""
+    """Raises a `ValueError` if a string contains an unpaired surrogate, which tokenizers don't support."""
     if text.isascii():
         return
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"{text[error.start]!r} at position {error.start} is half of a surrogate pair, which is no text: it comes "
-            "of cutting a string in the middle of an emoji. Drop it."
+            f"{text[error.start]!r} at position {error.start} is an unpaired surrogate (usually an emoji cut in half). "
+            "Remove it."
         ) from error
 
 
@@ -496,10 +497,10 @@ def _short(value: Any) -> str:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, templated: bool) -> list[int]:
-    """Token ids of a text from `render_prompt`.
+    """Tokenizes a text from `render_prompt`.
 
-    A template's text has its special tokens already. A plain one gets those that the tokenizer adds at its beginning,
-    and no end-of-sequence token.
+    A templated text already contains its special tokens. A plain text gets those that the tokenizer adds at the start,
+    but no end-of-sequence token.
     """
     require_text(text)
     plain = list(tokenizer(text, add_special_tokens=False)["input_ids"])

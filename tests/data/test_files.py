@@ -26,7 +26,7 @@ BROKEN = [
     ("rows.jsonl", b"\n\n\n", "no rows"),
     ("rows.json", b"[]", "no rows"),
     ("rows.json", b"[\n{]", "line 2: "),
-    ("rows.json", b'["a", "b"]', "not a row"),
+    ("rows.json", b'["a", "b"]', "not an example"),
     ("rows.parquet", GOOD, "Parquet"),
     ("rows.csv", b"prompt,answer\n1,2\n\n3,4,5\n", "line 4: "),
     ("rows.csv", b"prompt,answer\n1,2\n3\n", "line 3: "),
@@ -140,18 +140,18 @@ BAD_PROMPTS = [
     (None, "must be a string or a list of messages"),
     (7, "got 7"),
     ("", "is an empty string"),
-    ([], "not empty"),
+    ([], "nonempty list"),
     (["1"], "A message must be a dictionary with role and content, got '1'"),
     ([{"role": "user"}], "role and content"),
     ([{"role": None, "content": "1"}], "role and content"),
-    ([{"role": "usr", "content": "1"}], "the role 'usr': roles are assistant, "),
+    ([{"role": "usr", "content": "1"}], "role='usr': .* Use one of assistant, "),
     ([{"role": "user", "content": 5}], "content must be a string or a list of blocks, got 5"),
     ([{"role": "user", "content": ["x"]}], "content block .* got 'x'"),
     ([{"role": "user", "content": [{"type": "sound"}]}], "content block"),
-    ([{"role": "user", "content": [{"type": "text"}]}], "text block must hold a text"),
-    ("\ud800", "half of a surrogate pair"),
-    ([{"role": "user", "content": "a\udfff"}], "half of a surrogate pair"),
-    ([USER, USER], "cannot render this conversation .user, user.: roles must take turns"),
+    ([{"role": "user", "content": [{"type": "text"}]}], "text block must contain a text"),
+    ("\ud800", "unpaired surrogate"),
+    ([{"role": "user", "content": "a\udfff"}], "unpaired surrogate"),
+    ([USER, USER], "can't render this conversation .user, user.: roles must take turns"),
 ]
 
 
@@ -166,7 +166,7 @@ def test_a_bad_prompt_is_found_before_training_or_dropped_and_counted(
     for limit in (None, 5):
         prompts = PromptSource(rows=rows, on_bad_row="drop", max_prompt_tokens=limit).load(tokenizer)
         assert len(prompts) == 2 and prompts.counts["dropped"] == 1
-    with pytest.raises(RowError, match="no row is left: 1 of 1 rows cannot be used"):
+    with pytest.raises(RowError, match="no example is left: 1 of 1 examples are invalid"):
         PromptSource(rows=rows[2:], on_bad_row="drop").load(tokenizer)
 
 

@@ -110,7 +110,7 @@ def test_bad_rows_are_named(tokenizer: Any) -> None:
         PreferenceSource(rows=[]).tokenized(tokenizer)
     tokenizer.chat_template = TEMPLATE
     apart = {"chosen": [say("user", "1"), say("assistant", "2")], "rejected": [say("user", "2"), say("assistant", "2")]}
-    with pytest.raises(ValueError, match="row 0: 'chosen' and 'rejected' answer different prompts"):
+    with pytest.raises(ValueError, match="row 0: 'chosen' and 'rejected' have different prompts"):
         PreferenceSource(rows=[apart], prompt_column=None).tokenized(tokenizer)
     with pytest.raises(ValueError, match="row 0: the completion must be a string or messages"):
         PreferenceSource(rows=[{"prompt": "1", "chosen": 2, "rejected": "3"}], rendering="text").tokenized(tokenizer)
@@ -131,9 +131,9 @@ def test_long_pairs(tokenizer: Any) -> None:
     assert len(PreferenceSource(rows=ROWS, max_tokens=7).tokenized(tokenizer)) == 2
     (kept,) = PreferenceSource(rows=ROWS, max_tokens=6).tokenized(tokenizer)
     assert kept.chosen == [13, 18, 4, 4, 13, 1]
-    with pytest.raises(ValueError, match="row 0: 7 tokens, max_tokens is 6"):
+    with pytest.raises(ValueError, match="max_tokens=6: .*row 0 has 7 tokens"):
         PreferenceSource(rows=ROWS, max_tokens=6, overlong="error").tokenized(tokenizer)
-    with pytest.raises(ValueError, match="no pair fits max_tokens=5"):
+    with pytest.raises(ValueError, match="max_tokens=5: every pair"):
         PreferenceSource(rows=ROWS, max_tokens=5).tokenized(tokenizer)
 
 
@@ -148,13 +148,13 @@ def test_ranks_share_the_pairs_and_an_idle_one_says_so(tokenizer: Any) -> None:
 
 def test_pairs_of_equal_sides_are_refused_or_warned_of(tokenizer: Any) -> None:
     equal = {"prompt": "1+1=", "chosen": "2", "rejected": "2"}
-    with pytest.raises(ValueError, match=r"list, row 0: chosen_column='chosen' and .* equal there, as in 2 of 2 pairs"):
+    with pytest.raises(ValueError, match=r"chosen_column='chosen' and .* equal in 2 of 2 pairs .first: list, row 0"):
         PreferenceSource(rows=[equal, equal]).tokenized(tokenizer)
-    with pytest.warns(UserWarning, match="list, row 2: .* as in 1 of 3 pairs"):
+    with pytest.warns(UserWarning, match="equal in 1 of 3 pairs .first: list, row 2"):
         assert len(PreferenceSource(rows=[*ROWS, equal]).tokenized(tokenizer)) == 3
 
 
-@pytest.mark.parametrize(("margin", "message"), [(-5.0, "the margin is -5.0: below 0"), (1e30, "margin=1e.30")])
+@pytest.mark.parametrize(("margin", "message"), [(-5.0, "margin=-5.0: must not be negative"), (1e30, "margin=1e.30")])
 def test_margins_that_make_no_sense_are_named_by_their_row(tokenizer: Any, margin: float, message: str) -> None:
     rows = [{**ROWS[0], "margin": 1.0}, {**ROWS[1], "margin": margin}]
     with pytest.raises(ValueError, match=f"list, row 1: .*{message}"):
@@ -163,8 +163,8 @@ def test_margins_that_make_no_sense_are_named_by_their_row(tokenizer: Any, margi
 
 def test_pairs_beyond_the_positions_are_refused_or_warned_of(tokenizer: Any) -> None:
     rows = [*ROWS, {**ROWS[0], "rejected": "1" * 20}]
-    with pytest.raises(ValueError, match="list, row 2: 25 tokens, the model has positions for 24. Set max_tokens=24"):
+    with pytest.raises(ValueError, match="list, row 2: 25 tokens, but the model has positions for 24. Set max_tokens=24"):
         PreferenceSource(rows=rows).tokenized(tokenizer, (24, True))
-    with pytest.warns(UserWarning, match="1 of 3 rows have more than the 24 tokens"):
+    with pytest.warns(UserWarning, match="1 of 3 examples exceed the model's context length of 24 tokens"):
         assert len(PreferenceSource(rows=rows).tokenized(tokenizer, (24, False))) == 3
     assert len(PreferenceSource(rows=rows, max_tokens=24).tokenized(tokenizer, (24, True))) == 2

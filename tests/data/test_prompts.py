@@ -51,7 +51,7 @@ def test_ranks_share_a_batch_without_overlap(tokenizer: Any) -> None:
     whole = texts(prompts.batch(6, 6))
     shares = [texts(prompts.batch(6, 6, rank=rank, world_size=3)) for rank in range(3)]
     assert [share[i] for i in range(2) for share in shares] == whole
-    with pytest.raises(ValueError, match="count=4: 3 ranks cannot share it"):
+    with pytest.raises(ValueError, match="count=4: 3 ranks can't share it"):
         prompts.batch(0, 4, world_size=3)
 
 
@@ -60,7 +60,7 @@ def test_rows_are_in_the_order_of_the_data(tokenizer: Any) -> None:
     assert len(prompts) == 10
     assert texts(prompts.rows([0, 3, 9])) == ["0+1=", "3+1=", "9+1="]
     assert texts(prompts.rows([])) == []
-    with pytest.raises(ValueError, match="no prompt 10: there are 10"):
+    with pytest.raises(ValueError, match="numbers=10: out of range. Use 0 to 9"):
         prompts.rows([10])
 
 
@@ -106,7 +106,7 @@ def test_overlong_truncate_left_keeps_the_end(tokenizer: Any) -> None:
 
 
 def test_overlong_error_names_the_row(tokenizer: Any) -> None:
-    with pytest.raises(ValueError, match="row 1: the prompt has 5 tokens, max_prompt_tokens is 3"):
+    with pytest.raises(ValueError, match="max_prompt_tokens=3: .*row 1 has 5 tokens"):
         PromptSource(rows=LONG, max_prompt_tokens=3, overlong="error").load(tokenizer)
     assert len(PromptSource(rows=LONG, max_prompt_tokens=6, overlong="error").load(tokenizer)) == 5
 
@@ -193,10 +193,10 @@ def test_a_stream_goes_on_for_ever_and_resumes(stream: PromptSource, tokenizer: 
 
 def test_a_stream_drops_long_rows_and_has_no_length(stream: PromptSource, tokenizer: Any) -> None:
     stream.max_prompt_tokens = 3
-    with pytest.raises(ValueError, match="every prompt is bad or longer than max_prompt_tokens=3"):
+    with pytest.raises(ValueError, match="max_prompt_tokens=3: every prompt"):
         stream.load(tokenizer, shuffle=False).batch(0, 1)
     stream.max_prompt_tokens = 4
     prompts = stream.load(tokenizer, shuffle=False)
     assert texts(prompts.batch(8, 4)) == ["8+1=", "9+1=", "0+1=", "1+1="]
-    with pytest.raises(ValueError, match="is a stream and has no length"):
+    with pytest.raises(ValueError, match="streaming=True: evaluation needs a length"):
         len(prompts)

@@ -103,14 +103,14 @@ def test_an_empty_data_set_is_refused(rows: Any) -> None:
 
 @pytest.mark.parametrize("rows", [[], Dataset.from_list([])])
 def test_no_rows_are_refused_before_anything_is_read(rows: Any) -> None:
-    with pytest.raises(ValueError, match=r"RowSource: rows=\[\] has no rows"):
+    with pytest.raises(ValueError, match=r"RowSource.rows=\[\]"):
         RowSource(rows=rows)
-    with pytest.raises(ValueError, match=r"eval_prompts.easy=\[\] has no rows"):
+    with pytest.raises(ValueError, match=r"eval_prompts.easy=\[\]"):
         prompt_source(rows, "eval_prompts.easy")
 
 
 def test_bad_arguments() -> None:
-    with pytest.raises(ValueError, match="exactly one of path and rows, not neither"):
+    with pytest.raises(ValueError, match="got neither. Set exactly one of path and rows"):
         RowSource()
     with pytest.raises(ValueError, match="exactly one of path and rows"):
         RowSource(path="a", rows=ROWS)
@@ -121,7 +121,7 @@ def test_bad_arguments() -> None:
 
 
 def test_missing_columns_list_those_there_are() -> None:
-    with pytest.raises(ValueError, match=r"prompt_column='question': here has no such column; it has \['a', 'b'\]"):
+    with pytest.raises(ValueError, match=r"prompt_column='question': here has no such column. Use one of \['a', 'b'\]"):
         require_columns(["a", "b"], ["question"], "here", "prompt_column")
 
 

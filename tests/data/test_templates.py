@@ -45,7 +45,7 @@ def test_a_template_that_is_not_there_is_asked_for(tokenizer: Any) -> None:
         render_prompt(tokenizer, [{"role": "user", "content": "1"}])
     with pytest.raises(ValueError, match="need a tokenizer with a chat template"):
         render_prompt(tokenizer, "1", chat_template=True)
-    with pytest.raises(ValueError, match="system_prompt: a plain prompt has no place for it"):
+    with pytest.raises(ValueError, match="system_prompt: not supported"):
         render_prompt(tokenizer, "1", system_prompt="2")
 
 
@@ -72,9 +72,9 @@ def changed_folder(model_dir: Path, folder: Path, **changes: Any) -> str:
 
 
 def test_a_missing_pad_token_is_replaced_aloud(model_dir: Path, tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="no pad token: padding with '<unk>'"):
+    with pytest.warns(UserWarning, match="no pad token. Padding with '<unk>'"):
         assert load_tokenizer(changed_folder(model_dir, tmp_path, pad_token=None)).pad_token == "<unk>"
-    with pytest.warns(UserWarning, match="no pad token: padding with '<eos>'"):
+    with pytest.warns(UserWarning, match="no pad token. Padding with '<eos>'"):
         path = changed_folder(model_dir, tmp_path, pad_token=None, unk_token=None)
         assert load_tokenizer(path).pad_token == "<eos>"
 
@@ -86,12 +86,12 @@ def test_a_tokenizer_without_an_end_is_refused(model_dir: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("path", ["./nowhere", "/no/such/model", "a/b/c"])
 def test_a_missing_model_folder_is_named(path: str) -> None:
-    with pytest.raises(ValueError, match="there is no such folder"):
+    with pytest.raises(ValueError, match="no such directory"):
         load_tokenizer(path)
 
 
 def test_a_hub_name_that_cannot_be_had_is_named() -> None:
-    with pytest.raises(ValueError, match="no-such-owner/no-such-model.*not in the cache of the Hugging Face hub"):
+    with pytest.raises(ValueError, match="no-such-owner/no-such-model.*not in the Hugging Face cache"):
         load_tokenizer("no-such-owner/no-such-model")
 
 
@@ -100,7 +100,7 @@ def test_a_processor_without_what_it_needs_says_what_to_install(monkeypatch: pyt
         raise ImportError("It requires the Torchvision library.\nSee the page of installation.")
 
     monkeypatch.setattr("transformers.AutoProcessor.from_pretrained", lacking)
-    asked = r"requires the Torchvision library. Install .*pip install torchvision"
+    asked = r"requires the Torchvision library. Install .*torchvision"
     with pytest.raises(ValueError, match=asked) as told:
         MediaProcessor("some/model", None, {}, {}).processor  # type: ignore[arg-type]  # noqa: B018
     assert "\n" not in str(told.value)

@@ -104,11 +104,11 @@ def test_prompts_that_do_not_fit_the_model_are_found_before_it_loads(where: str,
     longest = TransformersEngine().known_model_len(model_path)
     assert longest is not None
     rows = [{"prompt": "1" * length} for length in (longest - 30, longest - 6, longest - 5)]
-    message = rf"list, row 2, column 'prompt': the prompt has {longest - 5} tokens, with max_new_tokens=6 .*max_prompt"
+    message = rf"list, row 2, column 'prompt': the prompt has {longest - 5} tokens; with max_new_tokens=6 .*max_prompt"
     with pytest.raises(ValueError, match=message):
         fit(model_path, rewards=[free], **placed(where, rows))
     short = TransformersEngine(max_model_len=20)
-    with pytest.raises(ValueError, match="row 1, .*has 15 tokens.*more than the 20 that the model holds"):
+    with pytest.raises(ValueError, match="row 1, .*has 15 tokens.*maximum length of 20"):
         fit(model_path, engine=short, prompts=[{"prompt": "1" * 14}, {"prompt": "1" * 15}])
     fit(model_path, engine=TransformersEngine(max_model_len=20), prompts=[{"prompt": "1" * 14}] * 4)
     source = PromptSource(rows=rows, on_bad_row="drop")
