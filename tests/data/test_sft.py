@@ -184,7 +184,7 @@ def test_lightning_trains_validates_and_resumes(model_dir: Path, tmp_path: Path)
 
 def test_rows_beyond_the_positions_are_refused_or_warned_of(tokenizer: Any, tmp_path: Path) -> None:
     rows = [{"prompt": "1+1=", "completion": text} for text in ("2", "1" * 30)]
-    with pytest.raises(ValueError, match="list, row 1: 35 tokens, but the model has positions for 24. Set max_tokens=24"):
+    with pytest.raises(ValueError, match="list, row 1: 35 tokens, .* positions for 24. Set max_tokens=24"):
         SFTSource(rows=rows).tokenized(tokenizer, None, (24, True))
     with pytest.warns(UserWarning, match="1 of 2 examples exceed .* 24 tokens .first: list, row 1: 35 tokens"):
         assert len(SFTSource(rows=rows).tokenized(tokenizer, None, (24, False))) == 2
