@@ -1,4 +1,4 @@
-"""Callbacks: the only place where modules and engines meet. Each can be left out or replaced from YAML."""
+"""Callbacks, which connect modules and engines. Each can be removed or replaced in YAML."""
 
 from __future__ import annotations
 

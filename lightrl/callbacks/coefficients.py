@@ -1,4 +1,4 @@
-"""Coefficients that follow the run: entropy bonus, KL penalty, and the scale of rewards."""
+"""Adaptive coefficients: entropy bonus, KL penalty, and reward scale."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from lightrl.records import Rollouts
 
 
 class AdaptiveEntropy(RLCallback):
-    """Keeps the policy's entropy from falling below a target by moving the weight of the entropy bonus.
+    """Keeps the policy's entropy above a target by adapting the coefficient of the entropy bonus.
 
-    After each rollout with mean token entropy e the coefficient c moves by `step`: up where `e <= target`, else down,
-    within [minimum, maximum]. The next rollout is trained with `entropy_coef = c` if `e <= target`, else with 0. It
-    replaces the module's own `entropy_coef`, and has the module run rows without an advantage, which it otherwise
-    skips. A rollout without trained tokens changes nothing.
+    After each rollout with mean token entropy e, the coefficient c increases by `step` if `e <= target` and decreases
+    otherwise, within [minimum, maximum]. The next rollout uses `entropy_coef = c` if `e <= target`, otherwise 0. This
+    overrides the module's `entropy_coef`, and disables skipping sequences with zero advantage. A rollout without
+    trained tokens has no effect.
 
     Args:
-        target: Entropy in nats per token, above 0.
+        target: Target entropy in nats per token, above 0.
         step: Change of the coefficient per rollout, above 0.
-        start: First coefficient.
+        start: Initial coefficient.
         minimum: Lower bound of the coefficient, at least 0.
         maximum: Upper bound of the coefficient.
 
     Raises:
-        ValueError: A value is out of range.
+        ValueError: If an argument is out of range.
 
-    Source: Skywork-OR1, https://arxiv.org/abs/2505.22312, section 4. There the entropy is that of the next step;
-        here it is `policy/entropy` of the previous rollout, which needs no extra forward pass.
+    Source: Skywork-OR1, https://arxiv.org/abs/2505.22312, section 4, which uses the entropy of the next step. We use
+        `policy/entropy` of the previous rollout, which needs no additional forward pass.
     """
 
     reads_old_logprobs = False
@@ -43,8 +43,8 @@ class AdaptiveEntropy(RLCallback):
     ) -> None:
         if not 0 <= minimum <= start <= maximum:
             raise ValueError(
-                f"AdaptiveEntropy: minimum={minimum}, start={start}, maximum={maximum}: needs 0 <= minimum <= start "
-                "<= maximum."
+                f"AdaptiveEntropy: minimum={minimum}, start={start}, maximum={maximum}: out of order. Use 0 <= minimum "
+                "<= start <= maximum."
             )
         self.target = above("AdaptiveEntropy.target", target)
         self.step = above("AdaptiveEntropy.step", step)
@@ -54,11 +54,11 @@ class AdaptiveEntropy(RLCallback):
         self.active = False
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Sets the coefficient of the first rollout, or of the one after a checkpoint."""
+        """Sets the initial or restored coefficient."""
         self._apply(pl_module)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Moves the coefficient by the rollout's entropy."""
+        """Updates the coefficient from the rollout's entropy."""
         entropy = outputs.get("policy/entropy")
         if entropy is None:
             return
@@ -72,38 +72,40 @@ class AdaptiveEntropy(RLCallback):
         pl_module.set_entropy_coef(self.coef if self.active else 0.0)
 
     def state_dict(self) -> dict[str, Any]:
-        """The coefficient, and whether it is in use."""
+        """Returns the coefficient and whether it is active."""
         return {"coef": self.coef, "active": self.active}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores them."""
+        """Restores the coefficient."""
         self.coef, self.active = state_dict["coef"], state_dict["active"]
 
 
 class _KLControl(RLCallback):
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        """Rejects a module without a KL penalty."""
+        """Rejects modules without a KL penalty."""
         super().setup(trainer, pl_module, stage)
         if stage == "fit" and pl_module.kl is None:
             raise ValueError(
-                f"{type(self).__name__} needs a KL term: set the module's kl (KLInReward or KLInLoss), or drop it."
+                f"callback {type(self).__name__} with kl=None: there is no KL penalty. Set kl (KLInReward or "
+                "KLInLoss), or remove the callback."
             )
 
 
 class AdaptiveKL(_KLControl):
-    """Moves the KL coefficient so that the KL to the reference stays near a target.
+    """Adapts the KL coefficient to keep the KL divergence from the reference near a target.
 
-    After each rollout of n trajectories `coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * n / horizon`
-    (Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, section 2.2). There KL is summed over the tokens of a
-    sequence; here it is `kl/ref`, nats per token, so that the target does not depend on the length. A rollout without
-    trained tokens changes nothing.
+    After each rollout of n trajectories, `coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * n / horizon`. A rollout
+    without trained tokens has no effect.
 
     Args:
-        target: Target KL in nats per sampled token, above 0.
-        horizon: Trajectories after which a constant 20% error has multiplied the coefficient by about e^0.2.
+        target: Target KL divergence in nats per sampled token, above 0.
+        horizon: Number of trajectories in which a constant error of 20% multiplies the coefficient by about e^0.2.
 
     Raises:
-        ValueError: A value is out of range; in `setup`, the module has no KL term.
+        ValueError: If an argument is out of range, or the module has no KL penalty.
+
+    Source: Ziegler et al. (2019), https://arxiv.org/abs/1909.08593, section 2.2, which sums the KL over a sequence. We
+        use `kl/ref`, the mean per token, so that the target doesn't depend on the length.
     """
 
     reads_old_logprobs = False
@@ -115,7 +117,7 @@ class AdaptiveKL(_KLControl):
         self.coef: float | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Starts from the module's coefficient, or sets the one from a checkpoint."""
+        """Sets the coefficient to the module's or the restored one."""
         if self.coef is None:
             self.coef = float(pl_module.kl.coef)
         pl_module.set_kl_coef(self.coef)
@@ -131,24 +133,24 @@ class AdaptiveKL(_KLControl):
         pl_module.set_kl_coef(self.coef)
 
     def state_dict(self) -> dict[str, Any]:
-        """The coefficient."""
+        """Returns the coefficient."""
         return {"coef": self.coef}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores it; the module gets it when training starts."""
+        """Restores the coefficient, which `on_train_start` applies."""
         self.coef = state_dict["coef"]
 
 
 class LinearKL(_KLControl):
-    """Moves the KL coefficient linearly from `start` to `end` over the first `num_rollouts` rollouts, then holds it.
+    """Changes the KL coefficient linearly from `start` to `end` over the first `num_rollouts` rollouts.
 
     Args:
         start: Coefficient of the first rollout.
-        end: Coefficient from rollout `num_rollouts` on.
-        num_rollouts: Length of the ramp, at least 1.
+        end: Final coefficient.
+        num_rollouts: Length of the ramp in rollouts, at least 1.
 
     Raises:
-        ValueError: A value is out of range; in `setup`, the module has no KL term.
+        ValueError: If an argument is out of range, or the module has no KL penalty.
     """
 
     reads_old_logprobs = False
@@ -160,21 +162,23 @@ class LinearKL(_KLControl):
         self.num_rollouts = at_least("LinearKL.num_rollouts", num_rollouts, 1)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Sets the coefficient of this rollout, a function of its number."""
+        """Sets the coefficient of this rollout."""
         done = min(trainer.fit_loop.total_batch_idx / self.num_rollouts, 1.0)
         pl_module.set_kl_coef(self.start + (self.end - self.start) * done)
 
 
 class RewardNormalization(RLCallback):
-    """Divides rewards by their running standard deviation, and shifts them by their running mean if asked.
+    """Normalizes rewards by their running mean and standard deviation.
 
-    Moments are updated with each rollout over all ranks before they are used (Chan et al. 1983, parallel Welford,
-    http://i.stanford.edu/pub/cstr/reports/cs/tr/79/773/CS-TR-79-773.pdf) and saved in checkpoints. The standard
-    deviation is unbiased and floored, so equal rewards and a first sample never become infinite.
+    The statistics are updated across all ranks before each use and saved in checkpoints. The standard deviation is
+    unbiased, and `min_std` avoids infinite rewards.
 
     Args:
-        center: Subtract the mean. Group estimators do it anyway; it matters for REINFORCE and GAE.
-        min_std: Floor of the standard deviation, above 0.
+        center: Whether to subtract the mean. Has an effect on REINFORCE and GAE, but not on group estimators.
+        min_std: Lower bound of the standard deviation, above 0.
+
+    Source: Chan et al. (1983), parallel Welford algorithm,
+        http://i.stanford.edu/pub/cstr/reports/cs/tr/79/773/CS-TR-79-773.pdf.
     """
 
     reads_old_logprobs = False
@@ -189,13 +193,13 @@ class RewardNormalization(RLCallback):
 
     @property
     def std(self) -> float:
-        """Running unbiased standard deviation, at least `min_std`; 1 before there are two rewards."""
+        """Running unbiased standard deviation, at least `min_std`, or 1 for fewer than two rewards."""
         if self.count < 2:
             return 1.0
         return max((self.sum_squares / (self.count - 1)) ** 0.5, self.min_std)
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        """Rejects estimators that do not read the normalized sum, or that need a score for success or failure."""
+        """Rejects estimators that don't use the total reward or that require binary scores."""
         super().setup(trainer, pl_module, stage)
         advantage = getattr(pl_module, "advantage", None)
         if advantage is None:
@@ -204,12 +208,12 @@ class RewardNormalization(RLCallback):
         if advantage.needs_binary_scores:
             name = type(advantage).__name__
             raise ValueError(
-                f"callback RewardNormalization with advantage={name}: {name} takes a score for success or failure, "
-                "which normalization would move. Drop the callback, or use GroupRelative."
+                f"callback RewardNormalization with advantage={name}: requires binary scores, which normalization "
+                "changes. Remove the callback, or use GroupRelative."
             )
 
     def on_rollout_scored(self, trainer: Trainer, pl_module: Any, rollouts: Rollouts) -> None:
-        """Updates the moments and normalizes the rewards; unscored rows stay NaN."""
+        """Updates the statistics and normalizes the rewards. Missing rewards stay NaN."""
         rewards = rollouts.rewards[first_rows(rollouts.trajectory_ids)]
         scored = rewards[rewards.isfinite()].double()
         local = torch.stack([torch.tensor(float(len(scored)), dtype=torch.float64), scored.sum().cpu()])
@@ -226,10 +230,10 @@ class RewardNormalization(RLCallback):
         rollouts.rewards = (rollouts.rewards - shift) / self.std
 
     def state_dict(self) -> dict[str, Any]:
-        """The moments."""
+        """Returns the statistics."""
         return {"count": self.count, "mean": self.mean, "sum_squares": self.sum_squares}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the moments."""
+        """Restores the statistics."""
         self.count, self.mean = state_dict["count"], state_dict["mean"]
         self.sum_squares = state_dict["sum_squares"]

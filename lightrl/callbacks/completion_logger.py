@@ -1,4 +1,4 @@
-"""Logs a few prompts, completions, and rewards to the terminal, to loggers, and to a file."""
+"""Logs samples of prompts, completions, and rewards to the terminal, to loggers, and to a file."""
 
 from __future__ import annotations
 
@@ -34,36 +34,37 @@ WIDTH_WITHOUT_TERMINAL = 120
 THUMBNAILS = "thumbnails"
 COLUMNS = ("prompt", "completion", "reward", "advantage", "num_tokens")
 HIDDEN = re.compile("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters, those that turn the direction of text, and halves of characters."""
+"""Control characters, bidirectional formatting characters, and surrogates."""
 _MARKS = "[\u0300-\u036f\u20d0-\u20ff\ufe00-\ufe0f\U0001f3fb-\U0001f3ff\U000e0020-\U000e007f]"
 CLUSTER = re.compile(f"(?:[\U0001f1e6-\U0001f1ff]{{2}}|.){_MARKS}*(?:\u200d.{_MARKS}*)*", re.DOTALL)
-"""What is drawn as one character, roughly: a flag, or a character with marks and others joined to it."""
+"""Approximate grapheme cluster: a flag, or a character with combining marks and joined characters."""
 EVALUATED = 32
-"""Minimum number of completions of each evaluation in the file, for the report's comparison of before and after."""
+"""Minimum number of completions per evaluation in the file, for the report's before/after comparison."""
 
 
 class CompletionLogger(RLCallback):
-    """Logs a few completions every N rollouts, and those of the same first prompts at each evaluation.
+    """Logs a few completions every N rollouts, and those of the first prompts at each evaluation.
 
-    They go to a table in the terminal (rank 0), to every logger that takes tables (W&B, MLflow, Comet) or text
-    (TensorBoard), as conversations to those with a trace view (MLflow, Weave, trackio; see `log_traces`), and in full
-    to `samples.jsonl` in the run's folder, which `lightrl report` reads. Each line has
-    `step` (-1 before training, see `EvaluateFirst`), `phase` (`train` or `eval`), `prompt` (as the engine got it),
-    `question` (the last user message, which the terminal shows), `completion`, `reward`, `reward_parts` (function ->
-    value), `extra` (of `log_extra`), `num_tokens`, `truncated`, and in training `advantage` (mean over sampled tokens);
-    with an environment also `turns`, `stop_reason`, and the conversation as `messages`; with media a description as
-    `media` and the name of a PNG file as `thumbnail`. A new run replaces the file after its first rollout or
-    evaluation; a resumed one appends.
+    Prints a table in the terminal (rank 0) and logs it to loggers with tables (W&B, MLflow, Comet) or text
+    (TensorBoard). Loggers with a trace view (MLflow, Weave, trackio) also receive conversations; see `log_traces`. The
+    full records are appended to `samples.jsonl` in the run directory, which `lightrl report` reads. A new run replaces
+    this file, and a resumed run appends to it.
+
+    Each line contains `step` (-1 before training, see `EvaluateFirst`), `phase` (`train` or `eval`), `prompt` (as sent
+    to the engine), `question` (the last user message), `completion`, `reward`, `reward_parts` (by function), `extra`
+    (from `log_extra`), `num_tokens`, and `truncated`. Training adds `advantage` (mean over sampled tokens),
+    environments add `turns`, `stop_reason`, and `messages`, and media add `media` (a description) and `thumbnail` (a
+    PNG file).
 
     Put `CompletionLogger` before `RewardNormalization` to log raw rewards.
 
     Args:
-        every_n_rollouts: Rollouts between two training tables, at least 1. Evaluations are logged each time.
-        num_samples: Completions in a table, of different prompts if possible, at least 1. The file has at least 32 of
-            each evaluation, so that the report can show those that changed.
-        max_characters: Maximum characters of a text in the terminal, which loses its middle; at least 20.
-        terminal: Print tables. Loggers and the file get them anyway.
-        full_prompts: Print prompts as the model saw them, chat template included, not the last user message.
+        every_n_rollouts: Number of rollouts between training tables, at least 1. Every evaluation is logged.
+        num_samples: Number of completions per table, from different prompts if possible, at least 1. The file contains
+            at least 32 per evaluation.
+        max_characters: Maximum length of a text in the terminal, at least 20. Longer texts are shortened in the middle.
+        terminal: Whether to print tables in the terminal.
+        full_prompts: Whether to print full prompts with the chat template instead of the last user message.
     """
 
     reads_old_logprobs = False
@@ -83,34 +84,34 @@ class CompletionLogger(RLCallback):
         self.terminal = terminal
         self.full_prompts = full_prompts
         self._path = Path("samples.jsonl")
-        self._replaces = False  # what an earlier run wrote there
+        self._replaces = False  # whether to replace an earlier run's file
         self._rewards: Tensor | None = None
         self._advantages: Tensor | None = None
         self._evaluated: list[dict[str, Any]] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Finds the folder; every rank asks, because it is rank 0's."""
+        """Determines the run directory. Collective."""
         super().setup(trainer, pl_module, stage)
         self._path, self._replaces = run_folder(trainer) / "samples.jsonl", False
 
     def on_rollout_scored(self, trainer: Trainer, pl_module: LightningModule, rollouts: Rollouts) -> None:
-        """Keeps the rewards before callbacks further down the list change them."""
+        """Keeps the rewards before later callbacks change them."""
         self._rewards = rollouts.rewards
 
     def on_experience_made(self, trainer: Trainer, pl_module: LightningModule, experience: Experience) -> None:
-        """Keeps each trajectory's mean advantage, (B,), the same in all its rows."""
+        """Keeps the (B,) mean advantage of each trajectory, equal in all its sequences."""
         layout = TrajectoryLayout(experience.trajectory_ids, experience.response_mask)
         total = layout.join(experience.advantages * experience.response_mask).sum(1)
         self._advantages = layout.split(total / layout.mask.sum(1).clamp(min=1))
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The file is to be replaced unless the run is a resumed one."""
+        """Marks an existing file for replacement, unless the run is resumed."""
         self._replaces = trainer.is_global_zero and trainer.ckpt_path is None and not _trying_out(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Logs every N-th rollout."""
+        """Logs samples of every N-th rollout."""
         self._begin()
         done = trainer.fit_loop.total_batch_idx + 1
         if isinstance(batch, Rollouts) and trainer.is_global_zero and done % self.every_n_rollouts == 0:
@@ -125,7 +126,7 @@ class CompletionLogger(RLCallback):
         self._rewards = self._advantages = None
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Drops the last evaluation's samples."""
+        """Clears the samples of the last evaluation."""
         self._evaluated = []
 
     def on_validation_batch_end(
@@ -137,13 +138,13 @@ class CompletionLogger(RLCallback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Takes the first prompts, the same in each evaluation."""
+        """Collects samples of the first prompts."""
         missing = max(self.num_samples, EVALUATED) - len(self._evaluated)
         if isinstance(batch, Rollouts) and trainer.is_global_zero and missing > 0 and dataloader_idx == 0:
             self._evaluated += sample_records(batch, missing, tokenizer=_tokenizer(trainer))
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Logs them."""
+        """Logs the samples."""
         if self._evaluated:
             done = trainer.fit_loop.total_batch_idx + 1
             title = f"evaluation after {done} rollouts" if trainer.fit_loop.total_batch_idx >= 0 else "evaluation"
@@ -156,7 +157,7 @@ class CompletionLogger(RLCallback):
     on_test_epoch_end = on_validation_epoch_end
 
     def _begin(self) -> None:
-        """Removes an earlier run's file, once: a run that fails before it has something of its own leaves it."""
+        """Removes an earlier run's file once there are new samples."""
         if self._replaces:
             self._path.unlink(missing_ok=True)
             self._replaces = False
@@ -177,7 +178,7 @@ class CompletionLogger(RLCallback):
             print_table(trainer, samples_table(records, title, self.max_characters, self.full_prompts))
 
     def _in_words(self, trainer: Trainer, record: dict[str, Any], sheet: Any) -> dict[str, Any]:
-        """The record with its media as a description and the name of an image file, which it writes."""
+        """Replaces a record's media with a description and the name of a thumbnail, which it writes."""
         if "media" not in record:
             return record
         words = {"media": describe(record["media"])}
@@ -195,7 +196,7 @@ def _trying_out(trainer: Trainer) -> bool:
 
 
 def log_samples(logger: Any, name: str, records: list[dict[str, Any]], sheets: list[Any], step: int) -> None:
-    """Logs records of `sample_records` and their images (None without) to a logger that takes tables or text."""
+    """Logs records of `sample_records` and their images (or None) to a logger that supports tables or text."""
     shown = [*COLUMNS, *(column for column in ("media", "messages") if any(column in record for record in records))]
     parts = list(dict.fromkeys(name for record in records for name in _several(record)))
     extra = list(dict.fromkeys(name for record in records for name in record.get("extra", ())))
@@ -211,7 +212,7 @@ def log_samples(logger: Any, name: str, records: list[dict[str, Any]], sheets: l
     pages = {f"{name}/{i}": sheet for i, sheet in enumerate(sheets) if sheet is not None}
     if isinstance(logger, MLFlowLogger):
         columns = {"step": [step] * len(rows), **dict(zip(shown, map(list, zip(*rows, strict=True)), strict=True))}
-        logger.experiment.log_table(logger.run_id, columns, f"{name}.json")  # adds to the rows that are there
+        logger.experiment.log_table(logger.run_id, columns, f"{name}.json")  # appends rows
         for key, sheet in pages.items():
             logger.experiment.log_image(logger.run_id, np.asarray(sheet), key=key.replace("/", "_"), step=step)
     elif isinstance(logger, CometLogger):
@@ -232,7 +233,7 @@ def log_samples(logger: Any, name: str, records: list[dict[str, Any]], sheets: l
 
 
 def _cell(value: Any) -> Any:
-    """A conversation as JSON, which every table holds; any other value unchanged."""
+    """Converts a conversation to JSON. Returns other values unchanged."""
     return json.dumps(value, default=str, ensure_ascii=False) if isinstance(value, list) else value
 
 
@@ -244,15 +245,15 @@ def sample_records(
     advantages: Tensor | None = None,
     tokenizer: Any = None,
 ) -> list[dict[str, Any]]:
-    """The first completion of each of the first prompts, then the second of each, up to `num_samples` records.
+    """Returns up to `num_samples` records: the first trajectory of each prompt, then the second, and so on.
 
-    A record is a trajectory, which may have several rows. With images, videos, or sound it has its `Media` as `media`.
+    A record contains the `Media` of its trajectory as `media`, if any.
 
     Args:
-        rollouts: B rows.
+        rollouts: B sequences.
         num_samples: Maximum number of records.
-        rewards: (B,). Defaults to `rollouts.rewards`.
-        advantages: (B,), mean over tokens.
+        rewards: (B,) rewards. Defaults to `rollouts.rewards`.
+        advantages: (B,) mean advantages.
         tokenizer: See `asked`.
     """
 
@@ -294,14 +295,14 @@ def sample_records(
 
 
 def _logged_by(column: str, rollouts: Rollouts) -> bool:
-    """Whether the column is from a reward function's `log_extra`, not from the dataset."""
+    """Whether a column comes from a reward function's `log_extra`."""
     return column.rpartition("/")[0] in rollouts.reward_parts
 
 
 def shorten(text: str, length: int) -> str:
-    """At most `length` characters without control characters: a long text loses its middle, both ends stay.
+    """Escapes control characters and shortens a text in the middle to at most `length` characters.
 
-    Emoji of several characters, such as a family or a flag, are not cut.
+    Doesn't cut emoji that consist of several characters, such as flags.
     """
     text = text.replace("\r\n", "\n").replace("\n", "↵")
     text = "".join(c.encode("unicode_escape").decode() if HIDDEN.match(c) else c for c in text)
@@ -315,7 +316,7 @@ def shorten(text: str, length: int) -> str:
 
 
 def samples_table(records: list[dict[str, Any]], title: str, max_characters: int, full_prompts: bool = False) -> Table:
-    """The records as a table of the terminal's width, with `log_extra` below completions and parts below rewards."""
+    """Returns a table of the records, with `log_extra` values below completions and components below rewards."""
     with_advantage = any("advantage" in record for record in records)
     table = Table(title=Text(f"Samples: {title}"), title_justify="left", title_style="bold", expand=True)
     table.add_column("prompt", ratio=2, overflow="fold")
@@ -338,7 +339,7 @@ def samples_table(records: list[dict[str, Any]], title: str, max_characters: int
 
 
 def _several(record: dict[str, Any]) -> dict[str, float | None]:
-    """The rewards of each function if there are several."""
+    """Returns the rewards by function if there are several functions."""
     parts: dict[str, float | None] = record["reward_parts"]
     return parts if len(parts) > 1 else {}
 
@@ -348,12 +349,12 @@ def _number(value: float | None) -> str:
 
 
 def print_table(trainer: Trainer, table: Table) -> None:
-    """Prints above the progress bar."""
+    """Prints a table above the progress bar."""
     bar = trainer.progress_bar_callback
     if isinstance(bar, RichProgressBar) and bar.is_enabled:
         from rich import get_console
 
-        get_console().print(table)  # the console of the bar
+        get_console().print(table)  # the progress bar's console
         return
     out, tty = StringIO(), sys.stdout.isatty()
     width = shutil.get_terminal_size((WIDTH_WITHOUT_TERMINAL, 24)).columns
@@ -363,7 +364,7 @@ def print_table(trainer: Trainer, table: Table) -> None:
 
 
 def markdown_table(rows: list[list[Any]], columns: Sequence[str] = COLUMNS) -> str:
-    """The rows as a Markdown table of preformatted cells, for TensorBoard's text page."""
+    """Returns the rows as a Markdown table, for TensorBoard."""
 
     def cell(value: Any) -> str:
         text = "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,4 +1,4 @@
-"""Writes the policy as a Hugging Face folder."""
+"""Exports the policy in Hugging Face format."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from lightrl.compat.arguments import at_least
 
 
 class HFExport(Callback):
-    """Exports the policy with its tokenizer as a folder that transformers and vLLM load, LoRA merged.
+    """Exports the policy and its tokenizer to a directory that transformers and vLLM can load, with LoRA merged.
 
-    From a `RewardLightningModule` it exports the reward model, as a folder that `RewardModelSpec` loads.
+    For a `RewardLightningModule`, exports the reward model in the format of `RewardModelSpec`.
 
     Args:
-        dirpath: Folder. Defaults to `model/` in the run's folder.
-        every_n_rollouts: Also export during training, to `dirpath/rollout=N`. Defaults to the end only.
-        ema: Export the average that the `EMA` callback keeps instead of the policy.
-        best: At the end export the checkpoint with the best `RolloutCheckpoint.monitor` instead of the last weights. If
-            evaluations used the average of `EMA`, it exports the average.
+        dirpath: Directory. Defaults to `model/` in the run directory.
+        every_n_rollouts: Number of rollouts between additional exports to `dirpath/rollout=N`. Defaults to exporting
+            only at the end.
+        ema: Whether to export the average of the `EMA` callback instead of the policy.
+        best: Whether the final export uses the checkpoint with the best `RolloutCheckpoint.monitor` instead of the last
+            weights. Exports the `EMA` average if evaluations used it.
 
     Raises:
-        ValueError: `every_n_rollouts` is below 1. When the run is set up: the callback that `ema` or `best` needs is
-            missing, or the module has no model to export.
+        ValueError: If `every_n_rollouts` is below 1, the callback that `ema` or `best` needs is missing, or the module
+            has no model to export.
     """
 
     def __init__(
@@ -41,40 +42,39 @@ class HFExport(Callback):
         best: bool = False,
     ) -> None:
         self.dirpath = dirpath
-        self.every_n_rollouts = at_least("HFExport.every_n_rollouts", every_n_rollouts, 1, or_none="for the end alone")
+        self.every_n_rollouts = at_least("HFExport.every_n_rollouts", every_n_rollouts, 1, or_none="for the end only")
         self.ema = ema
         self.best = best
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Rejects a module that has no model to export, and an average or best checkpoint that nothing keeps."""
+        """Rejects modules without a model to export, and missing callbacks."""
         if not isinstance(pl_module, SavesPretrained):
             raise ValueError(
-                f"callback HFExport with {type(pl_module).__name__}: only LightRL's modules have a model to export. "
-                "Remove the callback."
+                f"callback HFExport with {type(pl_module).__name__}: requires a LightRL module. Remove the callback."
             )
         if self.ema and stage == "fit" and not _averages(trainer):
-            raise ValueError("HFExport.ema=True needs the callback EMA: add it, or export the policy (ema: false).")
+            raise ValueError("HFExport.ema=True: the EMA callback is missing. Add it, or set ema: false.")
         if self.best and stage == "fit" and not _rankings(trainer):
             raise ValueError(
-                "HFExport.best=True: no checkpoint callback ranks checkpoints. Set RolloutCheckpoint.monitor, such as "
-                "eval/reward."
+                "HFExport.best=True: no checkpoint callback ranks checkpoints. Set RolloutCheckpoint.monitor, for "
+                "example to eval/reward."
             )
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Exports every N rollouts."""
+        """Exports the model every N rollouts."""
         done = trainer.fit_loop.total_batch_idx + 1
         if self.every_n_rollouts is not None and done % self.every_n_rollouts == 0:
             self.export(trainer, pl_module, self._folder(trainer) / f"rollout={done}")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Exports the final weights; a `fast_dev_run` must not replace those of a real run."""
+        """Exports the final weights, except in a `fast_dev_run`."""
         if not self.best and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self.export(trainer, pl_module, self._folder(trainer))
 
     def on_fit_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Exports the best checkpoint, once all are ranked."""
+        """Exports the best checkpoint."""
         if not self.best or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         ranking = _rankings(trainer)[0]
@@ -92,7 +92,7 @@ class HFExport(Callback):
         return Path(self.dirpath or run_folder(trainer) / "model")
 
     def export(self, trainer: Trainer, pl_module: Any, folder: Path) -> None:
-        """Gathers the weights on every rank, tensor by tensor, and writes them on rank 0."""
+        """Gathers the weights and writes them on rank 0. Collective."""
         with _averages(trainer)[0].swapped(pl_module) if self.ema else nullcontext():
             pl_module.save_pretrained(folder)
         rank_zero_info(f"Exported the model to {folder}")
@@ -108,6 +108,6 @@ def _rankings(trainer: Trainer) -> list[ModelCheckpoint]:
 
 
 def _ranks_average(trainer: Trainer, ranking: ModelCheckpoint) -> bool:
-    """Whether the scores are those of the average: a training metric is that of the policy."""
+    """Whether the ranking uses evaluations of the average, rather than a training metric of the policy."""
     by_evaluation = getattr(ranking, "ranked_by", "evaluation") == "evaluation"
     return by_evaluation and any(average.evaluate for average in _averages(trainer))

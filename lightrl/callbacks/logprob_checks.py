@@ -1,4 +1,4 @@
-"""Checks of log-probs on trained rows: the engine against the trainer, and against its own sampling."""
+"""Log-prob checks, which compare the engine with the trainer and with its own sampling."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ log = logging.getLogger(__name__)
 
 BOUNDS = {"float64": 1e-3, "float32": 1e-3, "float16": 0.02, "bfloat16": 0.05}
 POSITIONS = (0, 1, 16, 128, 1024)
-TURNS, LAGS = 8, 4  # the last of each takes all that come after it
+TURNS, LAGS = 8, 4  # the last bin also contains all higher values
 
 
 class LogprobMonitor(RLCallback):
-    """Measures the gap between the engine's log-probs and the trainer's; above a bound it warns or stops the run.
+    """Monitors the gap between the engine's and the trainer's log-probs, and warns or stops above a bound.
 
         gap = mean |log pi_engine - log pi_old| over the trained tokens that the current weights sampled
 
-    The bound applies to all of them, to each range of token positions within a row, and to each turn, since faults of a
-    cache, of position ids, or of later turns hide in the overall mean. Tokens sampled by older weights are measured by
-    lag and not bounded. Metrics over all ranks: `kl/engine_gap` and `kl/engine_gap_<cell>`. It needs the trainer's
-    log-probs before the update: one more forward pass per rollout if nothing else does.
+    The bound applies to all tokens, to each range of token positions, and to each turn, because errors in a cache, in
+    position IDs, or in later turns can be hidden in the overall mean. Tokens from older weights are reported by lag
+    without a bound. Metrics across all ranks are `kl/engine_gap` and `kl/engine_gap_<cell>`. Requires the trainer's
+    log-probs before the update, which adds a forward pass per rollout unless they are computed anyway.
 
     Args:
-        bound: Maximum mean gap in nats per token, above 0. Defaults to that of the coarsest dtype of engine, policy,
-            and `trainer.precision`: 0.001 in float32, 0.02 in float16, 0.05 in bfloat16 (also for an unknown dtype).
-        action: "warn" logs a warning per rollout; "stop" ends the run before the update.
-        min_tokens: Minimum tokens of a cell that is bounded, at least 1.
+        bound: Maximum mean gap in nats per token, above 0. Defaults by the coarsest dtype of engine, policy, and
+            `trainer.precision`: 0.001 in float32, 0.02 in float16, and 0.05 in bfloat16 or if unknown.
+        action: "warn" logs a warning per rollout, and "stop" ends the run before the update.
+        min_tokens: Minimum number of tokens for a cell to be checked, at least 1.
 
     Raises:
-        ValueError: An argument is out of range; in `setup`, the module has no rollouts, or its loss replaces the
-            trainer's log-probs by the engine's.
-        RuntimeError: With "stop", on all ranks: a cell is above the bound.
+        ValueError: If an argument is out of range, the module has no rollouts, or its loss replaces the trainer's
+            log-probs with the engine's.
+        RuntimeError: If a cell exceeds the bound with `action="stop"`, on all ranks.
     """
 
     reads_all_rows = False
@@ -51,7 +51,7 @@ class LogprobMonitor(RLCallback):
     def __init__(
         self, bound: float | None = None, action: Literal["warn", "stop"] = "warn", min_tokens: int = 16
     ) -> None:
-        self.bound = above("LogprobMonitor.bound", bound, or_none="(null) for the dtype's")
+        self.bound = above("LogprobMonitor.bound", bound, or_none="(null) for the dtype's default")
         self.action = one_of("LogprobMonitor.action", action, "warn", "stop")
         self.min_tokens = at_least("LogprobMonitor.min_tokens", min_tokens, 1)
         self._rollouts: Rollouts | None = None
@@ -59,13 +59,13 @@ class LogprobMonitor(RLCallback):
         self._warned = False
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        """Rejects a module without rollouts, and a loss that replaces the trainer's log-probs."""
+        """Rejects modules without rollouts and losses that replace the trainer's log-probs."""
         super().setup(trainer, pl_module, stage)
         loss = pl_module.loss
         if stage == "fit" and loss.replaces_old_logprobs:
             raise ValueError(
-                f"LogprobMonitor with loss={type(loss).__name__}: the engine's log-probs replace the trainer's, "
-                "so there is nothing to compare. Drop one of them."
+                f"LogprobMonitor with loss={type(loss).__name__}: the engine's log-probs replace the trainer's, so "
+                "there is nothing to compare. Remove one of the two."
             )
 
     def on_rollout_scored(self, trainer: Trainer, pl_module: Any, rollouts: Rollouts) -> None:
@@ -73,7 +73,7 @@ class LogprobMonitor(RLCallback):
         self._rollouts = rollouts
 
     def on_experience_made(self, trainer: Trainer, pl_module: Any, experience: Experience) -> None:
-        """Measures, and warns or stops."""
+        """Measures the gaps, and warns or stops."""
         rollouts, self._rollouts = self._rollouts, None
         assert rollouts is not None and experience.old_logprobs is not None, "declared by reads_old_logprobs"
         cells = _cells(rollouts, experience, pl_module.policy_version)
@@ -99,7 +99,7 @@ class LogprobMonitor(RLCallback):
         metrics.update(self._measured)
 
     def _dtype_bound(self, trainer: Trainer, pl_module: Any) -> float:
-        """The bound of the coarsest dtype of engine and trainer."""
+        """Returns the bound of the coarsest dtype of engine and trainer."""
         engine = getattr(trainer.datamodule, "engine", None)  # type: ignore[attr-defined]
         theirs = getattr(engine, "dtype", None)
         if theirs is None and not self._warned:
@@ -121,8 +121,7 @@ class LogprobMonitor(RLCallback):
         message = (
             f"The log-probs of {type(engine).__name__} differ from the trainer's (layout {pl_module.actor.layout}) by "
             f"more than {bound:g} nats per token on average: {listed}. Check dtypes, WeightSync's canary, and "
-            "sampling settings that change the distribution; correct it (OffPolicyCorrection) or raise "
-            "LogprobMonitor.bound."
+            "sampling settings that change the distribution. Use OffPolicyCorrection, or raise LogprobMonitor.bound."
         )
         if self.action == "stop":
             raise RuntimeError(message)
@@ -130,7 +129,7 @@ class LogprobMonitor(RLCallback):
 
 
 def _cells(rollouts: Rollouts, experience: Experience, version: int) -> dict[str, Tensor]:
-    """Name -> (B, T) bool mask of its trained tokens; the same names on every rank."""
+    """Returns the (B, T) masks of the cells' trained tokens by name, with equal names on all ranks."""
     mask = experience.response_mask
     if rollouts.policy_versions is None:
         versions = torch.full_like(rollouts.token_ids, rollouts.policy_version)
@@ -148,26 +147,25 @@ def _cells(rollouts: Rollouts, experience: Experience, version: int) -> dict[str
 
 
 class LedgerMismatchError(RuntimeError):
-    """A row that would be trained differs from what the engine sampled."""
+    """A training sequence differs from the sampled tokens."""
 
 
 class TrajectoryLogprobCheck(TrajectoryCheck):
-    """Asks the engine for the log-probs of some finished rows, and stops the run if they differ from those of sampling.
+    """Verifies sampled trajectories against the engine's log-probs, and stops the run if they differ.
 
-    It compares `log pi(token | row up to it)` with the log-prob that the engine reported when it sampled the token,
-    before the weights change. A row with another history (tokenized again, rewritten by a template, spliced in the
-    wrong place) has other log-probs. Failed trajectories and prompts with media are skipped.
+    Compares `log pi(token | prefix)` of training sequences with the log-prob that the engine reported during sampling,
+    before the weights change. A sequence with a different history (retokenized, rewritten by a template, or joined
+    incorrectly) has different log-probs. Skips failed trajectories and prompts with media.
 
     Args:
-        every_n_rollouts: Rollouts between two checks, at least 1.
-        num_trajectories: Trajectories per rollout and rank, evenly spread, at least 1.
-        tolerance: Maximum difference in log-prob. Prefill and decoding round differently: 1e-4 suits float32 engines;
+        every_n_rollouts: Number of rollouts between checks, at least 1.
+        num_trajectories: Number of evenly spaced trajectories per rollout and rank, at least 1.
+        tolerance: Maximum difference in nats. Prefill and decoding round differently: 1e-4 suits float32 engines, and
             bfloat16 needs about 0.1.
 
     Raises:
-        ValueError: An argument is out of range, or sampling changes the distribution (temperature, top-p, ...), since
-            the engine reports log-probs of the unchanged one.
-        LedgerMismatchError: With trajectory, row, turn, and both texts.
+        ValueError: If an argument is out of range, or sampling changes the distribution (temperature, top-p, ...).
+        LedgerMismatchError: If log-probs differ. Reports trajectory, sequence, turn, and both texts.
     """
 
     def __init__(self, every_n_rollouts: int = 1, num_trajectories: int = 4, tolerance: float = 1e-4) -> None:
@@ -183,8 +181,8 @@ class TrajectoryLogprobCheck(TrajectoryCheck):
         other = [f"sampling.{n}={getattr(sampling, n)!r}" for n in names if getattr(sampling, n) != getattr(plain, n)]
         if other:
             raise ValueError(
-                f"TrajectoryLogprobCheck with {', '.join(other)}: the engine scores finished rows at "
-                "temperature 1 without cuts. Sample that way, or remove the callback."
+                f"TrajectoryLogprobCheck with {', '.join(other)}: the engine scores sequences with the unmodified "
+                "distribution. Reset these settings, or remove the callback."
             )
 
     def check_trajectories(self, engine: Engine, trajectories: Sequence[Trajectory], tokenizer: Any) -> None:
@@ -197,6 +195,6 @@ class TrajectoryLogprobCheck(TrajectoryCheck):
         found = check_trajectories(engine, sample, tokenizer.decode, tolerance=self.tolerance)
         if found:
             raise LedgerMismatchError(
-                f"{len(found)} turns of {count} trajectories have other log-probs in the rows to be trained than when "
-                f"they were sampled (tolerance {self.tolerance:g}). The first: {found[0]}"
+                f"{len(found)} turns of {count} trajectories have different log-probs in the training sequences than "
+                f"during sampling (tolerance {self.tolerance:g}). First mismatch: {found[0]}"
             )

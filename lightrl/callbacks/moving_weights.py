@@ -1,4 +1,4 @@
-"""Weights that follow the policy: its moving average, and a moving reference."""
+"""Weights derived from the policy: its moving average, and a moving reference."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ from lightrl.rollout.datamodule import RolloutDataModule
 
 
 class EMA(Callback):
-    """Keeps an exponential moving average of the actor's trained weights: `w = decay * w + (1 - decay) * policy`.
+    """Maintains an exponential moving average of the actor's trained weights.
 
-    Updated once per rollout in float32. The policy itself samples for training. `HFExport(ema=True)` exports the
-    average. For a module without rollouts it is the trained model (such as a reward model), once per batch.
+        w = decay * w + (1 - decay) * policy
+
+    The average is updated in float32 once per rollout, or per batch in modules without rollouts, such as reward models.
+    Training still samples with the policy. Use `HFExport(ema=True)` to export the average.
 
     Args:
-        decay: In [0, 1); 0.99 averages over about the last 100 rollouts.
-        evaluate: Sample with the average in validation. The engine gets the weights it needs before and after.
+        decay: Decay rate in [0, 1). 0.99 averages over about the last 100 rollouts.
+        evaluate: Whether validation uses the average. Adds weight pushes before and after validation.
 
     Raises:
-        ValueError: `decay` is out of range; in `setup`, the module is not one of LightRL's.
+        ValueError: If `decay` is out of range, or the module is not a LightRL module.
     """
 
     def __init__(self, decay: float = 0.99, evaluate: bool = True) -> None:
@@ -39,22 +41,21 @@ class EMA(Callback):
         self._sharded = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Rejects a module whose model is unknown."""
+        """Rejects modules that are not LightRL modules."""
         if not isinstance(pl_module, SavesPretrained):
             raise ValueError(
-                f"callback EMA with {type(pl_module).__name__}: only LightRL's modules say which model they train. "
-                "Remove the callback."
+                f"callback EMA with {type(pl_module).__name__}: requires a LightRL module. Remove the callback."
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Starts from the policy, or from the average of a checkpoint."""
+        """Initializes the average from the policy or a checkpoint."""
         shards = _shards(pl_module)
         self._sharded = any(strategies.is_sharded(parameter) for parameter in pl_module.trained_model[0].parameters())
         start = self._average or shards
         if {name: value.shape for name, value in start.items()} != {name: v.shape for name, v in shards.items()}:
             raise ValueError(
-                "callback EMA: the checkpoint's average does not fit the model's trained parameters: resume with the "
-                "same model settings and, if weights are sharded, on as many ranks as before."
+                "callback EMA: the checkpoint's average does not match the model's trained parameters. Resume with the "
+                "same model settings and, for sharded weights, the same number of ranks."
             )
         self._average = {name: start[name].to(value.device).float().clone() for name, value in shards.items()}
 
@@ -62,12 +63,12 @@ class EMA(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Updates the average with the policy after the rollout."""
+        """Updates the average."""
         for name, value in _shards(pl_module).items():
             self._average[name].lerp_(value.float(), 1 - self.decay)
 
     def state_dict(self) -> dict[str, Any]:
-        """The average, with the shards of all ranks. Collective."""
+        """Returns the average with the shards of all ranks. Collective."""
         own = {name: value.cpu() for name, value in self._average.items()}
         return {"ranks": strategies.gather_objects(own) if self._sharded else [own]}
 
@@ -79,7 +80,7 @@ class EMA(Callback):
 
     @contextmanager
     def swapped(self, pl_module: LightningModule) -> Iterator[None]:
-        """Context in which the actor has the averaged weights."""
+        """Context manager that swaps the averaged weights into the actor."""
         self._swap_in(pl_module)
         try:
             yield
@@ -87,7 +88,7 @@ class EMA(Callback):
             self._swap_out(pl_module)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Swaps the average in, once training has started."""
+        """Swaps in the average, if training has started."""
         if self.evaluate and self._average:
             self._swap_in(pl_module)
             _forget_weights(trainer)
@@ -115,33 +116,36 @@ class EMA(Callback):
 
 
 def _shards(pl_module: Any) -> dict[str, Tensor]:
-    """This rank's shards of the trained parameters."""
+    """Returns this rank's shards of the trained parameters."""
     named = pl_module.trained_model[0].named_parameters()
     return {name: strategies.local_shard(parameter) for name, parameter in named if parameter.requires_grad}
 
 
 def _forget_weights(trainer: Trainer) -> None:
-    """Has the engine get the actor's weights before it samples again, though the version is the same."""
+    """Forces a weight push before the engine samples again."""
     data = trainer.datamodule  # type: ignore[attr-defined]
     if isinstance(data, RolloutDataModule):
         data.engine.mark_stale()
 
 
 class ReferenceSync(RLCallback):
-    """Moves the reference of the KL term towards the policy: `ref = alpha * policy + (1 - alpha) * ref`.
+    """Moves the reference model toward the policy.
 
-    The KL then bounds the speed of the policy instead of its distance from the start. Checkpoints have the moved
-    reference. With LoRA it follows the merged weights and must be a separate model (`reference: <path>`).
+        ref = alpha * policy + (1 - alpha) * ref
+
+    The KL penalty then limits the rate of change of the policy instead of its distance from the start. Checkpoints
+    contain the moved reference. With LoRA, the reference must be a separate model (`reference: <path>`) and follows the
+    merged weights.
 
     Args:
-        every_n_rollouts: Rollouts between two moves, at least 1.
-        alpha: Fraction of the way, in (0, 1]; 1 copies the policy.
+        every_n_rollouts: Number of rollouts between updates, at least 1.
+        alpha: Mixing weight of the policy, in (0, 1]. 1 copies the policy.
 
     Raises:
-        ValueError: A value is out of range; in `setup`, the module has no reference model.
+        ValueError: If an argument is out of range, or the module has no reference model.
 
-    Source: TR-DPO, https://arxiv.org/abs/2404.09656, eq. 5-6; TRL's `sync_ref_model`, whose defaults are 512 optimizer
-        steps and 0.6, counts steps where this counts rollouts.
+    Source: TR-DPO, https://arxiv.org/abs/2404.09656, eq. 5-6. TRL's `sync_ref_model` counts optimizer steps (512 by
+        default) instead of rollouts, with the same alpha.
     """
 
     moves_reference = True
@@ -153,20 +157,20 @@ class ReferenceSync(RLCallback):
         self.alpha = fraction("ReferenceSync.alpha", alpha, "(0, 1]")
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        """Rejects a module that has no reference to move."""
+        """Rejects modules without a reference model that can be updated."""
         super().setup(trainer, pl_module, stage)
         if pl_module.kl is None:
-            raise ValueError("callback ReferenceSync with kl=None: there is no reference to move. Set kl or drop it.")
+            raise ValueError("callback ReferenceSync with kl=None: there is no reference. Set kl or remove it.")
         if (pl_module.reference_spec or pl_module.actor_spec).lora is not None:
             where = "actor.lora and reference=None" if pl_module.reference_spec is None else "reference.lora"
             raise ValueError(
-                f"callback ReferenceSync with {where}: the reference is the base under the adapter and cannot move. "
-                f"Set a separate model: reference={pl_module.actor_spec.path!r}."
+                f"callback ReferenceSync with {where}: the reference is the adapter's base model, which can't be "
+                f"updated. Set a separate model: reference={pl_module.actor_spec.path!r}."
             )
 
     @torch.no_grad()
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Moves the reference every N rollouts; every rank together, tensor by tensor."""
+        """Updates the reference every N rollouts. Collective."""
         if (trainer.fit_loop.total_batch_idx + 1) % self.every_n_rollouts:
             return
         targets = dict(pl_module.reference.lm.named_parameters())

@@ -1,4 +1,4 @@
-"""Frees device memory while the engine generates: of the optimizer, and of models that sampling does not need."""
+"""Offloads the optimizer and unused models to the CPU during generation."""
 
 from __future__ import annotations
 
@@ -21,44 +21,45 @@ ROLES: tuple[Role, ...] = ("reference", "critic", "reward_models", "teachers")
 
 
 def on_host(value: torch.Tensor) -> torch.Tensor:
-    """A copy in host memory; from CUDA in page-locked memory if available, which halves the time."""
+    """Copies a tensor to the CPU, into pinned memory if available, which halves the time."""
     if not value.is_cuda:
         return value.to("cpu")
     try:
         host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
     except RuntimeError as error:
-        rank_zero_warn(f"No page-locked memory is left, so copies from the GPU are slower: {error}")
+        rank_zero_warn(f"No pinned memory is left, so copies from the GPU are slower: {error}")
         return value.to("cpu")
     return host.copy_(value)
 
 
 class OffloadOptimizer(Callback):
-    """Keeps the optimizer's state (for Adam twice the trained weights in float32) in host memory between updates.
+    """Offloads the optimizer state to CPU memory between updates.
 
-    It leaves the device after a rollout's updates and returns right before the next step, which frees its memory for
-    generation and forward passes. With an engine that sleeps (`VLLMEngine.sleep_level`) trainer and engine take turns
-    on one GPU. Each way copies the state once per rollout. On a CPU nothing moves.
+    For Adam, the state is twice the trained weights in float32. It moves to the CPU after a rollout's updates and back
+    before the next step, which frees GPU memory for generation and forward passes. Combine it with
+    `VLLMEngine.sleep_level` to share one GPU between trainer and engine. The state is copied twice per rollout. Has no
+    effect on a CPU.
 
     Raises:
-        ValueError: with DeepSpeed, whose configuration has `offload_optimizer`, and with FSDP2.
+        ValueError: With DeepSpeed, whose config has `offload_optimizer`, and with FSDP2.
     """
 
     def __init__(self) -> None:
         self._away: list[tuple[dict[Any, Any], str, torch.device]] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Rejects strategies that shard the optimizer's state."""
+        """Rejects strategies that shard the optimizer state."""
         strategy = trainer.strategy
         if isinstance(strategy, (DeepSpeedStrategy, ModelParallelStrategy)):
             raise ValueError(
-                f"callback OffloadOptimizer with strategy={type(strategy).__name__}: it shards the optimizer's state "
-                "itself. Remove the callback; DeepSpeed's own configuration has `offload_optimizer: true`."
+                f"callback OffloadOptimizer with strategy={type(strategy).__name__}: the strategy shards the optimizer "
+                "state. Remove the callback, or set `offload_optimizer: true` in DeepSpeed's config."
             )
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Moves the state to the host."""
+        """Moves the state to the CPU."""
         for optimizer in trainer.optimizers:
             for state in optimizer.state.values():
                 for name, value in state.items():
@@ -67,27 +68,27 @@ class OffloadOptimizer(Callback):
                         state[name] = on_host(value)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Moves it back to the device."""
+        """Moves the state back to the GPU."""
         away, self._away = self._away, []
         for state, name, device in away:
             state[name] = state[name].to(device, non_blocking=True)
 
 
 class OffloadModels(RLCallback):
-    """Keeps reference, critic, reward models and teachers in host memory while the engine generates.
+    """Offloads reference, critic, reward models, and teachers to CPU memory during generation.
 
-    They return once a rollout is sampled. Frozen ones leave when its experience is made, the critic after the last
-    update. In evaluation and prediction reward models return for each batch. With `OffloadOptimizer` and an engine that
-    sleeps (`VLLMEngine.sleep_level`) only the actor stays on the device during generation. No number changes. Each way
-    copies the models once per rollout. An override of `compute_loss` that calls the reference finds it on the host:
-    call it in `evaluate_models`.
+    Models return to the GPU once a rollout is sampled. Frozen models are offloaded again before the updates, and the
+    critic after them. In evaluation and prediction, reward models return for each batch. With `OffloadOptimizer` and
+    `VLLMEngine.sleep_level`, only the actor stays on the GPU during generation. The models are copied twice per
+    rollout. Results don't change. If you override `compute_loss`, call the reference in `evaluate_models` instead,
+    because it is offloaded during updates.
 
     Args:
-        models: Models to move, if they are separate models.
+        models: Models to offload, if they are separate models.
 
     Raises:
-        ValueError: The module has none of them; DeepSpeed or FSDP2 shards the models; a schedule learns while the
-            engine samples; a critic with DDP, which would not see its gradients.
+        ValueError: If the module has none of the models, DeepSpeed or FSDP2 shards the models, the schedule samples
+            during updates, or a critic is used with DDP, which requires its parameters in place.
     """
 
     reads_old_logprobs = False
@@ -96,39 +97,39 @@ class OffloadModels(RLCallback):
     def __init__(self, models: Sequence[Role] = ROLES) -> None:
         unknown = sorted(set(models) - set(ROLES))
         if unknown or not models:
-            raise ValueError(f"OffloadModels.models={list(models)}: name some of {', '.join(ROLES)}.")
+            raise ValueError(f"OffloadModels.models={list(models)}: unknown or empty. Use some of {', '.join(ROLES)}.")
         self.models = tuple(models)
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        """Rejects strategies and schedules that need the models on the device all the time."""
+        """Rejects strategies and schedules that need the models on the GPU at all times."""
         super().setup(trainer, pl_module, stage)
         strategy, data = trainer.strategy, trainer.datamodule  # type: ignore[attr-defined]
         name = type(strategy).__name__
         if isinstance(strategy, (DeepSpeedStrategy, ModelParallelStrategy)):
             raise ValueError(
-                f"callback OffloadModels with strategy={name}: it shards the models itself. Remove the callback; "
-                "FSDP2Strategy has `cpu_offload`, DeepSpeed's configuration `offload_parameters`."
+                f"callback OffloadModels with strategy={name}: the strategy shards the models. Remove the callback, or "
+                "use `cpu_offload` of FSDP2Strategy or `offload_parameters` in DeepSpeed's config."
             )
         if isinstance(data, RolloutDataModule) and data.schedule.max_staleness:
             raise ValueError(
-                f"callback OffloadModels with schedule={type(data.schedule).__name__}: the engine samples while the "
-                "module learns, so the models are needed all the time. Remove one of the two."
+                f"callback OffloadModels with schedule={type(data.schedule).__name__}: the engine samples during "
+                "updates, so the models are always in use. Remove one of the two."
             )
         critic = getattr(pl_module, "critic_spec", None)
         own_critic = critic is not None and not critic.shared
         if isinstance(strategy, DDPStrategy) and "critic" in self.models and own_critic:
             others = [role for role in self.models if role != "critic"]
             raise ValueError(
-                f"callback OffloadModels with strategy={name}: DDP reduces the gradients of tensors that stay where "
-                f"they are, so the critic cannot move. Give models={others}, or a shared critic."
+                f"callback OffloadModels with strategy={name}: DDP does not support offloading the critic. Set "
+                f"models={others}, or use a shared critic."
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Rejects a module without such models, which are built by now."""
+        """Rejects modules without any of the models."""
         if not any(True for _ in self._models(pl_module, self.models)):
             raise ValueError(
-                f"callback OffloadModels: {type(pl_module).__name__} has no {', '.join(self.models)} to "
-                "move. Remove the callback."
+                f"callback OffloadModels: {type(pl_module).__name__} has no {', '.join(self.models)} to offload. "
+                "Remove the callback."
             )
 
     def _models(self, module: Any, roles: Sequence[str]) -> Any:
@@ -136,7 +137,7 @@ class OffloadModels(RLCallback):
         return (model for model in found if isinstance(model, nn.Module) and any(True for _ in model.parameters()))
 
     def _leave(self, module: Any, roles: Sequence[str]) -> None:
-        with torch.inference_mode(False):  # else their weights could never be trained again
+        with torch.inference_mode(False):  # inference tensors can't be trained
             for model in self._models(module, roles):
                 for tensor in chain(model.parameters(), model.buffers()):
                     if tensor.is_cuda:
@@ -149,35 +150,35 @@ class OffloadModels(RLCallback):
                 model.to(module.device, non_blocking=True)
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Moves them to the host before the first rollout is sampled."""
+        """Offloads the models before the first rollout."""
         self._leave(pl_module, ROLES)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Moves them back to the device: the rollout is complete."""
+        """Moves the models back to the GPU after sampling."""
         self._return(pl_module, ROLES)
 
     def on_experience_made(self, trainer: Trainer, pl_module: Any, experience: Experience) -> None:
-        """Moves the frozen ones to the host, which updates do not need."""
+        """Offloads the frozen models, which updates don't need."""
         self._leave(pl_module, [role for role in ROLES if role != "critic"])
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Moves the critic after them."""
+        """Offloads the critic after the updates."""
         self._leave(pl_module, ROLES)
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Moves all of them to the host before prompts are sampled."""
+        """Offloads all models before evaluation."""
         self._leave(pl_module, ROLES)
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Brings reward models for one batch."""
+        """Moves the reward models to the GPU for a batch."""
         self._return(pl_module, ["reward_models"])
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Moves them back to the host."""
+        """Offloads the reward models."""
         self._leave(pl_module, ["reward_models"])
 
     on_test_start = on_predict_start = on_validation_start

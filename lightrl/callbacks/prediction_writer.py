@@ -1,4 +1,4 @@
-"""Writes what `lightrl predict` completes, with rewards, to one JSONL or Parquet file."""
+"""Writes the completions and rewards of `lightrl predict` to a JSONL or Parquet file."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ SUFFIXES = (".jsonl", ".parquet")
 class PredictionWriter(BasePredictionWriter):
     """Writes the records of `predict_step`, one per trajectory, in the order of the prompts.
 
-    Each rank appends to its own shard, so an interrupted run loses nothing; at the end rank 0 merges the shards into
-    `path`. Several nodes need a shared folder. Values that JSON cannot hold, such as images, become the name of their
-    type in angle brackets.
+    Each rank appends to a shard, which survives interruptions, and rank 0 merges the shards at the end. Multi-node runs
+    need a shared file system. Values that JSON doesn't support, such as images, are replaced by their type name in
+    angle brackets.
 
     Args:
-        path: File, `.jsonl` (one object per line) or `.parquet`; an existing one is replaced. Defaults to
-            `predictions.jsonl` in the run's folder (under `predict/` with `run_dir`).
+        path: File with suffix `.jsonl` or `.parquet`. Replaces an existing file. Defaults to `predictions.jsonl` in the
+            run directory (under `predict/` with `run_dir`).
 
     Raises:
-        ValueError: `path` has another suffix.
+        ValueError: If `path` has another suffix.
     """
 
     def __init__(self, path: str | None = None) -> None:
         super().__init__(write_interval="batch")
         if path is not None and Path(path).suffix not in SUFFIXES:
-            raise ValueError(f"PredictionWriter.path={path!r}: must end in .jsonl or .parquet.")
+            raise ValueError(f"PredictionWriter.path={path!r}: unsupported suffix. Use .jsonl or .parquet.")
         self.path = path
         self._target = Path()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Finds the folder; every rank asks, because Lightning answers with rank 0's."""
+        """Determines the run directory. Collective."""
         super().setup(trainer, pl_module, stage)
-        # Lightning looks for the indices of a sampler; the records' places are kept here without them.
+        # Lightning warns that it can't infer batch indices, which are not needed here.
         warnings.filterwarnings("ignore", message="Couldn't infer the batch indices")
         self._target = Path(self.path or run_folder(trainer) / "predictions.jsonl")
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Rank 0 removes shards of an interrupted run, of however many ranks, before any rank writes."""
+        """Removes the shards of an interrupted run on rank 0."""
         if trainer.is_global_zero:
             self._target.parent.mkdir(parents=True, exist_ok=True)
             for shard in self._shards():
@@ -65,11 +65,11 @@ class PredictionWriter(BasePredictionWriter):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        """Appends one batch to this rank's shard, each record with its place in the data set."""
-        if batch.filler:  # repeats a prompt so that a rank without one takes part in the last generation
+        """Appends a batch to this rank's shard, with the position of each record."""
+        if batch.filler:  # padding of a rank without prompts
             return
         groups = batch.group_ids[first_rows(batch.trajectory_ids)].tolist()  # a record is a trajectory
-        # Prompts are dealt to the ranks like cards, so prompt g of rank r is number g * world_size + r of the batch.
+        # Prompts are interleaved across ranks: prompt g of rank r is prompt g * world_size + r of the batch.
         order = {group: i for i, group in enumerate(dict.fromkeys(groups))}
         shard = Path(f"{self._target}.rank{trainer.global_rank}")
         lines = []
@@ -94,7 +94,7 @@ class PredictionWriter(BasePredictionWriter):
 
 
 def write_records(records: list[dict[str, Any]], path: Path) -> None:
-    """Writes records as JSONL or Parquet, by the suffix; keys that a record lacks are null in Parquet."""
+    """Writes records as JSONL or Parquet, depending on the suffix. Missing keys are null in Parquet."""
     if path.suffix == ".jsonl":
         with atomic_write(path, "w") as file:
             file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)

@@ -1,4 +1,4 @@
-"""Saves whole trajectories: tokens, masks, log-probs, advantages, rewards and texts."""
+"""Saves full trajectories: tokens, masks, log-probs, advantages, rewards, and texts."""
 
 from __future__ import annotations
 
@@ -29,32 +29,30 @@ TENSORS = (
     *("advantages", "rewards", "valid", "values", "returns", "entropy"),
 )
 OF_TOKENS = ("advantages", "engine_logprobs", "old_logprobs", "ref_logprobs", "values", "entropy")
-"""Fields that a record has per token, where the run or the callback computed them."""
+"""Per-token fields of a record, if they have been computed."""
 
 
 class RolloutWriter(RLCallback):
     """Saves the trajectories of every N-th rollout before its update.
 
-    Each rank writes `DIR/rollout=000010/rank0.pt` (the tensors of `Experience`, raw reward parts, and model inputs such
-    as pixels) and `rank0.jsonl`, one trajectory per line, which `lightrl view` shows:
+    Each rank writes `DIR/rollout=000010/rank0.pt`, with the tensors of `Experience`, raw reward components, and model
+    inputs such as pixels. It also writes `rank0.jsonl`, with one trajectory per line, for `lightrl view`:
 
-    - `prompt`, `completion`, `messages`, `columns`, `stop_reason`, `reward`, `reward_parts`, `group`, `trajectory`;
-      `trained` is false without a reward;
-    - `turns`: for each its rewards, mean advantage, number of tokens, and state key;
-    - `rows`: `token_ids`, `tokens` (texts; "" before the last token of a character), `special` (positions of special
-      tokens), `turns` (-1 for context), and per token, 0 on context, `advantages`,
-      `engine_logprobs`, `policy_versions`, `old_logprobs` and `entropy` (before the update), `new_logprobs` (after it),
-      and `ref_logprobs` and `values` if the run computes them.
+    - `prompt`, `completion`, `messages`, `columns`, `stop_reason`, `reward`, `reward_parts`, `group`, `trajectory`, and
+      `trained` (false without a reward)
+    - `turns`: rewards, mean advantage, number of tokens, and state key of each turn
+    - `rows`: `token_ids`, `tokens` (texts), `special` (positions of special tokens), and `turns` (-1 for context) of
+      each sequence, and per token (0 for context) `advantages`, `engine_logprobs`, `policy_versions`, `old_logprobs`
+      and `entropy` (before the update), `new_logprobs` (after it), and `ref_logprobs` and `values` if available
 
-    Media are in `DIR/rollout=000010/media` as decoded: images as PNG files, videos and sounds as NumPy arrays; `media`
-    of a trajectory names its files. Read it all with `load_rollouts(DIR / "rollout=000010")`. The trajectories of a
-    failed update are on disk; `new_logprobs` are added after it. A full disk ends the run.
+    Decoded media are in `DIR/rollout=000010/media`, as PNG files and NumPy arrays, and a trajectory's `media` lists its
+    files. Load a rollout with `load_rollouts(DIR / "rollout=000010")`. A full disk stops the run.
 
     Args:
-        every_n_rollouts: Rollouts between two that are saved, at least 1.
-        dirpath: Folder. Defaults to `rollouts/` in the run's folder.
-        evaluate: Run the policy over each saved rollout after the update, and before it if the run doesn't; False saves
-            only what the run computes anyway.
+        every_n_rollouts: Number of rollouts between saves, at least 1.
+        dirpath: Directory. Defaults to `rollouts/` in the run directory.
+        evaluate: Whether to run the policy on each saved rollout after the update, and before it if necessary. False
+            saves only values that training computes.
     """
 
     reads_old_logprobs = False
@@ -69,12 +67,12 @@ class RolloutWriter(RLCallback):
         self._saved: tuple[Path, Experience] | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Finds the folder; every rank asks, because Lightning answers with rank 0's."""
+        """Determines the run directory. Collective."""
         super().setup(trainer, pl_module, stage)
         self._folder = Path(self.dirpath or run_folder(trainer) / "rollouts")
 
     def on_rollout_scored(self, trainer: Trainer, pl_module: LightningModule, rollouts: Rollouts) -> None:
-        """Keeps the rollout, for its texts and reward parts."""
+        """Keeps the rollout, for its texts and reward components."""
         self._rollouts = rollouts
 
     def on_experience_made(self, trainer: Trainer, pl_module: Any, experience: Experience) -> None:
@@ -85,7 +83,7 @@ class RolloutWriter(RLCallback):
             return
         folder = self._folder / f"rollout={done:06d}"
         if self.evaluate:
-            sampled = replace(experience, response_mask=rollouts.response_mask)  # of trajectories that failed, too
+            sampled = replace(experience, response_mask=rollouts.response_mask)  # also of failed trajectories
             if experience.old_logprobs is None or experience.entropy is None:
                 now = pl_module.evaluate_policy(sampled)
                 old = now["logprobs"] if experience.old_logprobs is None else experience.old_logprobs
@@ -133,7 +131,7 @@ class RolloutWriter(RLCallback):
 
 
 def _rows_of(rows: Rollouts | Experience) -> dict[int, list[int]]:
-    """Trajectory -> numbers of its rows, in the order in which trajectories are written."""
+    """Returns the sequence indices by trajectory, in the order of the file."""
     found: dict[int, list[int]] = {}
     for number, trajectory in enumerate(rows.trajectory_ids.tolist()):
         found.setdefault(trajectory, []).append(number)
@@ -141,12 +139,12 @@ def _rows_of(rows: Rollouts | Experience) -> dict[int, list[int]]:
 
 
 def trajectory_records(rollouts: Rollouts, experience: Experience, tokenizer: Any) -> list[dict[str, Any]]:
-    """One dictionary per trajectory, as `RolloutWriter` writes them; `row` is the number of its last row.
+    """Returns one record per trajectory, as written by `RolloutWriter`. `row` is the index of its last sequence.
 
     Args:
-        rollouts: B scored rows.
-        experience: The same rows.
-        tokenizer: The policy's; None leaves the texts of tokens out.
+        rollouts: B scored sequences.
+        experience: The same sequences.
+        tokenizer: The policy's tokenizer. None omits token texts.
     """
     rollouts, experience = rollouts.to("cpu"), experience.to("cpu")
     pieces: dict[int, str] = {}
@@ -200,18 +198,20 @@ def trajectory_records(rollouts: Rollouts, experience: Experience, tokenizer: An
 
 
 def texts_of_tokens(ids: list[int], pieces: dict[int, str], tokenizer: Any, turns: list[int]) -> list[str]:
-    """Texts of tokens that together are the text: a character of several tokens is in the last of them.
+    """Returns token texts that concatenate to the decoded text.
+
+    A character of several tokens is assigned to the last of them.
 
     Args:
-        ids: Token ids.
-        pieces: Token id -> text of the token alone, which may lack a space or be half of an emoji.
-        tokenizer: The policy's.
-        turns: Turn of each token; a character that a turn cuts short stays in that turn.
+        ids: Token IDs.
+        pieces: Text of each token ID decoded separately, which may lack a space or be part of an emoji.
+        tokenizer: The policy's tokenizer.
+        turns: Turn of each token. An incomplete character at the end of a turn is assigned to that turn.
     """
     alone = [pieces[token] for token in ids]
     if "".join(alone) == tokenizer.decode(ids, clean_up_tokenization_spaces=False):
         return alone
-    texts, start, done = [], 0, 0  # as in vLLM's incremental detokenization: the text between two windows
+    texts, start, done = [], 0, 0  # difference of two windows, as in vLLM's detokenizer
     for place in range(1, len(ids) + 1):
         before = tokenizer.decode(ids[start:done], clean_up_tokenization_spaces=False)
         text = tokenizer.decode(ids[start:place], clean_up_tokenization_spaces=False)
@@ -227,7 +227,7 @@ def texts_of_tokens(ids: list[int], pieces: dict[int, str], tokenizer: Any, turn
 def _turns(
     rollouts: Rollouts, advantages: Tensor, turn_ids: Tensor, rows: list[int], states: list[str]
 ) -> list[dict[str, Any]]:
-    """Rewards, advantage, and tokens of each turn of the trajectory in these rows."""
+    """Returns rewards, advantage, and token count of each turn of a trajectory."""
     ids = turn_ids[rows]
     turns = []
     for turn in ids[ids >= 0].unique().tolist():
@@ -245,7 +245,7 @@ def _turns(
 
 
 def _number(value: float) -> float | None:
-    """Five digits after the point; None for what JSON cannot hold."""
+    """Rounds to five decimals. Returns None for values that JSON doesn't support."""
     return round(value, 5) if math.isfinite(value) else None
 
 
@@ -254,7 +254,7 @@ def _type_name(value: Any) -> str:
 
 
 def save_media(media: Media, folder: Path) -> dict[str, list[str]]:
-    """Writes media without loss to `folder/media`, each once; returns kind -> names relative to `folder`."""
+    """Writes media losslessly to `folder/media` and returns the relative file names by kind."""
     names: dict[str, list[str]] = {}
     for kind in ("images", "videos", "audios"):
         for value in getattr(media, kind):
@@ -270,22 +270,22 @@ def _npy(array: Any) -> bytes:
 
 
 def load_rollouts(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Reads one saved rollout, the rows of all ranks one after another.
+    """Loads a saved rollout and concatenates the sequences of all ranks.
 
     Args:
-        folder: One `rollout=...` folder of `RolloutWriter`.
+        folder: A `rollout=...` directory of `RolloutWriter`.
 
     Returns:
-        Name -> (B,) or (B, T) tensor, right-padded with 0 to the longest rank's T (plus the scalars `temperature` and
-        `policy_version`, and `inputs`); and one dictionary per trajectory, as in `RolloutWriter`, with `media`
-        (kind -> files). Offsets tell group and trajectory ids of different ranks apart.
+        Dictionary of (B,) or (B, T) tensors, right-padded with 0, with `inputs` and the scalars `temperature` and
+        `policy_version`; and one record per trajectory, as in `RolloutWriter`, with `media` files by kind. Group and
+        trajectory IDs of different ranks are distinct.
 
     Raises:
-        ValueError: The folder has no rollout, or a file is damaged.
+        ValueError: If the directory contains no rollout, or a file is damaged.
     """
     shards = sorted(Path(folder).glob("rank*.pt"), key=lambda path: int(path.stem.removeprefix("rank")))
     if not shards:
-        raise ValueError(f"folder={str(folder)!r}: no rank*.pt in it; give one rollout=... folder of RolloutWriter.")
+        raise ValueError(f"folder={str(folder)!r}: no rank*.pt found. Pass a rollout=... directory of RolloutWriter.")
     parts = [_tensors(path) for path in shards]
     texts: list[dict[str, Any]] = []
     offsets = {"group": 0, "trajectory": 0}
@@ -313,12 +313,12 @@ def load_rollouts(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, An
 
 
 def _tensors(path: Path) -> dict[str, Any]:
-    """A rank's tensors; `torch.load` itself does not verify an archive's checksums."""
+    """Loads and verifies a rank's tensors, because `torch.load` doesn't verify checksums."""
     try:
         verify(path)
         stored: dict[str, Any] = torch.load(path, weights_only=True)
     except (DamagedError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
-        raise ValueError(f"{path} cannot be read: {(str(error).splitlines() or ['it is damaged'])[0]}.") from error
+        raise ValueError(f"{path} can't be read: {(str(error).splitlines() or ['it is damaged'])[0]}.") from error
     return stored
 
 

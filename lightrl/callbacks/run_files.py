@@ -1,4 +1,4 @@
-"""Files of a run: its folder, and images of what prompts show."""
+"""Files of a run: its directory, and thumbnails of media."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ TILE, GAP, PER_LINE, MAX_TILES, FRAMES = 128, 4, 4, 12, 4
 
 
 def run_folder(trainer: Trainer) -> Path:
-    """The folder of a run, where its checkpoints are. Collective, and the same on every rank.
+    """Returns the run directory, which contains the checkpoints. Collective.
 
-    With W&B and other loggers without files, Lightning's `trainer.log_dir` is the folder of all runs.
+    With W&B and other remote loggers, Lightning's `trainer.log_dir` is shared by all runs.
     """
     logger = trainer.loggers[0] if trainer.loggers else None
     folder = Path(trainer.log_dir or trainer.default_root_dir)
@@ -30,7 +30,7 @@ def run_folder(trainer: Trainer) -> Path:
 
 
 def describe(media: Media) -> str:
-    """A description: `2 images (640x480, 56x56), video (16 frames of 224x224)`."""
+    """Describes media, such as `2 images (640x480, 56x56), video (16 frames of 224x224)`."""
     sizes = ", ".join(f"{image.width}x{image.height}" for image in media.images)
     parts = [] if not media.images else [f"{_count(len(media.images), 'image')} ({sizes})"]
     parts += [f"video ({len(video)} frames of {video.shape[2]}x{video.shape[1]})" for video in media.videos]
@@ -40,9 +40,9 @@ def describe(media: Media) -> str:
 
 
 def contact_sheet(media: Media) -> Any:
-    """One PIL image of the first 12 images and video frames, in tiles of at most 128 pixels; None without any.
+    """Returns a PIL image with thumbnails of the first 12 images and video frames, or None without any.
 
-    Images smaller than a tile keep their size. Originals are not changed.
+    Thumbnails have at most 128 pixels per side.
     """
     from PIL import Image
 
@@ -69,14 +69,14 @@ def contact_sheet(media: Media) -> Any:
 
 
 def png(image: Any) -> bytes:
-    """The bytes of a PNG file."""
+    """Encodes an image as PNG."""
     buffer = io.BytesIO()
     image.save(buffer, format="PNG")
     return buffer.getvalue()
 
 
 def write_once(data: bytes, folder: Path, suffix: str) -> str:
-    """Writes data under a name made from its contents, unless it is there, and returns the name."""
+    """Writes data to a file named by its hash, unless it exists, and returns the name."""
     path = folder / f"{hashlib.blake2b(data, digest_size=8).hexdigest()}.{suffix}"
     if not path.exists():
         with atomic_write(path) as file:

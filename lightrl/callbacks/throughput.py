@@ -1,4 +1,4 @@
-"""Speed and memory of each rollout, and an evaluation before the first."""
+"""Throughput and memory of each rollout, and an evaluation before training."""
 
 from __future__ import annotations
 
@@ -24,33 +24,31 @@ from lightrl.records import Rollouts
 IN_PROGRESS_BAR = {"reward/mean": "reward", "kl/ref": "kl"}
 KEPT = ("first", "first_at", "last", "evaluated", "binary")
 TICK, LINES = 1.0, 10.0
-"""Seconds between two updates of a terminal's progress bar, and between two lines in a log."""
+"""Seconds between updates of the progress bar, and between log lines."""
 
 
 class ThroughputMonitor(Callback):
-    """Logs the speed of each rollout, from prompts to updated weights, and shows the run's progress and result.
+    """Logs the throughput of each rollout, and shows the run's progress and result.
 
-    Any progress bar shows seconds per rollout, the time left of a run of known length (evaluations included), reward,
-    KL, and tokens/s, and how many prompts of the rollout under way are done. Without a terminal a line of the log shows
-    the same, at most every ten seconds. The last line of a run is its result, such as `eval accuracy 0.12 -> 0.58 in 40
-    rollouts, 7:12`: first and last evaluation (`EvaluateFirst` evaluates before training), or the training reward in a
-    run without evaluations.
+    The progress bar shows seconds per rollout, the estimated time left, reward, KL, tokens/s, and the finished prompts
+    of the current rollout. Without a terminal, a log line shows the same at most every ten seconds. At the end of the
+    run, it prints the result, such as `eval accuracy 0.12 -> 0.58 in 40 rollouts, 7:12`. The result compares the first
+    and last evaluation (see `EvaluateFirst`), or training rewards if there are no evaluations.
 
-    Per rollout, with t the wall time from the end of the previous rollout's update to the end of this one's:
+    Metrics per rollout, where t is the wall time between the ends of two updates, without evaluation:
 
-    - `time/step` = t in seconds: generation, scoring, experience, update, and callbacks, without evaluation. The first
-      includes the start of the engine.
-    - `throughput/tokens_per_second` = prompt and completion tokens of the rollout over all ranks / t. Each token counts
-      once, padding never.
-    - `throughput/samples_per_second` = completions of the rollout over all ranks / t.
-    - `throughput/peak_memory_gb` = maximum over ranks in 10^9 bytes since the start: memory that PyTorch allocated on
-      the GPU, or on a CPU the resident memory of this process. It excludes an engine in a separate process.
+    - `time/step`: t in seconds, including generation, scoring, experience, update, and callbacks. The first one
+      includes the engine's startup.
+    - `throughput/tokens_per_second`: prompt and completion tokens across all ranks per second, without padding.
+    - `throughput/samples_per_second`: completions across all ranks per second.
+    - `throughput/peak_memory_gb`: peak memory since the start in 10^9 bytes, maximum over ranks. Allocated by PyTorch
+      on a GPU, or resident in this process on a CPU. Excludes engines in separate processes.
 
-    With `SFTLightningModule` a batch takes the place of a rollout. Batches without an `attention_mask` are skipped. The
-    command line adds it to every run; `--without=[ThroughputMonitor]` leaves it out.
+    For `SFTLightningModule`, a batch counts as a rollout. Batches without an `attention_mask` are skipped. The command
+    line adds this callback to every run; use `--without=[ThroughputMonitor]` to remove it.
 
     Args:
-        progress_bar: Show progress: in the progress bar, or as lines without a terminal.
+        progress_bar: Whether to show progress, in the progress bar or as log lines.
     """
 
     def __init__(self, progress_bar: bool = True) -> None:
@@ -60,9 +58,9 @@ class ThroughputMonitor(Callback):
     def _reset(self) -> None:
         self._start = self._paused = 0.0
         self._begun = time.perf_counter()
-        self._earlier = 0.0  # seconds before the run was resumed
+        self._earlier = 0.0  # seconds before the run resumed
         self._steps: deque[float] = deque(maxlen=10)
-        self._warm = False  # whether a step without the engine's start was timed
+        self._warm = False  # whether a step after engine startup has been timed
         self._evaluation = 0.0
         self._done, self._unit = 0, "rollout"
         self._left: float | None = None
@@ -73,10 +71,10 @@ class ThroughputMonitor(Callback):
         self._last: dict[str, float] = {}
         self._ended = threading.Event()
 
-    # ---- what is shown -----------------------------------------------------------------------------------------
+    # ---- progress ----------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Starts to show progress."""
+        """Starts the progress display."""
         self._reset()
         bar: Any = trainer.progress_bar_callback
         if self.progress_bar and bar is not None and bar.is_enabled and trainer.is_global_zero:
@@ -84,22 +82,22 @@ class ThroughputMonitor(Callback):
             threading.Thread(target=self._show, args=(trainer, bar, self._ended), name="progress", daemon=True).start()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Ends it."""
+        """Stops the progress display."""
         self._ended.set()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Ends it."""
+        """Stops the progress display."""
         self._ended.set()
 
     def pace(self) -> dict[str, str]:
-        """Seconds per rollout and the time left, as the progress bar shows them."""
+        """Returns seconds per rollout and the time left for the progress bar."""
         shown = {f"s/{self._unit}": brief(median(self._steps))} if self._steps else {}
         if self._left is not None:
             shown["left"] = clock(max(self._left - (time.perf_counter() - self._start), 0.0))
         return shown
 
     def _show(self, trainer: Any, bar: Any, ended: threading.Event) -> None:
-        """Until `ended` is set: updates the progress bar, or writes lines if there is no terminal."""
+        """Updates the progress bar, or logs lines without a terminal, until `ended` is set."""
         terminal, said = sys.stdout.isatty() or "ipykernel" in sys.modules, time.perf_counter()
         while not ended.wait(TICK):
             done, total, details = getattr(trainer.datamodule, "progress", None) or (0, 0, "")
@@ -113,26 +111,26 @@ class ThroughputMonitor(Callback):
                 told = ", ".join(f"{name} {value}" for name, value in numbers.items())
                 rank_zero_info(f"After {count(self._done, self._unit)}: {told}")
 
-    # ---- what is measured --------------------------------------------------------------------------------------
+    # ---- metrics -----------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Starts the clock; the first rollout is generated after this."""
+        """Starts the timer before the first rollout."""
         self._start = time.perf_counter()
         self._done = trainer.fit_loop.total_batch_idx + 1
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stops the clock."""
+        """Pauses the timer."""
         self._paused = time.perf_counter()
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *numbers: int
     ) -> None:
-        """Notes whether each reward is 0 or 1, so that their mean is an accuracy."""
+        """Records whether all rewards are 0 or 1, so that their mean is an accuracy."""
         rewards = batch.rewards if isinstance(batch, Rollouts) else torch.zeros(0)
         self._binary &= bool(((rewards == 0) | (rewards == 1) | rewards.isnan()).all())
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restarts the clock, and keeps the numbers of a whole evaluation."""
+        """Resumes the timer and keeps the metrics of a full evaluation."""
         seconds = time.perf_counter() - self._paused
         self._start += seconds
         if not trainer.sanity_checking:
@@ -141,12 +139,12 @@ class ThroughputMonitor(Callback):
             self._note({k: v for k, v in trainer.callback_metrics.items() if k.startswith("eval/")})
 
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keeps those of an evaluation before training."""
+        """Keeps the metrics of an evaluation before training."""
         if trainer.num_sanity_val_steps == float("inf"):
             self._note({k: v for k, v in trainer.callback_metrics.items() if k.startswith("eval/")})
 
     def _note(self, metrics: Mapping[str, Any]) -> None:
-        """Keeps the run's first and last evaluation; the training rewards until there is one."""
+        """Keeps the first and last evaluation, or training rewards until the first evaluation."""
         evaluated = any(name.startswith("eval/") for name in metrics)
         if metrics and evaluated >= self._evaluated:
             self._last = {name: float(value) for name, value in metrics.items()}
@@ -157,7 +155,7 @@ class ThroughputMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Logs the rollout."""
+        """Logs the metrics of a rollout."""
         results = outputs if isinstance(outputs, Mapping) else {}
         now = time.perf_counter()
         seconds, self._start = max(now - self._start, 1e-9), now
@@ -178,7 +176,7 @@ class ThroughputMonitor(Callback):
         if self.progress_bar:
             shown = {short: results[name] for name, short in IN_PROGRESS_BAR.items() if name in results}
             shown["tok/s"] = round(tokens / seconds)
-            # Loggers have these numbers under their full names already.
+            # Loggers already receive these metrics under their full names.
             pl_module.log_dict(shown, on_step=True, on_epoch=False, prog_bar=True, logger=False, batch_size=len(mask))
 
     def _keep_time(self, trainer: Trainer, seconds: float, batch: Any, results: Mapping[str, Any]) -> None:
@@ -186,7 +184,7 @@ class ThroughputMonitor(Callback):
         self._unit = "rollout" if isinstance(batch, Rollouts) else "batch"
         self._done = done = trainer.fit_loop.total_batch_idx + 1
         if not self._warm and self._steps:
-            self._warm, self._steps = True, deque(maxlen=10)  # without the first, which starts the engine
+            self._warm, self._steps = True, deque(maxlen=10)  # excludes the engine's startup
         self._steps.append(seconds)
         logged = {**trainer.callback_metrics, **results}
         self._note({name: logged[name] for name in ("reward/mean", "loss/sft") if name in logged})
@@ -201,7 +199,7 @@ class ThroughputMonitor(Callback):
         return self._earlier + time.perf_counter() - self._begun
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Prints the result, and leaves it to `lightrl report`."""
+        """Prints the result and logs it for `lightrl report`."""
         if trainer.is_global_zero and self._done:
             first, last = headline(self._first, self._binary), headline(self._last, self._binary)
             line = result_line(first, last, self._first_at, count(self._done, self._unit), self._seconds)
@@ -212,11 +210,11 @@ class ThroughputMonitor(Callback):
                     logger.log_hyperparams({"result": line})
 
     def state_dict(self) -> dict[str, Any]:
-        """What the result of a resumed run needs of this one."""
+        """Returns the state for the result of a resumed run."""
         return {name: getattr(self, f"_{name}") for name in KEPT} | {"earlier": self._seconds}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores it."""
+        """Restores the state of `state_dict`."""
         for name, value in state_dict.items():
             setattr(self, f"_{name}", value)
 
@@ -226,21 +224,21 @@ def _reduce(trainer: Trainer, tensor: Tensor, how: str) -> Tensor:
 
 
 def peak_memory(device: torch.device) -> float:
-    """Most bytes so far: allocated by PyTorch on a CUDA device, else resident in this process."""
+    """Returns peak memory in bytes: allocated by PyTorch on a CUDA device, otherwise resident in this process."""
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0  # Linux counts in KiB
 
 
 class EvaluateFirst(Callback):
-    """Evaluates once before training, on all evaluation prompts, and logs `eval/*` at step -1.
+    """Evaluates once before training on all evaluation prompts and logs `eval/*` at step -1.
 
-    It has Lightning's sanity check run over the whole evaluation set and logs the result, which Lightning drops. A
-    resumed run has no sanity check. `CompletionLogger` shows its samples, and `lightrl report` draws it at rollout 0.
+    Extends Lightning's sanity check to the whole evaluation set and logs its metrics, which Lightning discards. Resumed
+    runs skip it. `CompletionLogger` logs its samples, and `lightrl report` plots it at rollout 0.
     """
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Requests a sanity check over everything, or none in a resumed run."""
+        """Requests a sanity check on all batches, or none in a resumed run."""
         trainer.num_sanity_val_steps = float("inf") if trainer.ckpt_path is None else 0
 
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -1,4 +1,4 @@
-"""Sends sampled trajectories to the trace views of MLflow, W&B (Weave), and trackio."""
+"""Logs sampled trajectories to the trace views of MLflow, W&B (Weave), and trackio."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ log = logging.getLogger(__name__)
 
 
 def log_traces(logger: Any, name: str, records: list[dict[str, Any]], step: int) -> None:
-    """Logs each trajectory as a conversation, by the logger that the run already has.
+    """Logs each trajectory as a conversation, if the logger supports it.
 
-    `MLFlowLogger` (mlflow 3) makes a trace of the run with a span per turn and the rewards as feedback, `WandbLogger` a
-    Weave call if `weave` is installed and the run is online, and a logger whose `experiment` is a trackio run a
-    `trackio.Trace`. Others get nothing.
+    `MLFlowLogger` (mlflow 3) logs a trace with a span per turn and the rewards as feedback. `WandbLogger` logs a Weave
+    call if `weave` is installed and the run is online. A logger with a trackio run logs a `trackio.Trace`.
 
     Args:
-        logger: A Lightning logger.
+        logger: Lightning logger.
         name: Name of the traces, such as `samples/train`.
         records: Records of `sample_records`.
         step: Step of the metrics.
@@ -47,7 +46,7 @@ def log_traces(logger: Any, name: str, records: list[dict[str, Any]], step: int)
 
 
 def _message(turn: dict[str, Any]) -> dict[str, Any]:
-    """A turn as JSON holds it: without images and other media."""
+    """Converts a turn to JSON-compatible values, without media."""
     content = turn.get("content")
     if isinstance(content, list):
         texts = (str(part.get("text", f"[{part.get('type')}]")) for part in content if isinstance(part, dict))
@@ -56,7 +55,7 @@ def _message(turn: dict[str, Any]) -> dict[str, Any]:
 
 
 def _exchanges(turns: list[dict[str, Any]]) -> Iterator[tuple[list[dict[str, Any]], dict[str, Any]]]:
-    """What came since the last reply, and each reply."""
+    """Yields the messages since the last assistant turn, and each assistant turn."""
     new: list[dict[str, Any]] = []
     for turn in turns:
         if turn.get("role") == "assistant":
@@ -71,7 +70,7 @@ def _to_mlflow(logger: MLFlowLogger, name: str, turns: list[dict[str, Any]], fac
 
     if not hasattr(mlflow, "start_span_no_context"):  # mlflow 2
         return
-    run, experiment = logger.run_id, logger.experiment_id  # opens the run, and points mlflow to its store
+    run, experiment = logger.run_id, logger.experiment_id  # opens the run and sets mlflow's tracking URI
     first = next((i for i, turn in enumerate(turns) if turn.get("role") == "assistant"), len(turns))
     root = mlflow.start_span_no_context(
         name.rpartition("/")[0],
@@ -88,7 +87,7 @@ def _to_mlflow(logger: MLFlowLogger, name: str, turns: list[dict[str, Any]], fac
         )
         span.end(outputs={"choices": [{"message": reply}]})
     root.end(outputs={"messages": turns[first:]}, status="OK")
-    mlflow.flush_trace_async_logging()  # feedback needs the trace
+    mlflow.flush_trace_async_logging()  # feedback requires the trace
     for key, value in facts.items():
         if key.split("/")[0] == "reward":
             mlflow.log_feedback(trace_id=root.trace_id, name=key, value=value)
@@ -104,8 +103,8 @@ def _to_weave(logger: WandbLogger, name: str, turns: list[dict[str, Any]], facts
         client = weave.get_client() or weave.init(
             f"{run.entity}/{run.project}", settings={"implicitly_patch_integrations": False, "print_call_link": False}
         )
-    except Exception as error:  # a server without Weave: the samples are in the table
-        log.warning(f"Weave cannot be reached, trajectories are in the table only: {error}")
+    except Exception as error:  # e.g. a server without Weave
+        log.warning(f"Weave is unreachable; logging trajectories only to the table: {error}")
         return
     first = next((i for i, turn in enumerate(turns) if turn.get("role") == "assistant"), len(turns))
     call = client.create_call(

@@ -64,7 +64,7 @@ def test_rows_of_a_trajectory_count_once() -> None:
 
 def test_without_a_kl_term_it_is_refused() -> None:
     for callback in (AdaptiveKL(), LinearKL(0.1, 0.0, 2)):
-        with pytest.raises(ValueError, match=f"{type(callback).__name__} needs a KL term"):
+        with pytest.raises(ValueError, match=f"{type(callback).__name__} with kl=None"):
             callback.setup(None, GRPOLightningModule("nowhere", kl=None), "fit")  # type: ignore[arg-type]
 
 

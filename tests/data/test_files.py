@@ -137,7 +137,7 @@ TURNS = (
 )
 USER = {"role": "user", "content": "1"}
 BAD_PROMPTS = [
-    (None, "must be a string or a list of messages"),
+    (None, "must be a string or a nonempty list"),
     (7, "got 7"),
     ("", "is an empty string"),
     ([], "nonempty list"),

@@ -209,7 +209,7 @@ REFUSALS = [
     ),
     Refusal(
         "AdaptiveKL, LinearKL, or ReferenceSync without a KL term",
-        "needs a KL term|with kl=None",
+        "with kl=None",
         lambda s: s.get("callback") in ("AdaptiveKL", "LinearKL", "ReferenceSync") and kl(s) == "none",
     ),
     Refusal(
@@ -229,7 +229,7 @@ REFUSALS = [
     ),
     Refusal(
         "OffloadModels without a separate reference or critic",
-        "OffloadModels: .* to move",
+        "OffloadModels: .* to offload",
         lambda s: (
             s.get("callback") == "OffloadModels"
             and s.get("critic") in ("none", "shared")

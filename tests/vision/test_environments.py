@@ -187,7 +187,7 @@ def test_what_cannot_be_shown_is_refused_by_name(folder_of: Any) -> None:
     seeing = TemplateBridge(folder.tokenizer, None, folder.processor)
     with pytest.raises(ValueError, match="of type 'video'"):
         seeing.opened([{"role": "user", "content": [{"type": "video", "video": []}]}])
-    with pytest.raises(ValueError, match="image 1 cannot be read: "):
+    with pytest.raises(ValueError, match="image 1 can't be read: "):
         seeing.opened([{"role": "user", "content": [{"type": "image", "image": b"no picture"}]}])
 
 
