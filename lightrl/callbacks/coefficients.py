@@ -86,7 +86,7 @@ class _KLControl(RLCallback):
         super().setup(trainer, pl_module, stage)
         if stage == "fit" and pl_module.kl is None:
             raise ValueError(
-                f"callback {type(self).__name__} with kl=None: there is no KL penalty. Set kl (KLInReward or "
+                f"callback {type(self).__name__} with kl=None: requires a KL penalty. Set kl (KLInReward or "
                 "KLInLoss), or remove the callback."
             )
 

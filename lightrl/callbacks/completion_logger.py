@@ -62,7 +62,7 @@ class CompletionLogger(RLCallback):
         every_n_rollouts: Number of rollouts between training tables, at least 1. Every evaluation is logged.
         num_samples: Number of completions per table, from different prompts if possible, at least 1. The file contains
             at least 32 per evaluation.
-        max_characters: Maximum length of a text in the terminal, at least 20. Longer texts are shortened in the middle.
+        max_characters: Maximum length of a text in the terminal, at least 20. Longer texts keep only their start and end.
         terminal: Whether to print tables in the terminal.
         full_prompts: Whether to print full prompts with the chat template instead of the last user message.
     """
@@ -300,7 +300,7 @@ def _logged_by(column: str, rollouts: Rollouts) -> bool:
 
 
 def shorten(text: str, length: int) -> str:
-    """Escapes control characters and shortens a text in the middle to at most `length` characters.
+    """Escapes control characters and shortens a text to its start and end, at most `length` characters.
 
     Doesn't cut emoji that consist of several characters, such as flags.
     """

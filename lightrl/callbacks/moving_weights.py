@@ -160,7 +160,7 @@ class ReferenceSync(RLCallback):
         """Rejects modules without a reference model that can be updated."""
         super().setup(trainer, pl_module, stage)
         if pl_module.kl is None:
-            raise ValueError("callback ReferenceSync with kl=None: there is no reference. Set kl or remove it.")
+            raise ValueError("callback ReferenceSync with kl=None: requires a reference. Set kl or remove it.")
         if (pl_module.reference_spec or pl_module.actor_spec).lora is not None:
             where = "actor.lora and reference=None" if pl_module.reference_spec is None else "reference.lora"
             raise ValueError(

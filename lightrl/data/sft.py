@@ -205,7 +205,7 @@ class SFTSource(ConversationSource):
             open_to[0] = False  # it has no prompt
         trained = [is_open and flag is not False for is_open, flag in zip(open_to, flags, strict=True)]
         if not any(trained):
-            raise ValueError("no turn is trained: there is no assistant turn, or all have train: false. Enable one.")
+            raise ValueError("no turn is trained: assistant turns are missing, or all have train: false. Enable one.")
         return trained
 
     def _encode(
