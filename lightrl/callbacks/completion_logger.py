@@ -62,7 +62,7 @@ class CompletionLogger(RLCallback):
         every_n_rollouts: Number of rollouts between training tables, at least 1. Every evaluation is logged.
         num_samples: Number of completions per table, from different prompts if possible, at least 1. The file contains
             at least 32 per evaluation.
-        max_characters: Maximum length of a text in the terminal, at least 20. Longer texts keep only their start and end.
+        max_characters: Maximum length of a text in the terminal, at least 20. Longer texts keep their start and end.
         terminal: Whether to print tables in the terminal.
         full_prompts: Whether to print full prompts with the chat template instead of the last user message.
     """
