@@ -29,10 +29,10 @@ class LogprobMonitor(RLCallback):
 
         gap = mean |log pi_engine - log pi_old| over the trained tokens that the current weights sampled
 
-    The bound applies to all tokens, to each range of token positions, and to each turn, because errors in a cache, in
-    position IDs, or in later turns can be hidden in the overall mean. Tokens from older weights are reported by lag
-    without a bound. Metrics across all ranks are `kl/engine_gap` and `kl/engine_gap_<cell>`. Requires the trainer's
-    log-probs before the update, which adds a forward pass per rollout unless they are computed anyway.
+    The bound applies to all tokens, to each range of token positions, and to each turn. The overall mean can hide
+    errors in a cache, in position IDs, or in later turns. Tokens from older weights are reported by lag, without a
+    bound. Metrics across all ranks are `kl/engine_gap` and `kl/engine_gap_<cell>`. Requires the trainer's log-probs
+    before the update, which adds a forward pass per rollout unless training already computes them.
 
     Args:
         bound: Maximum mean gap in nats per token, above 0. Defaults by the coarsest dtype of engine, policy, and

@@ -157,8 +157,8 @@ class OpenSource(ABC):
     def _check_length(self, prompt: Any, order: tuple[Any, ...], system: str | None, row: Mapping[str, Any]) -> None:
         """Raises a `ValueError` if a text prompt has no tokens or is too long.
 
-        Tokenizes only few prompts. A text has at most as many tokens as bytes, and the first prompt with the same
-        `order` (roles and content types) determines how much text the chat template adds.
+        Tokenizes only a few prompts. A text has at most as many tokens as bytes. The first prompt with the same `order`
+        (roles and content types) determines how much text the chat template adds.
         """
         size = len(str(prompt).encode())
         order = (*order, hash(repr(self.spec.rendering(row))))

@@ -3,8 +3,8 @@
 In-process workers copy directly from the trainer's tensors. For separate processes, the trainer fills two buckets of
 shared memory, on the GPU if both use the same one and in pinned host memory otherwise. The workers copy each part when
 it is complete. One call to the engine starts a push on all workers, which then communicate with the trainer through
-pipes, because a call per part would add about a millisecond of latency. Each bucket has 32 MiB or the size of the
-largest tensor. LoRA adapters are written to a small directory instead.
+pipes. A call per part would add about a millisecond of latency. Each bucket has 32 MiB or the size of the largest
+tensor. LoRA adapters are written to a small directory instead.
 """
 
 from __future__ import annotations
