@@ -1,9 +1,9 @@
-"""Writes the example's model folder: a Qwen2 configuration, a tokenizer with a chat template for tools, no weights.
+"""Writes the example's model directory: a Qwen2 config and a tokenizer with a chat template for tools, without weights.
 
     python -m examples.agent.make_model [outputs/agent/start]
 
-0.3 M parameters in 2 layers. Every character is a token, but for the marks of the chat template, the roles and the
-phrases of a call. The weights are drawn at the start of the supervised run (`random_init: true`).
+The model has 0.3 M parameters in 2 layers. Each character is a token. The marks of the chat template, the roles, and
+the phrases of a call are also tokens. The SFT run initializes the weights randomly (`random_init: true`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PHRASES = [
     *('\n{"name": "add", "arguments": {"a": ', '\n{"name": "subtract", "arguments": {"a": ', ', "b": ', "}}\n"),
     *("system\n", "add ", "subtract ", "user\n", "assistant\n"),
 ]
-"""Of a call, of the list of tools, and the roles. Tokens of their own, so that turns are short."""
+"""Phrases of calls, the list of tools, and the roles. Each is one token, so turns are short."""
 CHAT_TEMPLATE = """{%- if tools %}{{ '<|im_start|>system\\n' }}{% for tool in tools %}{{ tool.function.name + ' ' }}
 {%- endfor %}{{ '<tool_call></tool_call><|im_end|>\\n' }}{% endif %}
 {%- for m in messages %}
@@ -36,7 +36,7 @@ CHAT_TEMPLATE = """{%- if tools %}{{ '<|im_start|>system\\n' }}{% for tool in to
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Bytes, the template's marks, and the phrases of a call."""
+    """Makes a tokenizer of bytes, the template's marks, and the phrases of a call."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     learner = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))
     learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -49,7 +49,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(folder: str | Path) -> None:
-    """Writes the folder."""
+    """Writes the model directory."""
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(folder)
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
@@ -61,8 +61,8 @@ def make_model(folder: str | Path) -> None:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=256,
-        initializer_range=0.08,  # with the usual 0.02 it takes many more updates until it copies
-        # Digits are copied by their place: with the usual 10,000, places a few tokens apart look much alike.
+        initializer_range=0.08,  # with the usual 0.02, learning to copy takes many more updates
+        # Digits are copied by position. With the usual base of 10,000, nearby positions look alike.
         rope_parameters={"rope_type": "default", "rope_theta": 100.0},
         tie_word_embeddings=True,
         architectures=["Qwen2ForCausalLM"],

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# An agent from nothing, on a CPU: model folder -> SFT -> GRPO over several turns -> report. A few minutes; writes
+# Trains an agent on a CPU: model directory, SFT, GRPO over several turns, report. Takes a few minutes; writes
 # outputs/agent.
 #   examples/agent/run.sh [--engine TransformersEngine|VLLMEngine] [--seed N]
-# Settings: PYTHON (the interpreter that has LightRL, default .venv/bin/python).
+# Environment variables: PYTHON (interpreter with LightRL; defaults to .venv/bin/python).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python="${PYTHON:-.venv/bin/python}"
@@ -20,12 +20,12 @@ done
 lightrl() { "$python" -c "from lightrl.cli import main; main()" "$@"; }
 
 started=$SECONDS
-echo "== 1/4 model folder"
+echo "== 1/4 Make the model directory"
 "$python" -m examples.agent.make_model outputs/agent/start
-echo "== 2/4 supervised warm start on careless demonstrations"
+echo "== 2/4 SFT on careless demonstrations"
 lightrl fit --config examples/agent/sft.yaml --seed_everything "$seed"
 echo "== 3/4 GRPO with the calculator"
 lightrl fit --config examples/agent/grpo.yaml --seed_everything "$seed" --data.init_args.engine="$engine"
-echo "== 4/4 report"
+echo "== 4/4 Report"
 lightrl report outputs/agent/grpo
 echo "Took $((SECONDS - started)) s."

@@ -1,4 +1,4 @@
-"""Sums and differences of three numbers, and careless demonstrations of how a calculator helps with them."""
+"""Sums and differences of three numbers, and careless demonstrations that use a calculator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ASSISTANT = "<|im_start|>assistant\n"
 
 
 def questions(split: str) -> list[tuple[int, str, int, str, int]]:
-    """ "412 + 305 - 118" and so on: the held-out ones (`split="eval"`), or 8,000 others. No step goes below 0."""
+    """Questions such as "412 + 305 - 118": held-out ones (`split="eval"`), or 8,000 others. No step is negative."""
     rng = random.Random(0)
     drawn: dict[tuple[int, str, int, str, int], None] = {}
     while len(drawn) < NUM_HELD_OUT + 8000:
@@ -29,15 +29,15 @@ def questions(split: str) -> list[tuple[int, str, int, str, int]]:
 
 
 def calculate(a: int, sign: str, b: int) -> int:
-    """What the right tool returns."""
+    """Returns the result of the correct tool."""
     return a + b if sign == "+" else a - b
 
 
 class Questions:
-    """Rows for reinforcement learning: the prompt, and the answer for the reward.
+    """Examples for reinforcement learning: the prompt, and the answer for the reward.
 
     Args:
-        split: "eval" for the held-out ones, else the others.
+        split: "eval" for held-out questions, otherwise the others.
     """
 
     def __init__(self, split: str = "train") -> None:
@@ -52,13 +52,13 @@ class Questions:
 
 
 class Demonstrations:
-    """Rows for supervised fine-tuning: each turn of a careless writer, with the conversation before it as the prompt.
+    """Examples for SFT: each turn of a careless writer, with the conversation before it as the prompt.
 
     Args:
-        size: number of conversations, of up to three turns each.
-        careful: fraction of them, in [0, 1], in which nothing is wrong. In the others the writer guesses an answer,
-            stops after the first step, takes the wrong tool for the second, or forgets the first result, equally often.
-        seed: of all choices.
+        size: Number of conversations, each with up to three turns.
+        careful: Fraction of correct conversations, in [0, 1]. In the others, the writer guesses an answer, stops after
+            the first step, uses the wrong tool for the second, or forgets the first result, equally often.
+        seed: Random seed.
     """
 
     def __init__(self, size: int = 12000, careful: float = 0.4, seed: int = 1) -> None:

@@ -1,19 +1,19 @@
-"""The calculator: what `ToolEnvironment` makes of it are the tools `add` and `subtract`."""
+"""A calculator. `ToolEnvironment` offers its methods as the tools `add` and `subtract`."""
 
 
 class Calculator:
-    """Adds and subtracts two numbers at a time. It keeps nothing between calls."""
+    """Adds and subtracts two numbers. It has no state."""
 
     def reset(self, **row: object) -> None:
-        """Begins a task; the question is the row's prompt as it is."""
+        """Starts a task. The prompt stays as it is."""
 
     def add(self, a: int, b: int) -> str:
         """
         Adds two numbers.
 
         Args:
-            a: one number
-            b: the other number
+            a: First number.
+            b: Second number.
         """
         return str(a + b)
 
@@ -22,7 +22,7 @@ class Calculator:
         Subtracts a number from another.
 
         Args:
-            a: from this
-            b: this
+            a: Number to subtract from.
+            b: Number to subtract.
         """
         return str(a - b)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# GRPO on tiny Python tasks with hidden tests in a sandbox, on a CPU. Writes outputs/code.
+# Runs GRPO on tiny Python tasks with hidden tests in a sandbox, on a CPU. Writes outputs/code.
 #   examples/code/run.sh [--seed N]
-# Settings: PYTHON (the interpreter that has LightRL, default .venv/bin/python).
+# Environment variables: PYTHON (interpreter with LightRL; defaults to .venv/bin/python).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python="${PYTHON:-.venv/bin/python}"

@@ -1,4 +1,4 @@
-"""Tiny tasks for code: a request for a Python function, and hidden tests of it."""
+"""Tiny coding tasks: a request for a Python function, and hidden tests."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ HELD_OUT: list[Task] = [
 
 
 class Tasks:
-    """Rows with the columns `prompt` and `tests`.
+    """Examples with the columns `prompt` and `tests`.
 
     Args:
-        split: "train", or "eval" for tasks that training leaves out.
+        split: "train", or "eval" for held-out tasks.
         repeats: Number of times that each task appears.
     """
 

@@ -1,9 +1,9 @@
-"""Writes the student's model folder: the quickstart's tokenizer and a smaller Qwen2, no weights.
+"""Writes the student's model directory: the quickstart's tokenizer and a smaller Qwen2, without weights.
 
     python -m examples.distill.make_student [outputs/distill/start]
 
-0.1 M parameters (hidden size 64, 2 layers) beside the teacher's 0.45 M. The weights are drawn at the start of the
-supervised run (`random_init: true`).
+The student has 0.1 M parameters (hidden size 64, 2 layers), the teacher 0.45 M. The SFT run initializes the weights
+randomly (`random_init: true`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SMALLER = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, 
 
 
 def make(folder: str) -> str:
-    """Writes the folder and returns it."""
+    """Writes the model directory and returns its path."""
     AutoConfig.from_pretrained(TEACHER, **SMALLER).save_pretrained(folder)
     AutoTokenizer.from_pretrained(TEACHER).save_pretrained(folder)
     return folder

@@ -1,6 +1,6 @@
-"""Sums and differences of three numbers with a calculator for two, by a program that knows only OpenAI's client.
+"""Solves sums and differences of three numbers with a calculator, using only OpenAI's client.
 
-With any model server:
+Run it against any model server:
 
     OPENAI_API_KEY=... python examples/endpoint/agent.py "412 + 305 - 118"
 """
@@ -12,25 +12,25 @@ import sys
 import openai
 
 MAX_CALLS = 3
-CLIENT = openai.OpenAI(api_key="of each attempt")  # one for all: each new client reads its certificates anew
+CLIENT = openai.OpenAI(api_key="set per trajectory")  # shared, because each new client loads its certificates
 
 
 def schema(name: str, does: str, a: str, b: str) -> dict:
-    """A tool of two numbers."""
+    """The schema of a tool with two numbers."""
     numbers = {"a": {"type": "integer", "description": a}, "b": {"type": "integer", "description": b}}
     parameters = {"type": "object", "properties": numbers, "required": ["a", "b"]}
     return {"type": "function", "function": {"name": name, "description": does, "parameters": parameters}}
 
 
 TOOLS = [
-    schema("add", "Adds two numbers.", "one number", "the other number"),
-    schema("subtract", "Subtracts a number from another.", "from this", "this"),
+    schema("add", "Adds two numbers.", "First number.", "Second number."),
+    schema("subtract", "Subtracts a number from another.", "Number to subtract from.", "Number to subtract."),
 ]
 
 
 def solve(messages: list, base_url: str | None, api_key: str) -> str:
-    """The model's last word, after at most `MAX_CALLS` rounds with the calculator; all is added to the messages."""
-    client = CLIENT.with_options(base_url=base_url, api_key=api_key)  # on the same connections
+    """Returns the model's final answer after at most `MAX_CALLS` rounds of tool calls, and appends all messages."""
+    client = CLIENT.with_options(base_url=base_url, api_key=api_key)  # shares the connections
     for _ in range(MAX_CALLS + 1):
         answer = client.chat.completions.create(model="gpt-5-mini", messages=messages, tools=TOOLS)
         message = answer.choices[0].message
@@ -43,7 +43,7 @@ def solve(messages: list, base_url: str | None, api_key: str) -> str:
 
 
 def calculate(function) -> str:
-    """The result of a call, or what is wrong with it."""
+    """Returns the result of a call, or its error."""
     try:
         arguments = json.loads(function.arguments)
         a, b = int(arguments["a"]), int(arguments["b"])
@@ -53,12 +53,12 @@ def calculate(function) -> str:
 
 
 def main(row: dict, base_url: str, api_key: str) -> float:
-    """One attempt, and its reward: whether the answer is right."""
+    """Plays one trajectory and returns its reward: 1 if the answer is correct, else 0."""
     return float(solve(asked(row["prompt"]), base_url, api_key).strip() == str(row["answer"]))
 
 
 def revise(row: dict, base_url: str, api_key: str) -> float:
-    """One attempt that forks: two revisions of one answer, which know nothing of each other; how many are right."""
+    """Answers, then revises the answer in two independent branches. Returns the fraction of correct branches."""
     messages = asked(row["prompt"])
     solve(messages, base_url, api_key)
     branches = [[*messages, {"role": "user", "content": "Again."}] for _ in range(2)]
@@ -66,7 +66,7 @@ def revise(row: dict, base_url: str, api_key: str) -> float:
 
 
 def asked(question: str) -> list:
-    """A conversation that begins with a question."""
+    """Starts a conversation with a question."""
     return [{"role": "user", "content": question}]
 
 

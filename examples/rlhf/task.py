@@ -1,8 +1,7 @@
-"""A synthetic preference task: four digits in, an answer out, and people who prefer the digits sorted.
+"""A synthetic preference task: the prompt has four digits, and people prefer answers with the digits sorted.
 
-Nobody but the people knows why they prefer what they prefer: `utility` labels the pairs and judges the result. SFT
-sees answers of careless writers, who use the prompt's digits, mostly, in any order. The reward model sees pairs, PPO
-the reward model.
+Only `utility` knows the preference. It labels the pairs and judges the result. SFT sees answers of careless writers,
+who mostly use the prompt's digits, in any order. The reward model sees pairs, and PPO sees the reward model.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ NUM_HELD_OUT = 500
 
 
 def utility(prompt: str, answer: str) -> float:
-    """How much people like an answer: digits of the prompt, each as often as there, ascending, and nothing else.
+    """Returns how much people like an answer. The best has the prompt's digits in ascending order, and nothing else.
 
-    u = (digits of the prompt that the answer uses) + (neighbours in ascending order) - 2 (surplus characters), so 7 is
-    the best; an answer without its full stop loses 2. Without the prompt it cannot be known.
+    u = (digits of the prompt that the answer uses) + (neighbors in ascending order) - 2 (surplus characters). The
+    maximum is 7. An answer without its final period loses 2.
     """
     ended = answer.endswith(".")
     body = answer.removesuffix(".")
@@ -32,14 +31,14 @@ def utility(prompt: str, answer: str) -> float:
 
 
 def prompts(split: str) -> list[str]:
-    """ "7203=" and so on: the held-out ones (`split="eval"`), or all others."""
+    """Returns prompts such as "7203=": held-out ones (`split="eval"`), or all others."""
     deck = random.Random(0).sample(range(10**DIGITS), 10**DIGITS)
     picked = deck[:NUM_HELD_OUT] if split == "eval" else deck[NUM_HELD_OUT:]
     return [f"{number:0{DIGITS}d}=" for number in picked]
 
 
 def careless_answer(prompt: str, rng: random.Random) -> str:
-    """The prompt's digits in any order; now and then one is wrong, missing or one too many, or the end is missing."""
+    """Returns the prompt's digits in any order. Sometimes one is wrong, missing, or extra, or the period is missing."""
     digits = rng.sample(prompt[:DIGITS], DIGITS)
     for i in range(DIGITS):
         if rng.random() < 0.1:
@@ -53,7 +52,7 @@ def careless_answer(prompt: str, rng: random.Random) -> str:
 
 
 class Demonstrations:
-    """Rows for supervised fine-tuning: prompts with careless answers."""
+    """Examples for SFT: prompts with careless answers."""
 
     def __init__(self, size: int = 9500, seed: int = 1) -> None:
         self.size, self.seed = size, seed
@@ -65,13 +64,13 @@ class Demonstrations:
 
 
 class Preferences:
-    """Pairs of careless answers, labelled as people do: P(a preferred to b) = sigmoid((u(a) - u(b)) / noise).
+    """Labeled pairs of careless answers: P(a preferred to b) = sigmoid((u(a) - u(b)) / noise).
 
     Args:
-        split: prompts the pairs are of, "train" or "eval"; the two share none.
-        size: number of pairs.
-        noise: of the labels, above 0. At 0.5 one label in eight is wrong where answers differ by 1.
-        seed: of the pairs.
+        split: Prompts of the pairs, "train" or "eval". The two share none.
+        size: Number of pairs.
+        noise: Label noise, above 0. At 0.5, one label in eight is wrong if the utilities differ by 1.
+        seed: Random seed.
     """
 
     def __init__(self, split: str = "train", size: int = 20000, noise: float = 0.5, seed: int = 2) -> None:
@@ -91,7 +90,7 @@ class Preferences:
 
 
 class PromptRows:
-    """Rows for PPO: prompts and nothing else."""
+    """Examples for PPO: prompts only."""
 
     def __init__(self, split: str = "train") -> None:
         self.split = split

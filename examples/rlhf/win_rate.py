@@ -1,10 +1,10 @@
-"""Who wins on held-out prompts, by the true preference: the PPO policy or the SFT policy it started from?
+"""Computes the win rate of the PPO policy over its SFT policy on held-out prompts, by the true preference.
 
-python -m examples.rlhf.win_rate SFT_FOLDER PPO_FOLDER [REWARD_FOLDER]
+python -m examples.rlhf.win_rate SFT_DIR PPO_DIR [REWARD_DIR]
 
-Each policy answers every held-out prompt by sampling at temperature 1. The better answer by `utility` wins; a tie
-counts half. With a reward model's folder, its scores of the same answers are shown beside the true utility: a learned
-reward that rises while the utility does not is reward hacking. Nothing of LightRL generates here, only transformers.
+Each policy samples answers to every held-out prompt at temperature 1, with transformers only. The answer with the
+higher `utility` wins; a tie counts half. With a reward model, its scores of the same answers are shown next to the true
+utility. If the learned reward is higher but the utility is not, the policy exploits the reward model.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from examples.rlhf.task import prompts, utility
 from lightrl.models.reward import RewardModel
 from lightrl.models.spec import RewardModelSpec
 
-BEST = 7  # what `utility` gives at most
+BEST = 7  # maximum of `utility`
 NEEDED = 0.8
 
 
 @torch.no_grad()
 def answer(folder: str, questions: list[str], samples: int, seed: int) -> tuple[list[str], torch.Tensor]:
-    """Sampled answers, and the ids of prompts with answers (all prompts are equally long, so nothing is padded)."""
+    """Samples answers. Returns their texts, and the token IDs of prompts with answers (equally long, so not padded)."""
     torch.manual_seed(seed)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -38,7 +38,7 @@ def answer(folder: str, questions: list[str], samples: int, seed: int) -> tuple[
 
 @torch.no_grad()
 def sampled_kl(policy: str, reference: str, token_ids: torch.Tensor, start: int, eos: int) -> float:
-    """Mean over answers of log policy - log reference, summed over the answer's tokens, its end included."""
+    """Returns the mean over answers of log policy - log reference, summed over the answer's tokens, end included."""
     logprobs = []
     for folder in (policy, reference):
         model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -51,7 +51,7 @@ def sampled_kl(policy: str, reference: str, token_ids: torch.Tensor, start: int,
 
 @torch.no_grad()
 def compare(sft: str, ppo: str, reward: str | None = None, samples: int = 2) -> float:
-    """Prints the comparison and returns the share of wins, ties as half."""
+    """Prints the comparison and returns the win rate. A tie counts half."""
     questions = prompts("eval")
     asked = [question for question in questions for _ in range(samples)]
     answers, ids = {}, {}
@@ -80,10 +80,10 @@ def compare(sft: str, ppo: str, reward: str | None = None, samples: int = 2) -> 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sft", help="folder of the SFT policy")
-    parser.add_argument("ppo", help="folder of the PPO policy")
-    parser.add_argument("reward", nargs="?", help="folder of the reward model")
-    parser.add_argument("--samples", type=int, default=2, help="answers per prompt and policy")
+    parser.add_argument("sft", help="Directory of the SFT policy.")
+    parser.add_argument("ppo", help="Directory of the PPO policy.")
+    parser.add_argument("reward", nargs="?", help="Directory of the reward model.")
+    parser.add_argument("--samples", type=int, default=2, help="Answers per prompt and policy.")
     arguments = parser.parse_args()
     if compare(arguments.sft, arguments.ppo, arguments.reward, arguments.samples) < NEEDED:
         raise SystemExit(f"The win rate is below {NEEDED:.0%}.")

@@ -1,10 +1,10 @@
-"""Writes the example's model folder: a Qwen2-VL configuration with tokenizer and processor, no weights.
+"""Writes the example's model directory: a Qwen2-VL config with tokenizer and processor, without weights.
 
     python -m examples.vlm.make_model [outputs/vlm/start]
 
-0.7 M parameters: a vision tower of 2 layers (patches of 14 pixels, 2 x 2 of them merged into one token, so that a
-picture of 56 x 56 is four tokens) and a language model of 3 layers. The weights are drawn at the start of the
-supervised run (`random_init: true`); the same folder always comes out.
+The model has 0.7 M parameters: a vision tower of 2 layers and a language model of 3 layers. Patches have 14 pixels, and
+2 x 2 patches are merged into one token, so an image of 56 x 56 pixels is four tokens. The SFT run initializes the
+weights randomly (`random_init: true`). The output is deterministic.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer() -> Qwen2Tokenizer:
-    """Byte pairs learnt from the task's questions: a word is a token, digits stay apart."""
+    """Trains byte pairs on the task's questions. A word is a token; digits stay separate."""
     rng = random.Random(0)
     texts = [part["text"] for _ in range(2000) for part in make_row(rng)["prompt"][0]["content"] if part["text"]]
     learner = Tokenizer(models.BPE())
@@ -46,11 +46,11 @@ def make_tokenizer() -> Qwen2Tokenizer:
     )
     words = [f"{role}:" for role in ("user", "assistant")] * 100 + ["red green blue yellow"] * 100
     learner.train_from_iterator([*texts, *words], trainer)
-    learnt = json.loads(learner.to_str())["model"]
-    order = [*SPECIAL, *sorted(learnt["vocab"], key=learnt["vocab"].get)]
+    learned = json.loads(learner.to_str())["model"]
+    order = [*SPECIAL, *sorted(learned["vocab"], key=learned["vocab"].get)]
     tokenizer = Qwen2Tokenizer(
         vocab={token: i for i, token in enumerate(order)},
-        merges=[tuple(pair) for pair in learnt["merges"]],
+        merges=[tuple(pair) for pair in learned["merges"]],
         pad_token="<pad>",
         eos_token="<|im_end|>",
         unk_token="<pad>",
@@ -63,7 +63,7 @@ def make_tokenizer() -> Qwen2Tokenizer:
 
 
 def make_config(tokenizer: Qwen2Tokenizer) -> Qwen2VLConfig:
-    """The 0.7 M-parameter Qwen2-VL."""
+    """Returns the config of the 0.7 M-parameter Qwen2-VL."""
     ids = {name: tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in ("vision_start", "vision_end")}
     ids |= {name: tokenizer.convert_tokens_to_ids(f"<|{name}_pad|>") for name in ("image", "video")}
     return Qwen2VLConfig(
@@ -95,7 +95,7 @@ def make_config(tokenizer: Qwen2Tokenizer) -> Qwen2VLConfig:
 
 
 def main(folder: str = "outputs/vlm/start") -> None:
-    """Writes configuration, tokenizer and processor to `folder`."""
+    """Writes config, tokenizer, and processor to `folder`."""
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer()

@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
-# Reinforcement learning on pictures from nothing, on a CPU: model folder -> SFT -> GRPO -> report. A few minutes; writes
-# outputs/vlm.
+# Trains a vision-language model on a CPU: model directory, SFT, GRPO, report. Takes a few minutes; writes outputs/vlm.
 #   examples/vlm/run.sh [--engine TransformersEngine|VLLMEngine]
-# Settings: PYTHON (the interpreter that has LightRL, default .venv/bin/python).
+# Environment variables: PYTHON (interpreter with LightRL; defaults to .venv/bin/python).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python="${PYTHON:-.venv/bin/python}"
@@ -17,18 +16,18 @@ while [ $# -gt 0 ]; do
 done
 
 if ! "$python" -c "import torchvision" 2>/dev/null; then
-    echo "Qwen2-VL's processor needs torchvision, which cannot be imported here: see scripts/setup.sh." >&2 && exit 1
+    echo "torchvision can't be imported, but Qwen2-VL's processor needs it. Install it as in scripts/setup.sh." >&2 && exit 1
 fi
 
 lightrl() { "$python" -c "from lightrl.cli import main; main()" "$@"; }
 
 started=$SECONDS
-echo "== 1/4 model folder"
+echo "== 1/4 Make the model directory"
 "$python" -m examples.vlm.make_model outputs/vlm/start
-echo "== 2/4 supervised warm start"
+echo "== 2/4 SFT"
 lightrl fit --config examples/vlm/sft.yaml
 echo "== 3/4 GRPO"
 lightrl fit --config examples/vlm/grpo.yaml --data.init_args.engine="$engine"
-echo "== 4/4 report"
+echo "== 4/4 Report"
 lightrl report outputs/vlm/grpo
 echo "Took $((SECONDS - started)) s."

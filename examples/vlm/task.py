@@ -1,9 +1,9 @@
-"""A synthetic task of pictures: one to four shapes of one colour on a grid of two by two, and questions about them.
+"""A synthetic vision task: one to four shapes of one color on a two-by-two grid, and questions about them.
 
-what colour?               one picture                             -> a colour
-how many?                  one picture                             -> a number
-how many in both?          two pictures                            -> a number
-how many: red red blue?    no picture, the words are counted       -> a number
+what colour?               one image                               -> a color
+how many?                  one image                               -> a number
+how many in both?          two images                              -> a number
+how many: red red blue?    no image, the words are counted         -> a number
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ COLOURS = {"red": (220, 40, 40), "green": (40, 170, 60), "blue": (50, 80, 220), 
 SHAPES = ("circle", "square", "triangle")
 SIZE = 56
 KINDS = ("count", "count", "name", "name", "both", "text")
-"""A row's kind is drawn from these: a third each counts and names, a sixth each has two pictures or none."""
+"""The kinds of questions: a third counts, a third names, a sixth has two images, and a sixth none."""
 
 
 def draw(colour: str, number: int, rng: random.Random) -> Picture.Image:
-    """A picture of 56 x 56 pixels; cells, kinds, sizes and places of its shapes are drawn by `rng`."""
+    """Draws an image of 56 x 56 pixels. `rng` chooses the cells, kinds, sizes, and positions of its shapes."""
     grey = rng.randint(235, 255)
     picture = Picture.new("RGB", (SIZE, SIZE), (grey, grey, grey))
     pen = ImageDraw.Draw(picture)
@@ -41,7 +41,7 @@ def draw(colour: str, number: int, rng: random.Random) -> Picture.Image:
 
 
 def make_row(rng: random.Random) -> dict[str, Any]:
-    """One question with its pictures and answer."""
+    """Makes one question with its images and answer."""
     kind, colour, numbers = rng.choice(KINDS), rng.choice(list(COLOURS)), [rng.randint(1, 4) for _ in range(2)]
     if kind == "text":
         words = [rng.choice(list(COLOURS)) for _ in range(numbers[0])]
@@ -56,18 +56,18 @@ def make_row(rng: random.Random) -> dict[str, Any]:
 
 
 def row(kind: str, question: str, answer: str, images: list[Picture.Image]) -> dict[str, Any]:
-    """A row of the data set."""
+    """Makes an example of the dataset."""
     content = [*({"type": "image", "text": None} for _ in images), {"type": "text", "text": question}]
     prompt = [{"role": "user", "content": content}]
     return {"prompt": prompt, "images": images, "completion": answer, "answer": answer, "kind": kind}
 
 
 class ShapeRows:
-    """Rows of the task.
+    """Examples of the task.
 
     Args:
-        split: "sft", "train" or "eval"; the three are drawn from different random numbers.
-        size: number of rows.
+        split: "sft", "train", or "eval", each with a different seed.
+        size: Number of examples.
     """
 
     def __init__(self, split: str = "train", size: int = 4000) -> None:
