@@ -95,7 +95,7 @@ def test_bad_input_is_named(tokenizer: Any) -> None:
         SFTSource(rows=ROWS, messages_column="chat").tokenized(tokenizer)
     with pytest.raises(ValueError, match="row 0: the completion must be a string or messages"):
         SFTSource(rows=[{"m": [{"role": "user", "content": "1"}]}], messages_column="m").tokenized(tokenizer)
-    with pytest.raises(ValueError, match="batch_size=9 on 1 rank"):
+    with pytest.raises(ValueError, match="batch_size=9"):
         SFTLoader(SFTSource(rows=ROWS).tokenized(tokenizer), 9, 0)
     for bad in ({"max_tokens": 1}, {"overlong": "cut"}, {"streaming": True}):
         with pytest.raises(ValueError, match=next(iter(bad))):
