@@ -97,7 +97,7 @@ def test_an_unknown_kind_of_file_lists_the_known_ones(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rows", [[], Dataset.from_list([]), list])
 def test_an_empty_data_set_is_refused(rows: Any) -> None:
-    with pytest.raises(ValueError, match="rows="):
+    with pytest.raises(ValueError, match="rows"):
         RowSource(rows=rows).read()
 
 
