@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 LINK = r"(?<!!)\[(?P<text>[^\]]+)\]\((?P<path>(?:\.\./){%d}(?!\.\./)[^)#\s]+)(?:#[^)]*)?\)"
@@ -27,3 +28,13 @@ def plain(markdown: str, depth: int = 0) -> str:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Called by MkDocs with each page's source."""
     return plain(markdown, page.file.src_uri.count("/"))
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Called by MkDocs with all files of the site: adds the changelog."""
+    from mkdocs.structure.files import File
+
+    text = (Path(config.config_file_path).parent / "CHANGELOG.md").read_text()
+    text = re.sub(r"\]\((?!docs/|https?:)", "](../", text).replace("](docs/", "](")
+    files.append(File.generated(config, "changelog.md", content=text))
+    return files

@@ -531,9 +531,9 @@ def table(verdicts: list[Verdict], before: str = "") -> str:
                 lines.append(f"| {victim} | {fault} | {' | '.join(cells)} | {told} |")
     counts = [tuple(map(int, found)) for line in lines for found in re.findall(r"(?<=\| )(\d+)/(\d+)", line)]
     held, of = (sum(each) for each in zip(*counts, strict=True)) if counts else (0, 0)
-    lines += ["", f"{held} of {of} injected faults held every invariant; {len(missed)} more"]
+    lines += ["", f"{held} of {of} injected faults satisfied every invariant; {len(missed)} more"]
     named = f" ({'; '.join(map(str, missed))})" if missed else ""
-    lines[-1] += f" were drawn for a place that their run did not come to{named}."
+    lines[-1] += f" targeted a place that their run did not reach{named}."
     return "\n".join(lines)
 
 

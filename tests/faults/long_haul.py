@@ -39,7 +39,7 @@ SAMPLES = 100
 TITLES = {
     "inside": "vLLM in the trainer's process",
     "thread": "`TransformersEngine` in a thread, `Ahead(1)`",
-    "beside": "vLLM in processes of its own, `Ahead(1)`",
+    "beside": "vLLM in separate processes, `Ahead(1)`",
 }
 GROWTH = 0.01
 """Share by which memory may grow from the second quarter of a run to its last."""

@@ -26,7 +26,7 @@ def test_a_sample_of_faults_holds_every_invariant() -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=550)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    assert re.search(r"^([1-9]\d*) of \1 injected faults held every invariant", done.stdout, re.MULTILINE)
+    assert re.search(r"^([1-9]\d*) of \1 injected faults satisfied every invariant", done.stdout, re.MULTILINE)
 
 
 def test_a_killed_campaign_leaves_no_process() -> None:
@@ -69,7 +69,7 @@ def test_a_fault_that_was_not_injected_is_named_and_does_not_count(tmp_path: Pat
     held = Verdict(Case("core", "SIGINT", "save", 1, 0.0), "ran to its end")
     assert [judged(each) for each in (ended, cut, held)] == ["not counted", "broken: exit", "ok"]
     assert table([ended, cut, held]).endswith(
-        "1 of 2 injected faults held every invariant; 1 more were drawn for a place that their run did not come to "
+        "1 of 2 injected faults satisfied every invariant; 1 more targeted a place that their run did not reach "
         "(core: SIGINT, sampling 1)."
     )
     other = table([Verdict(Case("reward", "SIGKILL", "sync", 1, 0.0), "ended with 2"), replace(held, case=ended.case)])
