@@ -154,8 +154,9 @@ def on_grid(runs: list[dict[str, Any]], clock: str) -> tuple[np.ndarray, np.ndar
     return grid, np.stack([np.interp(grid, x, y) for x, y in curves])
 
 
-def draw(runs: list[dict[str, Any]], clock: str, path: Path) -> None:
-    """The mean of each algorithm's seeds in a panel of its own, worst to best shaded, the others' means in grey."""
+def draw(runs: list[dict[str, Any]], clock: str, path: Path, dark: bool = False) -> None:
+    """Plots one panel per algorithm: the mean over seeds, a band from worst to best, and the other means in grey."""
+    accent, grey, ink = ("#60a5fa", "#4b5563", "#e5e7eb") if dark else ("#2563eb", "#d1d5db", "#111827")
     curves = {name: on_grid(each, clock) for name, each in by_algorithm(runs).items()}
     columns = min(4, len(curves))
     lines = -(-len(curves) // columns)
@@ -167,18 +168,20 @@ def draw(runs: list[dict[str, Any]], clock: str, path: Path) -> None:
     for panel, name in zip(axes.flat, curves, strict=False):
         for other, (x, y) in curves.items():
             mine = other == name
-            color, width = ("#2563eb", 1.8) if mine else ("#d1d5db", 0.8)
+            color, width = (accent, 1.8) if mine else (grey, 0.8)
             panel.plot(x, y.mean(0), color=color, linewidth=width, zorder=3 if mine else 1)
         x, y = curves[name]
-        panel.fill_between(x, y.min(0), y.max(0), color="#2563eb", alpha=0.2, linewidth=0, zorder=2)
+        panel.fill_between(x, y.min(0), y.max(0), color=accent, alpha=0.2, linewidth=0, zorder=2)
         panel.axhline(GOAL, color="#ea580c", linewidth=0.9, linestyle="--")
-        panel.set_title(TITLES[name], fontsize=10)
+        panel.set_title(TITLES[name], fontsize=10, color=ink)
+        panel.set_facecolor("none")
         panel.spines[["top", "right"]].set_visible(False)
-        panel.tick_params(labelsize=8)
-    figure.supxlabel(f"seconds of training ({clock})", fontsize=9)
-    figure.supylabel("accuracy, sampled, held out", fontsize=9)
+        panel.spines[["left", "bottom"]].set_color(ink)
+        panel.tick_params(labelsize=8, colors=ink)
+    figure.supxlabel(f"training time in seconds ({clock})", fontsize=9, color=ink)
+    figure.supylabel("held-out accuracy", fontsize=9, color=ink)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    figure.savefig(path, transparent=True)
 
 
 def spread(values: list[float]) -> str:
@@ -239,6 +242,7 @@ def main() -> None:
                 args.out.write_text(json.dumps({"settings": settings, "runs": runs}, indent=1) + "\n")
     if args.image:
         draw(runs, args.clock, args.image)
+        draw(runs, args.clock, args.image.with_stem(f"{args.image.stem}-dark"), dark=True)
     print("\n" + table(runs))
 
 
