@@ -1,12 +1,12 @@
-# Two commands do everything, the set-up included, and both are safe to repeat.
+# `make quickstart` and `make test` also set up the environment. Both can be repeated safely.
 #   make quickstart   SmolLM2-135M-Instruct learns to add by GRPO through vLLM; ends with a report
 #   make test         lint, types, and tests
-#   make test-long    the cases that `make test` leaves out
+#   make test-long    run the long tests that `make test` skips
 #   make pairs        four covering arrays of all features, runs of two rollouts; page docs/feature_pairs.md
 #   make faults       inject CASES faults into real runs and write the table into docs/reliability.md (about an hour);
-#                     it goes on where it was interrupted (outputs/faults.jsonl)
+#                     resumes if interrupted (outputs/faults.jsonl)
 #   make long-haul    2,000 rollouts, with vLLM and sampled ahead: memory, descriptors, threads and files must stay; table as above
-#   make audit        ask a database of known weaknesses about the minimum versions of pyproject.toml; needs a network
+#   make audit        check the minimum versions in pyproject.toml for known vulnerabilities; needs network access
 # Settings: VENV (the virtual environment, default .venv), PYTHON (the interpreter it is made with), WORKERS (of pytest).
 
 VENV ?= .venv

@@ -547,7 +547,7 @@ def test_a_secret_that_the_parser_quotes_is_not_shown(
 @pytest.mark.parametrize(
     ("command", "place", "message"),
     [
-        ("fit --config run.yaml", "lightrl.cli.run", "Interrupted before training began; nothing was saved.\n"),
+        ("fit --config run.yaml", "lightrl.cli.run", "Interrupted before training started; nothing was saved.\n"),
         ("doctor", "lightrl.cli.doctor.diagnose", "Interrupted.\n"),
     ],
 )

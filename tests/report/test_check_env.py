@@ -111,9 +111,7 @@ def test_luck_outside_the_seed_is_found() -> None:
 
 def test_failures_and_rewards_that_are_none_are_found() -> None:
     assert "failed: KeyError: 'weather'" in check(Broken).problems()[0]
-    assert any(
-        "row 0: environment NotFinite: `step` gave the reward nan" in text for text in check(NotFinite).problems()
-    )
+    assert any("example 0: environment NotFinite: `step` returned" in text for text in check(NotFinite).problems())
 
 
 def test_a_program_is_played_with_scripts_and_its_calls(tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def test_a_sum_beyond_float32_names_the_functions(scorers, weights):
     def other(completions):
         return [1.0, 9e15]
 
-    with pytest.raises(RewardError, match=r"row \d: the weighted sum .* large=.* other=.*at most 1e\+16"):
+    with pytest.raises(RewardError, match=r"completion \d: the weighted sum .* large=.* other=.*at most 1e\+16"):
         submit(scorers([large, other], weights=weights)).result(60)
 
 

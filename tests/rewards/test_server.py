@@ -92,7 +92,7 @@ def test_media_travel_and_are_decoded_again(serve):
     assert score(RemoteReward(server.url), ["a"], media={"images": [[wide.convert("RGB")]], "videos": [[]]}).total == [
         0
     ]
-    with pytest.raises(RewardError, match="422.*images, row 1: too many pixels in one request"):
+    with pytest.raises(RewardError, match="422.*images, row 1: the request has too many pixels"):
         score(RemoteReward(server.url), ["a"] * 2, media={"images": [[wide], [wide]], "videos": [[], []]})
 
 
