@@ -1,0 +1,252 @@
+"""Peak memory of a GRPO run on SmolLM2-135M-Instruct and Gemma 3 270M: full, LoRA, checkpointing, in each layout.
+
+    python benchmarks/memory.py --out results/memory.json
+
+Each row is a process that trains a rollout of 8 prompts x 8 completions of 48 tokens with `TransformersEngine`, in
+float32 on a CPU: prompts of reasoning-gym's `chain_sum` after an example, about 50 tokens. AdamW's state is there from
+the start, as in every rollout after the first. The peak is the largest resident set of the process, in 10^9 bytes.
+`planned` is what `lightrl doctor` expects. Rows already in the file are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PROMPTS, GROUP, NEW_TOKENS = 8, 8, 48
+LAYOUTS = ("padded", "packed", "shared_prefix")
+WAYS = {  # name: adapter, checkpointing
+    "full": (False, False),
+    "full, checkpointing": (False, True),
+    "LoRA": (True, False),
+    "LoRA, checkpointing": (True, True),
+}
+MODELS = {"smollm2": "SmolLM2-135M-Instruct", "gemma3": "Gemma 3 270M"}
+
+
+def prompts() -> list[str]:
+    """Sums after a worked example, for a base model."""
+    from lightrl.data import ReasoningGymRows
+
+    settings = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
+    rows = list(ReasoningGymRows({"chain_sum": settings}, size=PROMPTS + 1)())
+    return [f"{rows[0]['prompt']} {rows[0]['answer']}\n{row['prompt']}" for row in rows[1:]]
+
+
+def spread(prompts: list[str], completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """A reward that differs between the completions of a group, so that every row is trained."""
+    return [float(sum(ids) % 997) for ids in completion_ids]
+
+
+def resident(name: str) -> float:
+    """`VmRSS` or `VmHWM` of this process, in bytes."""
+    text = Path("/proc/self/status").read_text()
+    return 1024.0 * int(re.search(rf"{name}:\s*(\d+)", text)[1])  # type: ignore[index]
+
+
+def worker(path: str, layout: Any, lora: bool, checkpointing: bool, budget: int) -> dict[str, Any]:
+    """One row of the table."""
+    import torch
+    from lightning.pytorch import Callback, Trainer, seed_everything
+
+    from lightrl.algorithms import GRPOLightningModule, Updates
+    from lightrl.callbacks import WeightSync
+    from lightrl.cli.doctor import _memory
+    from lightrl.data import PromptSource
+    from lightrl.engines import TransformersEngine
+    from lightrl.models.spec import LoraSpec, ModelSpec
+    from lightrl.records import SamplingParams
+    from lightrl.rollout import RolloutDataModule
+
+    parts: dict[str, float] = {}
+    seen: dict[str, Any] = {}
+
+    def mark(name: str) -> None:
+        """Notes the peak since the last mark."""
+        parts[name] = max(parts.get(name, 0.0), resident("VmHWM"))
+        Path("/proc/self/clear_refs").write_text("5")
+
+    class Phases(Callback):
+        reads_old_logprobs = False
+        reads_all_rows = False
+
+        def on_train_start(self, trainer: Trainer, module: Any) -> None:
+            optimizer = trainer.optimizers[0]
+            for p in (p for group in optimizer.param_groups for p in group["params"]):
+                p.grad = torch.zeros_like(p)
+            optimizer.step()  # gradients of zero make AdamW's state and change no weight
+            optimizer.zero_grad(set_to_none=True)
+            mark("start")
+
+        def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+            mark("rollout")
+            seen["batch"] = time.perf_counter()
+            seen["lengths"] = batch.attention_mask.sum(1).tolist()
+            seen["prompts"] = (batch.attention_mask & ~batch.response_mask).sum(1).tolist()
+
+        def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+            mark("update")
+            seen["update_s"] = time.perf_counter() - seen["batch"]
+
+    seed_everything(1, verbose=False)
+    spec = ModelSpec(path, layout=layout, lora=LoraSpec() if lora else None, gradient_checkpointing=checkpointing)
+    module = GRPOLightningModule(
+        spec,
+        kl=None,
+        updates=Updates(micro_batch_tokens=budget),
+        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-6, weight_decay=0.0, fused=True),
+    )
+    data = RolloutDataModule(
+        PromptSource(rows=[{"prompt": text} for text in prompts()], shuffle=False),
+        rewards=[spread],
+        engine=TransformersEngine(),
+        sampling=SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True),
+        group_size=GROUP,
+        prompts_per_rollout=PROMPTS,
+        rollouts_per_epoch=1,
+    )
+    trainer = Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False, num_sanity_val_steps=0,
+        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+        callbacks=[WeightSync(), Phases()],
+    )  # fmt: skip
+    begun = time.perf_counter()
+    trainer.fit(module, data)
+    taken = time.perf_counter() - begun
+    lengths = seen["prompts"]
+    ((_, said),) = _memory(SimpleNamespace(model=module, datamodule=data, trainer=trainer), lengths[::GROUP])
+    return {
+        "prompt_tokens": lengths[::GROUP],
+        "longest": max(seen["lengths"]),
+        "budget": budget,
+        "peak_gb": max(parts.values()) / 1e9,
+        **{f"{name}_gb": value / 1e9 for name, value in parts.items()},
+        "doctor": said,
+        "seconds": taken,
+        "update_s": seen["update_s"],
+    }
+
+
+def planned(config: str, row: dict[str, Any]) -> float:
+    """10^9 bytes that `lightrl plan` and `lightrl doctor` expect for a row.
+
+    Args:
+        config: Directory with the model's config.json.
+        row: Of the committed table.
+    """
+    import torch
+
+    from lightrl.cli.plan.memory import Plan, measure_model, memory, micro_batch, total
+
+    size = measure_model(config, compute=torch.float32)
+    lora, checkpointing = WAYS[row["way"]]
+    lengths = row["prompt_tokens"]
+    prompt = max(lengths) if row["layout"] == "padded" else -(-sum(lengths) // len(lengths))
+    case = Plan(
+        size, critic=False, reference=False, gpus=1, precision="32-true", lora=16 * lora,
+        micro_batch_tokens=micro_batch(row["layout"], row["budget"], PROMPTS, GROUP, prompt, NEW_TOKENS),
+        checkpointing=checkpointing, cpu=True, engine_width=4, caches=False, sequences=PROMPTS * GROUP,
+        length=max(lengths) + NEW_TOKENS,
+    )  # fmt: skip
+    return total(memory(case, "ddp")) / 1e9
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The table of README.md."""
+    lines = ["| model | training | layout | micro-batch tokens | peak GB | planned GB |", "|---" * 6 + "|"]
+    order = {name: i for i, name in enumerate([*MODELS, *WAYS, *LAYOUTS])}
+    for row in sorted(rows, key=lambda row: [order[row[name]] for name in ("model", "way", "layout")]):
+        lines.append(
+            f"| {MODELS[row['model']]} | {row['way']} | {row['layout'].replace('_', ' ')} | {row['budget']:,} | "
+            f"{row['peak_gb']:.1f} | {row['planned_gb']:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Bars of the peaks with the default micro-batches, a panel for each model."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3), dpi=100, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, len(MODELS), sharey=True)
+    for panel, model in zip(axes, MODELS, strict=True):
+        for i, layout in enumerate(LAYOUTS):
+            found = {
+                row["way"]: row["peak_gb"]
+                for row in rows
+                if (row["model"], row["layout"], row["budget"]) == (model, layout, 16384)
+            }
+            places = [j + 0.27 * (i - 1) for j, way in enumerate(WAYS) if way in found]
+            values = [found[way] for way in WAYS if way in found]
+            color = ("#9ca3af", "#93c5fd", "#2563eb")[i]
+            for bar in panel.bar(places, values, width=0.25, color=color, label=layout.replace("_", " ")):
+                height = bar.get_height()
+                panel.text(bar.get_x() + 0.125, height, f"{height:.1f}", ha="center", va="bottom", fontsize=7)
+        panel.axhline(4.0, color="#ea580c", linewidth=0.9, linestyle="--")
+        panel.set_xticks(range(len(WAYS)), [way.replace(", ", ",\n") for way in WAYS], fontsize=8)
+        panel.set_title(MODELS[model], fontsize=10)
+        panel.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("peak memory of the process, GB", fontsize=9)
+    axes[0].legend(fontsize=8, frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def main() -> None:
+    """Runs the processes one after the other and writes the table after each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--layouts", nargs="*", choices=LAYOUTS, default=LAYOUTS)
+    parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--paths", nargs="*", help="Model directories; defaults to `packaged_model`", default=[])
+    parser.add_argument("--budget", type=int, default=16384, help="micro_batch_tokens")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path, help="JSON file")
+    parser.add_argument("--picture", type=Path, help="PNG file")
+    parser.add_argument("--worker", nargs=5, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        path, layout, lora, checkpointing, budget = args.worker
+        row = worker(path, layout, lora == "True", checkpointing == "True", int(budget))
+        print(json.dumps(row))
+        return
+    from lightrl.models.packaged import packaged_model
+
+    result = json.loads(args.out.read_text()) if args.out and args.out.exists() else {"rows": []}
+    paths = args.paths or [packaged_model(model) for model in args.models]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "PYTHONPATH": str(ROOT)}
+    for (model, path), way, layout in product(zip(args.models, paths, strict=True), args.ways, args.layouts):
+        named = {"model": model, "way": way, "layout": layout, "budget": args.budget}
+        if any(named.items() <= row.items() for row in result["rows"]):
+            continue
+        command = [sys.executable, __file__, "--worker", path, layout, *map(str, (*WAYS[way], args.budget))]
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
+        if done.returncode:
+            sys.exit(f"{named}: the process ended with {done.returncode}.")
+        row = {**named, **json.loads(done.stdout.splitlines()[-1])}
+        row["planned_gb"] = planned(path, row)
+        print(json.dumps(row), flush=True)
+        result["rows"].append(row)
+        result["machine"] = {"processor": platform.machine(), "cores": os.cpu_count(), "threads": args.threads}
+        if args.out:
+            args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(table(result["rows"]))
+    if args.picture:
+        draw(result["rows"], args.picture)
+
+
+if __name__ == "__main__":
+    main()
