@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightrl.models.packing.micro_batches import micro_batches
-from lightrl.models.packing.streams import make_stream
+from lightrl.models.packing.streams import GRID, make_stream
 from tests.models.conftest import Batch, make_batch, make_tree
 
 
@@ -139,7 +139,8 @@ def test_a_forest_is_cut_by_what_its_micro_batches_compute(seed: int) -> None:
         assert all(len(rows) == 1 or computed(batch, rows) <= budget for rows in bins)
         counts.append(sum(computed(batch, rows) for rows in bins))
     assert len(bins) == 1 and counts[-1] == whole
-    assert counts[0] >= max(counts[1:]) and min(counts) == whole
+    assert counts[0] >= max(counts[1:])
+    assert min(counts) > whole - GRID * len(lengths)  # a part of a tree may share a few tokens more
 
 
 def test_a_node_is_repeated_in_each_micro_batch_that_needs_it() -> None:

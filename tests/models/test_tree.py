@@ -78,21 +78,21 @@ def system_prompt_batch() -> Batch:
 
 
 def test_groups_share_their_system_prompt() -> None:
-    """Cut at 32 of its 40 tokens. Last tokens are not run: 32 + (28 + 9 + 9) + (38 + 9 + 9) + 59."""
+    """All 40 tokens. Last tokens are not run: 40 + (20 + 9 + 9) + (30 + 9 + 9) + 59."""
     stream = make_stream(*system_prompt_batch()[:3])
-    assert stream.lengths == [32, 28, 9, 9, 38, 9, 9, 59]
+    assert stream.lengths == [40, 20, 9, 9, 30, 9, 9, 59]
     assert stream.parents == [-1, 0, 1, 1, 0, 4, 4, -1]
-    assert stream.num_tokens == 32 + 46 + 56 + 59
-    assert stream.offsets == [0, 32, 60, 60, 32, 70, 70, 0]
-    assert stream.family_ends == [134, 78, 69, 78, 134, 125, 134, 193]
+    assert stream.num_tokens == 40 + 38 + 48 + 59
+    assert stream.offsets == [0, 40, 60, 60, 40, 70, 70, 0]
+    assert stream.family_ends == [126, 78, 69, 78, 126, 117, 126, 185]
 
 
 def test_a_few_equal_tokens_are_no_node_and_a_short_prompt_of_a_group_is() -> None:
     batch = make_batch([(5, [40, 40, 40])], pad=0)
     batch.token_ids[1, 5:30] = batch.token_ids[0, 5:30]  # 25 tokens that agree by chance
     assert make_stream(*batch[:3]).lengths == [5, 39, 39, 39]
-    batch.token_ids[1, 30:40] = batch.token_ids[0, 30:40]  # 35 of them: 32 are worth it
-    assert make_stream(*batch[:3]).lengths == [5, 32, 7, 7, 39]
+    batch.token_ids[1, 30:40] = batch.token_ids[0, 30:40]  # 35 of them are worth it
+    assert make_stream(*batch[:3]).lengths == [5, 35, 4, 4, 39]
 
 
 def test_attempts_that_fork_share_their_short_prompt_and_their_first_turn() -> None:

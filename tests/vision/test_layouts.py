@@ -236,7 +236,7 @@ def test_groups_of_one_picture_run_it_once_and_have_the_gradient_of_the_padded_l
 
 
 def test_prefixes_end_before_pictures_that_differ_and_never_between_two(folder_of: Any) -> None:
-    """All rows share the 64 tokens before their pictures, 69 of which are alike."""
+    """All rows share the 77 tokens before their pictures."""
     folder = folder_of("idefics3")
     rows = [question("<image> and that <image> " + "what else is there? " * 3 + end, 1, 2) for end in ("left?", "up?")]
     rows += [question("<image> is it?", 5)]
@@ -245,7 +245,7 @@ def test_prefixes_end_before_pictures_that_differ_and_never_between_two(folder_o
     ids, spans = marked_tokens(folder.policy().lm.config, batch.inputs, host)
     stream = make_stream(ids, batch.attention_mask, batch.response_mask, spans=spans)
     ends = [offset + length for offset, length in zip(stream.offsets, stream.lengths, strict=True)]
-    assert stream.lengths[0] == 64 and stream.parents[0] == -1 and stream.parents.count(0) == 2
+    assert stream.lengths[0] == 77 and stream.parents[0] == -1 and stream.parents.count(0) == 2
     for first, last in spans.tolist():
         assert not any(first < ends[parent] <= last for parent in stream.parents if parent >= 0)
     assert sorted(stream.shown) == [0, 4]

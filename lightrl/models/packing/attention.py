@@ -29,6 +29,7 @@ from lightrl.compat.transformers import attention_implementation, has_recurrent_
 from lightrl.models.packing.streams import LayoutError, TokenStream
 
 IMPLEMENTATION = "lightrl"
+NEW_BUCKET = 1 << 23  # query-key pairs x heads x head size that take as long as a new bucket's kernel calls
 
 
 def unsupported_reason(lm: Any, body: Any) -> str | None:
@@ -173,7 +174,8 @@ def _masked_sdpa(q: Tensor, k: Tensor, v: Tensor, stream: TokenStream, scale: fl
         return x.index_select(0, index.view(-1)).view(*index.shape, *x.shape[1:]).transpose(1, 2)
 
     parts, tokens = [], []
-    for batch in _cached(stream, ("masked", window), lambda: _masked_batches(stream, window, q.device)):
+    bound = NEW_BUCKET // (q.shape[1] * q.shape[2])
+    for batch in _cached(stream, ("masked", window), lambda: _masked_batches(stream, window, q.device, bound)):
         keys, values = (taken(x, batch.keys).repeat_interleave(repeat, 1) for x in (k, v))
         out = F.scaled_dot_product_attention(taken(q, batch.queries), keys, values, attn_mask=batch.mask, scale=scale)
         parts.append(out.transpose(1, 2).flatten(0, 1).index_select(0, batch.real))
@@ -182,13 +184,14 @@ def _masked_sdpa(q: Tensor, k: Tensor, v: Tensor, stream: TokenStream, scale: fl
     return torch.cat(parts).index_select(0, order.argsort())
 
 
-def _masked_batches(stream: TokenStream, window: int | None, device: torch.device) -> list[_Batch]:
+def _masked_batches(stream: TokenStream, window: int | None, device: torch.device, new_bucket: int) -> list[_Batch]:
     paths: list[Tensor] = []  # stream tokens visible to each segment
     for start, length, parent in zip(stream.starts, stream.lengths, stream.parents, strict=True):
         own = torch.arange(start, start + length)
         paths.append(own if parent < 0 else torch.cat([paths[parent], own]))
     result = []
-    for bucket in buckets([(stream.lengths[i], len(path)) for i, path in enumerate(paths)]):
+    sizes = [(length, len(path)) for length, path in zip(stream.lengths, paths, strict=True)]
+    for bucket in buckets(sizes, new_bucket):
         lengths = torch.tensor([stream.lengths[i] for i in bucket])
         seen = torch.tensor([len(paths[i]) for i in bucket])
         queries = pad_sequence([paths[i][-stream.lengths[i] :] for i in bucket], batch_first=True)
@@ -205,7 +208,7 @@ def _masked_batches(stream: TokenStream, window: int | None, device: torch.devic
     return result
 
 
-def buckets(sizes: list[tuple[int, int]], new_bucket: int = 1 << 17) -> list[list[int]]:
+def buckets(sizes: list[tuple[int, int]], new_bucket: int) -> list[list[int]]:
     """Groups (queries, keys) segments into buckets in which padding to the longest wastes little.
 
     Args:

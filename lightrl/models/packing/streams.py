@@ -13,7 +13,8 @@ Outputs are read by row: a token of a shared segment may be trained in one row a
 output depends on are dropped: padding, and everything from a row's last response token on.
 
 Prefixes end at multiples of `GRID` tokens, so that rows with a few equal tokens by chance are not split. They also end
-where a shared prompt ends, and where one row is a prefix of another.
+where a shared prompt ends, where one row is a prefix of another, and where the root of a tree ends, such as a system
+prompt.
 
 Source: Wang et al. 2025 (tree training), https://arxiv.org/abs/2511.00413, who restore the gradients of prefixes that
 are computed once. Here, a prefix has one position in the stream, and autograd sums its descendants' gradients.
@@ -260,6 +261,11 @@ def _cut(ids: np.ndarray, lengths: Tensor, prompts: Tensor, spans: Tensor | None
     prompt = torch.tensor(_prompt_ends(prompts.tolist(), common.tolist()))
     cut = prompt + (common - prompt) // GRID * GRID
     cut = torch.where(common == shorter, common, cut)
+    # In a tree, each row shares at least GRID tokens with the next one. It is also cut where its root ends.
+    joined = common >= GRID
+    tree = (~joined).cumsum(0)
+    root = torch.full((len(common) + 1,), ids.shape[1]).scatter_reduce(0, tree[joined], common[joined], "amin")
+    cut = torch.where(joined, torch.maximum(cut, root[tree]), cut)
     if spans is not None:
         first, last = spans[:-1, 0], torch.maximum(spans[:-1, 1], spans[1:, 1])
         inside = (first >= 0) & (first < cut) & (cut <= last)
