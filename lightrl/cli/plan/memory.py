@@ -9,6 +9,7 @@ unsharded gradients that are being reduced.
 from __future__ import annotations
 
 import copy
+import os
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +28,7 @@ from lightrl.models.policy import transformer_blocks
 STRATEGIES = ("ddp", "fsdp2", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 PARTS = (
     "weights", "gradients", "optimizer", "reference", "reward model", "gathered", "activations", "head",
-    "optimizer step", "engine", "KV cache", "process",
+    "optimizer step", "engine", "KV cache", "process", "heap",
 )  # fmt: skip
 USABLE = 0.9
 """Usable fraction of GPU memory; the CUDA context, NCCL buffers, and fragmentation take the rest."""
@@ -285,6 +286,7 @@ def memory(plan: Plan, strategy: str) -> dict[str, float]:
         parts["engine"] = plan.engine_width * plan.actor.parameters
         parts["KV cache"] = plan.caches * plan.engine_width * plan.actor.kv_width * plan.sequences * plan.length
     parts["process"] = plan.cpu * _PROCESS
+    parts["heap"] = heap(plan)
     if strategy.endswith("offload"):
         parts["optimizer"] = parts["optimizer step"] = 0.0
         parts["weights"] *= strategy == "zero2_offload"
@@ -302,6 +304,20 @@ def activations(plan: Plan) -> float:
     else:
         blocks = models * size.layers * block
     return blocks + models * size.saved_outside * tokens
+
+
+def heap(plan: Plan) -> float:
+    """Bytes that glibc's heap can't reuse or return in a LoRA run on a CPU.
+
+    Each adapted layer allocates temporaries as large as its output between small tensors that the backward pass keeps.
+    The freed temporaries remain as holes: about two per layer, one with checkpointing. The numbers are fitted to
+    benchmarks/results/memory.json. With the environment variable `MALLOC_MMAP_THRESHOLD_` there are none.
+    """
+    if not (plan.cpu and plan.lora) or "MALLOC_MMAP_THRESHOLD_" in os.environ:
+        return 0.0
+    width = 4 if plan.precision == "32-true" else 2
+    outputs = sum(rows for rows, _ in plan.actor.linear)
+    return (1 + plan.critic) * (2 - plan.checkpointing) * width * outputs * plan.micro_batch_tokens
 
 
 def head(plan: Plan) -> float:
