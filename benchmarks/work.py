@@ -1,27 +1,29 @@
-"""Work, counted: what a GRPO update computes, keeps, and moves, whatever the machine.
+"""Counts the work of a GRPO update that does not depend on the machine: FLOPs, tokens, bytes, and host reads.
 
     python benchmarks/work.py --out results/work.json --picture ../docs/images/work.png
     python benchmarks/work.py --sample --lengths results/lengths.json    (samples new lengths)
 
-The lengths are those of SmolLM2-135M-Instruct on two tasks of reasoning-gym, 8 prompts x 8 completions sampled at
-temperature 1. Token IDs are random, so that completions share nothing by chance: real ones share more. One row per
-layout, of the same model and the same loss; `trl` is TRL's own `GRPOTrainer` (extra `bench`), which pads all rows of a
-rollout to the longest prompt and the longest completion. Blocks are alike, so that counts are linear in their number:
-the model runs with its first block and with its first two, and the rest is extrapolated (`--whole` runs all).
+The lengths come from SmolLM2-135M-Instruct on two tasks of reasoning-gym: 8 prompts x 8 completions, sampled at
+temperature 1. Token IDs are random, so completions share nothing by chance; real completions share more. Each row is a
+layout of the same model with the same loss. `trl` is TRL's `GRPOTrainer` (extra `bench`), which pads all sequences of
+a rollout to the longest prompt and the longest completion. All blocks are equal, so counts are linear in their number:
+the script runs the model with one and with two blocks and extrapolates (`--whole` runs all blocks).
 
-The ideal computes each token that some trained token depends on once, the causal half of attention, and each logit
-once: 6 FLOPs per weight and token, 12 per number of a query and visible key. FLOPs are counted by torch's
-`FlopCounterMode`, which lacks a formula for the CPU's attention; it is added here. Attention counts as computed, masked
-pairs included. Operators are dispatched ones without views, an upper bound of kernel launches. Host reads are copies
-of a number or a tensor that depends on the batch or the weights to Python, each a synchronization on a GPU. Peak
-bytes are those of all tensors that live at the same time, without those that live before.
+The ideal computes each token once if some trained token depends on it, the causal half of attention, and each logit
+once: 6 FLOPs per weight and token, 12 per element of a query and visible key. `FlopCounterMode` counts the FLOPs;
+formulas that it lacks are added here, and an unknown product raises an error. Attention counts as computed, including
+masked pairs. Operators exclude views: an upper bound of kernel launches. A host read copies a value that depends on
+the batch or the weights to Python, which synchronizes a GPU. Peak bytes are those of all tensors alive at one time,
+without weights and batch.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
+import re
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -35,7 +37,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightrl.models.packing.micro_batches import micro_batches
@@ -142,11 +144,25 @@ def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, ou
     return sdpa_backward_flop_count(grad, query, key, value)
 
 
+def _product_of(*factors: int) -> Callable[..., int]:
+    """FLOPs of an operator whose arguments with these numbers are (..., n, k) and (..., k, m), m = 1 for a vector."""
+    first, second = factors
+
+    def flops(*args: Any, out_shape: Any = None, **_: Any) -> int:
+        left, right = args[first], args[second]
+        return 2 * math.prod(left) * (right[-1] if len(right) > 1 else 1)
+
+    return flops
+
+
 _ATEN = torch.ops.aten
-FORMULAS = {
+FORMULAS: dict[Any, Any] = {  # what `FlopCounterMode` has no formula for
     _ATEN._scaled_dot_product_flash_attention_for_cpu: _attention_forward,
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    **dict.fromkeys((_ATEN.mv, _ATEN.dot, _ATEN.vdot), _product_of(0, 1)),
+    **dict.fromkeys((_ATEN.addmm_, _ATEN.baddbmm_, _ATEN.addmv, _ATEN.addmv_), _product_of(1, 2)),
 }
+_PRODUCT = re.compile(r"mm|bmm|mv|v?dot|ger|addr|matmul|linear|einsum|conv|attention|gru|lstm|rnn")
 _SYNCHRONIZES = {
     _ATEN._local_scalar_dense, _ATEN.nonzero, _ATEN.is_nonzero, _ATEN.equal, _ATEN.masked_select, _ATEN._unique2,
     _ATEN.unique_dim, _ATEN.unique_consecutive,
@@ -157,12 +173,13 @@ class Counted(TorchDispatchMode):
     """Counts operators, host reads, and live bytes.
 
     Args:
-        device: Tensors that lie on the device in a GPU run; so does everything computed from them.
+        device: Tensors that a GPU run keeps on the device, as it does everything computed from them.
     """
 
     def __init__(self, device: list[Tensor]) -> None:
         super().__init__()
         self.operators = 0
+        self.uncounted = set[str]()
         self.reads: Counter[str] = Counter()
         self.live = self.peak = 0
         self._device: Any = WeakTensorKeyDictionary()
@@ -172,7 +189,7 @@ class Counted(TorchDispatchMode):
             self._storages.add(tensor.untyped_storage()._cdata)
 
     def on_device(self, tensor: Any) -> bool:
-        """Whether a tensor depends on the device's."""
+        """Whether a tensor is on the device or depends on one that is."""
         return isinstance(tensor, Tensor) and tensor in self._device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -184,6 +201,9 @@ class Counted(TorchDispatchMode):
         indexed = func.overloadpacket is _ATEN.index and any(x.dtype == torch.bool for x in inputs[1:])
         if func.overloadpacket in _SYNCHRONIZES or indexed:
             self.reads[str(func.overloadpacket)] += 1
+        packet = func.overloadpacket
+        if packet not in FORMULAS and packet not in flop_registry and _PRODUCT.search(packet.__name__):
+            self.uncounted.add(packet.__name__)
         self.operators += not func.is_view and func.overloadpacket is not _ATEN.detach
         for tensor in made:
             self._device[tensor] = True
@@ -220,12 +240,18 @@ class HostReads(TorchFunctionMode):
 
 
 def count(run: Callable[[], Any], device: list[Tensor]) -> dict[str, Any]:
-    """What a forward and backward pass takes: FLOPs by part, operators, host reads, and bytes at the peak."""
+    """FLOPs, operators, host reads, and peak bytes of a forward and backward pass.
+
+    Raises:
+        ValueError: An operator multiplies matrices or vectors and has no FLOP formula.
+    """
     flops = FlopCounterMode(display=False, custom_mapping=FORMULAS)
     counted = Counted(device)
     with flops, HostReads(counted), counted:
         run()
-    total = flops.get_flop_counts()["Global"]
+    if counted.uncounted:
+        raise ValueError(f"{sorted(counted.uncounted)}: operators without a FLOP formula. Add them to FORMULAS.")
+    total = flops.get_flop_counts().get("Global", {})
     attention = sum(n for name, n in total.items() if "attention" in str(name))
     return {
         "flops": flops.get_total_flops(),
@@ -258,9 +284,9 @@ def update(policy: PolicyModel, rows: tuple[Tensor, ...], host: Any, budget: int
 
 
 def trl_update(
-    path: str, model: Any, lengths: dict[str, Any], micro: int
+    path: str, model: Any, lengths: dict[str, Any], micro: int, parts: int
 ) -> tuple[Any, Callable[[], int], list[Tensor]]:
-    """TRL's model, its loss and backward on all micro-batches of a rollout, and the tensors that it is given."""
+    """TRL's model, its loss and backward on the first micro-batches of a rollout, and the batch."""
     import tempfile
 
     from datasets import Dataset
@@ -290,10 +316,11 @@ def trl_update(
 
     def run() -> int:
         trainer.model.train()
-        for start in range(0, count, micro):
+        trainer.current_gradient_accumulation_steps = count // micro  # set by `training_step`
+        for start in range(0, parts * micro, micro):
             part = {name: x[start : start + micro] if x.ndim else x for name, x in batch.items()}
             trainer.compute_loss(trainer.model, part).backward()
-        return count // micro
+        return parts
 
     return trainer.model, run, list(batch.values())
 
@@ -312,20 +339,31 @@ def measure(path: str, lengths: dict[str, Any], layout: str, budget: int, whole:
     else:
         tokens = computed(rows, layout, budget)
     del lm
-    counts = [_counted(path, lengths, layout, budget, n) for n in ([blocks] if whole else [1, 2])]
+
+    def counted(number: int) -> dict[str, Any]:
+        if layout != "trl":
+            return _counted(path, lengths, layout, budget, number)
+        # TRL's micro-batches have one shape; the second one is the first with gradients, and has the peak.
+        one, two = (_counted(path, lengths, layout, budget, number, parts) for parts in (1, 2))
+        all_parts = len(rows[0]) // GROUP
+        return {**{name: _at(all_parts, one[name], two[name]) for name in one}, "peak_bytes": two["peak_bytes"]}
+
+    counts = [counted(n) for n in ([blocks] if whole else [1, 2])]
     row = counts[0] if whole else {name: _at(blocks, *(each[name] for each in counts)) for name in counts[0]}
     return {"ideal": best, layout: {**row, "tokens": tokens}}
 
 
 def _at(blocks: int, one: Any, two: Any) -> Any:
-    """A count of a model with `blocks` blocks from those with one and two."""
+    """A count for `blocks` blocks, or micro-batches, from those for one and two."""
     if isinstance(one, dict):
         return {name: _at(blocks, one.get(name, 0), two.get(name, 0)) for name in {**one, **two}}
     return one + (blocks - 1) * (two - one)
 
 
-def _counted(path: str, lengths: dict[str, Any], layout: str, budget: int, blocks: int) -> dict[str, Any]:
-    """What an update of a model with its first `blocks` blocks takes."""
+def _counted(
+    path: str, lengths: dict[str, Any], layout: str, budget: int, blocks: int, parts: int = 0
+) -> dict[str, Any]:
+    """Counts of an update of the model cut to its first `blocks` blocks."""
     from lightrl.models.loading import load_causal_lm
     from lightrl.models.spec import ModelSpec
 
@@ -334,7 +372,7 @@ def _counted(path: str, lengths: dict[str, Any], layout: str, budget: int, block
     lm.config.num_hidden_layers = blocks
     model: Any
     if layout == "trl":
-        model, run, given = trl_update(path, lm, lengths, GROUP)
+        model, run, given = trl_update(path, lm, lengths, GROUP, parts)
     else:
         model = PolicyModel(lm, layout=layout)  # type: ignore[arg-type]
         rows = rows_of(lengths, lm.config.vocab_size)
@@ -382,7 +420,7 @@ TITLES = {"padded": "padded", "packed": "packed", "shared_prefix": "shared prefi
 
 
 def ratios(lengths: dict[str, Any], table: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Per layout: FLOPs per trained token, to the ideal and to padded; padding; tokens that sharing saved."""
+    """Per layout: relative FLOPs, fractions of padding and of saved tokens, operators, and host reads."""
     best, real = table["ideal"], sum(lengths["prompts"]) * GROUP + sum(map(sum, lengths["completions"]))
     found = {}
     for layout in (name for name in TITLES if name in table):
@@ -392,7 +430,7 @@ def ratios(lengths: dict[str, Any], table: dict[str, Any]) -> dict[str, dict[str
             "to_ideal": row["flops"] / best["flops"],
             "to_padded": row["flops"] / table["padded"]["flops"],
             "padding": max(0.0, 1 - real / row["tokens"]),
-            "tokens_to_real": row["tokens"] / real,
+            "saved": max(0.0, 1 - row["tokens"] / real),
             "operators_per_micro_batch": row["operators"] / row["micro_batches"],
             "reads_per_micro_batch": sum(row["host_reads"].values()) / row["micro_batches"],
         }
@@ -400,29 +438,29 @@ def ratios(lengths: dict[str, Any], table: dict[str, Any]) -> dict[str, dict[str
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The tables of README.md."""
+    """The tables of docs/benchmarks.md."""
     lines = [
-        "| task | layout | tokens | of the real ones | padding | MFLOPs per trained token | to the ideal | peak MB | "
-        "micro-batches | operators each | host reads each |",
+        "| Task | Layout | Tokens | Padding | Saved | MFLOPs per trained token | To the ideal | Peak GB | "
+        "Micro-batches | Operators | Host reads |",
         "|---" * 11 + "|",
     ]
     for task, found in result["tasks"].items():
         for layout, ratio in found["ratios"].items():
             row = found["table"][layout]
             lines.append(
-                f"| {task} | {TITLES[layout]} | {row['tokens']:,} | {ratio['tokens_to_real']:.2f} | "
-                f"{ratio['padding']:.0%} | {ratio['flops_per_trained_token'] / 1e6:,.0f} | {ratio['to_ideal']:.2f} | "
-                f"{row['peak_bytes'] / 1e6:,.0f} | {row['micro_batches']} | "
+                f"| {task} | {TITLES[layout]} | {row['tokens']:,} | {ratio['padding']:.0%} | {ratio['saved']:.0%} | "
+                f"{ratio['flops_per_trained_token'] / 1e6:,.0f} | {ratio['to_ideal']:.2f} | "
+                f"{row['peak_bytes'] / 1e9:.1f} | {row['micro_batches']} | "
                 f"{ratio['operators_per_micro_batch']:,.0f} | {ratio['reads_per_micro_batch']:.0f} |"
             )
-    lines += ["", "| weight sync | MB | to all weights |", "|---|---|---|"]
+    lines += ["", "| Weight sync | MB | Of all weights |", "|---|---|---|"]
     pushed = result["sync_bytes"]
-    lines += [f"| {name} | {n / 1e6:,.1f} | {n / pushed['full']:.3f} |" for name, n in pushed.items()]
+    lines += [f"| {name} | {n / 1e6:,.1f} | {n / pushed['full']:.0%} |" for name, n in pushed.items()]
     return "\n".join(lines)
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Bars of FLOPs to the ideal, a panel for each task."""
+    """Bars of FLOPs relative to the ideal, one panel per task."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -439,7 +477,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         panel.margins(x=0.15)
         panel.spines[["top", "right"]].set_visible(False)
         panel.tick_params(labelsize=8)
-    figure.supxlabel("FLOPs of an update, to the shared-prefix ideal", fontsize=9)
+    figure.supxlabel("FLOPs of an update, relative to the shared-prefix ideal", fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
