@@ -2,10 +2,11 @@
 
     python benchmarks/memory.py --out results/memory.json
 
-Each row is a process that trains a rollout of 8 prompts x 8 completions of 48 tokens with `TransformersEngine`, in
-float32 on a CPU: prompts of reasoning-gym's `chain_sum` after an example, about 50 tokens. AdamW's state is there from
-the start, as in every rollout after the first. The peak is the largest resident set of the process, in 10^9 bytes.
-`planned` is what `lightrl doctor` expects. Rows already in the file are kept.
+Each row is a process that trains one rollout of 8 prompts x 8 completions of 48 tokens with `TransformersEngine`, in
+float32 on a CPU. The prompts are sums of reasoning-gym's `chain_sum` after an example, about 50 tokens. AdamW's state
+exists from the start, as in every rollout after the first. The peak is the largest resident set of the process, in
+10^9 bytes. `planned` is the estimate of `lightrl doctor`. Rows already in the file are kept. With the environment
+variable MALLOC_MMAP_THRESHOLD_ set, rows are listed separately.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import sys
 import time
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,7 +36,7 @@ MODELS = {"smollm2": "SmolLM2-135M-Instruct", "gemma3": "Gemma 3 270M"}
 
 
 def prompts() -> list[str]:
-    """Sums after a worked example, for a base model."""
+    """Prompts with a sum and a worked example, for a base model."""
     from lightrl.data import ReasoningGymRows
 
     settings = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
@@ -45,7 +45,7 @@ def prompts() -> list[str]:
 
 
 def spread(prompts: list[str], completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """A reward that differs between the completions of a group, so that every row is trained."""
+    """A reward that differs between the completions of a group, so that every completion is trained."""
     return [float(sum(ids) % 997) for ids in completion_ids]
 
 
@@ -62,7 +62,6 @@ def worker(path: str, layout: Any, lora: bool, checkpointing: bool, budget: int)
 
     from lightrl.algorithms import GRPOLightningModule, Updates
     from lightrl.callbacks import WeightSync
-    from lightrl.cli.doctor import _memory
     from lightrl.data import PromptSource
     from lightrl.engines import TransformersEngine
     from lightrl.models.spec import LoraSpec, ModelSpec
@@ -125,29 +124,43 @@ def worker(path: str, layout: Any, lora: bool, checkpointing: bool, budget: int)
     trainer.fit(module, data)
     taken = time.perf_counter() - begun
     lengths = seen["prompts"]
-    ((_, said),) = _memory(SimpleNamespace(model=module, datamodule=data, trainer=trainer), lengths[::GROUP])
     return {
         "prompt_tokens": lengths[::GROUP],
         "longest": max(seen["lengths"]),
         "budget": budget,
         "peak_gb": max(parts.values()) / 1e9,
         **{f"{name}_gb": value / 1e9 for name, value in parts.items()},
-        "doctor": said,
         "seconds": taken,
         "update_s": seen["update_s"],
     }
 
 
+def tensors(path: str, layout: str) -> dict[str, float]:
+    """10^9 bytes of tensors alive at the peak of an update, without weights and batch, for each way of training."""
+    from work import count_blocks, extrapolate
+
+    from lightrl.models.spec import LoraSpec
+
+    blocks = json.loads((Path(path) / "config.json").read_text())["num_hidden_layers"]
+    lengths = {"shared": 60, "prompts": [70] * 4 + [68] * 4, "completions": [[NEW_TOKENS] * GROUP] * PROMPTS}
+    found = {}
+    for way, (lora, checkpointing) in WAYS.items():
+        spec = {"lora": LoraSpec() if lora else None, "gradient_checkpointing": checkpointing}
+        one, two = (count_blocks(path, lengths, layout, 16384, n, **spec)["peak_bytes"] for n in (1, 2))
+        found[way] = extrapolate(blocks, one, two) / 1e9
+    return found
+
+
 def planned(config: str, row: dict[str, Any]) -> float:
-    """10^9 bytes that `lightrl plan` and `lightrl doctor` expect for a row.
+    """Estimate of `lightrl plan` and `lightrl doctor` for a row, in 10^9 bytes.
 
     Args:
         config: Directory with the model's config.json.
-        row: Of the committed table.
+        row: A row of the committed table.
     """
     import torch
 
-    from lightrl.cli.plan.memory import Plan, measure_model, memory, micro_batch, total
+    from lightrl.cli.plan.memory import Plan, heap, measure_model, memory, micro_batch, total
 
     size = measure_model(config, compute=torch.float32)
     lora, checkpointing = WAYS[row["way"]]
@@ -159,17 +172,20 @@ def planned(config: str, row: dict[str, Any]) -> float:
         checkpointing=checkpointing, cpu=True, engine_width=4, caches=False, sequences=PROMPTS * GROUP,
         length=max(lengths) + NEW_TOKENS,
     )  # fmt: skip
-    return total(memory(case, "ddp")) / 1e9
+    parts = memory(case, "ddp")
+    parts["heap"] = 0.0 if row.get("mmap_threshold") else heap(case)
+    return total(parts) / 1e9
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The table of README.md."""
-    lines = ["| model | training | layout | micro-batch tokens | peak GB | planned GB |", "|---" * 6 + "|"]
+    """The table of docs/benchmarks.md."""
+    lines = ["| Model | Training | Layout | Micro-batch tokens | Peak GB | Planned GB |", "|---" * 6 + "|"]
     order = {name: i for i, name in enumerate([*MODELS, *WAYS, *LAYOUTS])}
     for row in sorted(rows, key=lambda row: [order[row[name]] for name in ("model", "way", "layout")]):
+        mapped = ", 1 MiB threshold" if row.get("mmap_threshold") else ""
         lines.append(
-            f"| {MODELS[row['model']]} | {row['way']} | {row['layout'].replace('_', ' ')} | {row['budget']:,} | "
-            f"{row['peak_gb']:.1f} | {row['planned_gb']:.1f} |"
+            f"| {MODELS[row['model']]} | {row['way']}{mapped} | {row['layout'].replace('_', ' ')} | "
+            f"{row['budget']:,} | {row['peak_gb']:.1f} | {row['planned_gb']:.1f} |"
         )
     return "\n".join(lines)
 
@@ -188,6 +204,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
                 row["way"]: row["peak_gb"]
                 for row in rows
                 if (row["model"], row["layout"], row["budget"]) == (model, layout, 16384)
+                and not row.get("mmap_threshold")
             }
             places = [j + 0.27 * (i - 1) for j, way in enumerate(WAYS) if way in found]
             values = [found[way] for way in WAYS if way in found]
@@ -216,6 +233,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, help="JSON file")
     parser.add_argument("--picture", type=Path, help="PNG file")
+    parser.add_argument("--tensors", action="store_true", help="count the tensors of an update of SmolLM2 as well")
     parser.add_argument("--worker", nargs=5, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
@@ -227,9 +245,12 @@ def main() -> None:
 
     result = json.loads(args.out.read_text()) if args.out and args.out.exists() else {"rows": []}
     paths = args.paths or [packaged_model(model) for model in args.models]
+    if args.tensors:
+        result["tensors_gb"] = tensors(packaged_model("smollm2"), "shared_prefix")
     environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "PYTHONPATH": str(ROOT)}
     for (model, path), way, layout in product(zip(args.models, paths, strict=True), args.ways, args.layouts):
         named = {"model": model, "way": way, "layout": layout, "budget": args.budget}
+        named |= {"mmap_threshold": int(os.environ.get("MALLOC_MMAP_THRESHOLD_", 0))}
         if any(named.items() <= row.items() for row in result["rows"]):
             continue
         command = [sys.executable, __file__, "--worker", path, layout, *map(str, (*WAYS[way], args.budget))]

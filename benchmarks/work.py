@@ -342,32 +342,32 @@ def measure(path: str, lengths: dict[str, Any], layout: str, budget: int, whole:
 
     def counted(number: int) -> dict[str, Any]:
         if layout != "trl":
-            return _counted(path, lengths, layout, budget, number)
+            return count_blocks(path, lengths, layout, budget, number)
         # TRL's micro-batches have one shape; the second one is the first with gradients, and has the peak.
-        one, two = (_counted(path, lengths, layout, budget, number, parts) for parts in (1, 2))
+        one, two = (count_blocks(path, lengths, layout, budget, number, parts) for parts in (1, 2))
         all_parts = len(rows[0]) // GROUP
-        return {**{name: _at(all_parts, one[name], two[name]) for name in one}, "peak_bytes": two["peak_bytes"]}
+        return {**{name: extrapolate(all_parts, one[name], two[name]) for name in one}, "peak_bytes": two["peak_bytes"]}
 
     counts = [counted(n) for n in ([blocks] if whole else [1, 2])]
-    row = counts[0] if whole else {name: _at(blocks, *(each[name] for each in counts)) for name in counts[0]}
+    row = counts[0] if whole else {name: extrapolate(blocks, *(each[name] for each in counts)) for name in counts[0]}
     return {"ideal": best, layout: {**row, "tokens": tokens}}
 
 
-def _at(blocks: int, one: Any, two: Any) -> Any:
+def extrapolate(blocks: int, one: Any, two: Any) -> Any:
     """A count for `blocks` blocks, or micro-batches, from those for one and two."""
     if isinstance(one, dict):
-        return {name: _at(blocks, one.get(name, 0), two.get(name, 0)) for name in {**one, **two}}
+        return {name: extrapolate(blocks, one.get(name, 0), two.get(name, 0)) for name in {**one, **two}}
     return one + (blocks - 1) * (two - one)
 
 
-def _counted(
-    path: str, lengths: dict[str, Any], layout: str, budget: int, blocks: int, parts: int = 0
+def count_blocks(
+    path: str, lengths: dict[str, Any], layout: str, budget: int, blocks: int, parts: int = 0, **spec: Any
 ) -> dict[str, Any]:
     """Counts of an update of the model cut to its first `blocks` blocks."""
     from lightrl.models.loading import load_causal_lm
     from lightrl.models.spec import ModelSpec
 
-    lm: Any = load_causal_lm(ModelSpec(path, dtype="float32"), trainable=True)
+    lm: Any = load_causal_lm(ModelSpec(path, dtype="float32", **spec), trainable=True)
     lm.model.layers = lm.model.layers[:blocks]
     lm.config.num_hidden_layers = blocks
     model: Any

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from lightrl.cli.plan import memory as plan
 from lightrl.models.packing import attention
 from tests.test_plan import GEMMA3, SMOLLM2
 
@@ -18,8 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 LENGTHS = {"shared": 8, "prompts": [20, 32, 27], "completions": [[8, 20, 31, 16], [5, 9, 12, 3], [14, 14, 2, 30]]}
 REAL = json.loads((RESULTS / "lengths.json").read_text())
-# FLOPs to the shared-prefix ideal. The aim is 1.05. String manipulation has prompts of 300 tokens, in which the masked
-# half of attention is computed, too many logits to keep them, and the scores of attention twice.
+# FLOPs relative to the shared-prefix ideal. The aim is 1.05; docs/benchmarks.md explains the difference.
 BARS = {"chain_sum": 1.05, "string_manipulation": 1.07}
 LAYERS, HEADS, WIDTH, HIDDEN, INNER, WORDS = 2, 1, 8, 64, 256, 427  # parts of a token's work as in SmolLM2-135M
 BLOCK = 4 * HIDDEN * WIDTH + 3 * HIDDEN * INNER
@@ -131,12 +133,14 @@ def test_the_committed_work_meets_its_bars_and_is_shown(work: Any) -> None:
         assert found["ratios"]["shared_prefix"]["reads_per_micro_batch"] == 0
 
 
-def test_plans_are_within_half_of_the_committed_peaks_of_real_runs(
+def test_plans_are_within_a_quarter_of_the_committed_peaks_of_real_runs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Full, LoRA, and checkpointing: a factor of 1.5 at most, either way."""
+    """Full, LoRA, and checkpointing: a factor of 1.25 at most, either way."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     memory: Any = importlib.import_module("memory")
+    measure = cache(plan.measure_model)
+    monkeypatch.setattr(plan, "measure_model", measure)
     rows = json.loads((RESULTS / "memory.json").read_text())["rows"]
     page = (ROOT / "docs" / "benchmarks.md").read_text()
     assert all(line in page for line in memory.table(rows).splitlines())
@@ -145,4 +149,18 @@ def test_plans_are_within_half_of_the_committed_peaks_of_real_runs(
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config))
     for row in rows:
-        assert 1 / 1.5 <= memory.planned(str(tmp_path / row["model"]), row) / row["peak_gb"] <= 1.5, row
+        planned = memory.planned(str(tmp_path / row["model"]), row)
+        assert planned == pytest.approx(row["planned_gb"])
+        assert 1 / 1.25 <= planned / row["peak_gb"] <= 1.25, row
+
+
+def test_the_heap_of_a_lora_run_is_planned_on_a_cpu_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SMOLLM2))
+    size = plan.measure_model(str(tmp_path), compute=torch.float32)
+    case = plan.Plan(size, critic=False, lora=16, precision="32-true", micro_batch_tokens=1000, cpu=True)
+    outputs = 30 * (576 + 192 + 192 + 576 + 2 * 1536 + 576)
+    assert plan.heap(case) == 4 * outputs * 1000  # with checkpointing
+    assert plan.heap(replace(case, checkpointing=False)) == 2 * plan.heap(case)
+    assert plan.heap(replace(case, lora=0)) == plan.heap(replace(case, cpu=False)) == 0
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1048576")
+    assert plan.heap(case) == 0
