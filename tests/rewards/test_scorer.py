@@ -627,7 +627,7 @@ def test_bad_combinations_are_refused() -> None:
         ({"rewards": [right]}, "at least two"),
         ({"rewards": [right, right]}, "names="),
         ({"rewards": [right, tidy], "by": "mean"}, "by='mean'"),
-        ({"rewards": [right, lambda images: []]}, "takes images"),
+        ({"rewards": [right, lambda images: []]}, "uses images"),
     ):
         with pytest.raises(ValueError, match=text):
             CombinedReward(**arguments)
