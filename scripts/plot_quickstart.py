@@ -1,4 +1,4 @@
-"""Draws the quickstart's accuracy from benchmarks/results/quickstart.json and writes its figures into the pages.
+"""Draws the quickstart's score from benchmarks/results/quickstart.json and writes its figures into the pages.
 
 python scripts/plot_quickstart.py            # docs/images/quickstart.png and quickstart-dark.png
 python scripts/plot_quickstart.py --pages    # also the figures in the pages of PAGES
@@ -33,7 +33,7 @@ def load_runs(path: Path = RESULTS) -> list[Run]:
 
 def curve(run: Run) -> tuple[list[int], list[float]]:
     """Rollouts and the accuracy on held-out questions after them, in percent."""
-    points = sorted((int(rollout), 100 * value) for rollout, value in run["eval_accuracy"].items())
+    points = sorted((int(rollout), 100 * value) for rollout, value in run["eval_score"].items())
     return [rollout for rollout, _ in points], [value for _, value in points]
 
 
@@ -44,14 +44,15 @@ def between(values: Sequence[float], unit: str = "") -> str:
 
 
 def sentence(runs: list[Run]) -> str:
-    """The result in one sentence."""
+    """The result in one sentence. The first scores have no partial credit, so they are accuracies."""
     curves = [curve(run) for run in runs]
     seeds = "one seed" if len(runs) == 1 else f"{NUMBERS[len(runs)]} seeds"
-    minutes = between([run["wall_seconds"] / 60 for run in runs])
+    rollouts = curves[0][0][-1]
+    minutes = between([run["wall_seconds"] / 60 for run in runs if "wall_seconds" in run])
     return (
         f"Accuracy on held-out questions rises from {between([values[0] for _, values in curves], '%')} to "
-        f"{between([values[-1] for _, values in curves], '%')} in {curves[0][0][-1]} rollouts ({minutes} minutes on "
-        f"{NUMBERS[runs[0]['cores']]} CPU cores, {seeds})."
+        f"{between([100 * run['eval_accuracy'][str(rollouts)] for run in runs], '%')} in {rollouts} rollouts "
+        f"({minutes} minutes on {NUMBERS[runs[0]['cores']]} CPU cores, {seeds})."
     )
 
 
@@ -84,7 +85,7 @@ def draw(runs: list[Run], path: Path, dark: bool) -> None:
         axes.plot(rollouts, values, color=line, linewidth=1, alpha=0.4)
     rollouts = curves[0][0]
     mean = [sum(values) / len(values) for values in zip(*(values for _, values in curves), strict=True)]
-    label = "accuracy on held-out questions" + (f", mean of {len(runs)} seeds" if len(runs) > 1 else "")
+    label = "score on held-out questions" + (f", mean of {len(runs)} seeds" if len(runs) > 1 else "")
     axes.plot(rollouts, mean, color=line, linewidth=2.5, marker="o", markersize=5, label=label)
     for i in (0, -1):
         axes.annotate(

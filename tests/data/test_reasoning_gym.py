@@ -38,7 +38,7 @@ def test_a_reference_is_scored_as_right_and_nonsense_is_not(task: str) -> None:
 
 def test_solved_leaves_out_partial_credit() -> None:
     row, logged = ReasoningGymRows({"chain_sum": SUMS}, size=1)()[0], dict[str, float]()
-    texts = [row["answer"], f"1{row['answer']}", "no", row["answer"]]
+    texts = [row["answer"], f"{row['answer']}0", "no", row["answer"]]
     scores = ReasoningGymReward("number")(texts, [row["gym"]] * 4, log_metric=logged.__setitem__)  # type: ignore[arg-type]
     assert 0 < scores[1] < 1 and sum(scores) > 2
     assert logged == {"solved": 0.5}
