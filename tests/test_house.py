@@ -11,7 +11,7 @@ import pytest
 
 from tests.toys import quickstart_model
 
-GRPO_FILES, GRPO_LINES = 75, 19520  # the goal is 30 and 8,000
+GRPO_FILES, GRPO_LINES = 75, 19560  # the goal is 30 and 8,000
 PACKAGE_LINES = 46000  # the goal is 28,000
 LARGEST_FILE = 512
 

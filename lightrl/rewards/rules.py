@@ -198,7 +198,7 @@ class LengthReward(Reward):
 
     def __init__(self, target: int | None = None, column: str | None = None, alpha: float = 0.0003) -> None:
         if (target is None) == (column is None):
-            raise ValueError(f"LengthReward: target={target!r}, column={column!r}: are mutually exclusive. Set one.")
+            raise ValueError(f"LengthReward: target={target!r}, column={column!r}: set exactly one.")
         self.target = at_least("LengthReward.target", target, 0, or_none="with column")
         self.column = column
         self.needed_columns = () if column is None else (column,)

@@ -124,7 +124,7 @@ def serve_reward(
             available, a limit is out of range, or the extra `server` is not installed.
     """
     if (reward is None) == (model is None):
-        raise ValueError(f"serve_reward: reward={reward!r}, model={model!r}: are mutually exclusive. Set one of them.")
+        raise ValueError(f"serve_reward: reward={reward!r}, model={model!r}: set exactly one of them.")
     token = token or os.environ.get(token_env) or None
     remember_secret(token or "")
     bearer_token(f"serve_reward: the token of --token or ${token_env}", token)

@@ -121,7 +121,7 @@ def test_rates_below_what_bfloat16_weights_can_take_are_warned_of() -> None:
         return float((weight != start.to(dtype)).float().mean()), [str(w.message) for w in caught]
 
     lost, texts = moved(1e-5, torch.bfloat16)
-    assert lost < 0.01 and len(texts) == 1 and "lr=1e-05 with bfloat16 weights" in texts[0] and "bf16-mixed" in texts[0]
+    assert lost < 0.01 and len(texts) == 1 and "lr=1e-05" in texts[0] and "bf16-mixed" in texts[0]
     assert moved(1e-5, torch.float32) == (1.0, [])
     kept, texts = moved(3e-4, torch.bfloat16)
     assert kept > 0.99 and texts == []

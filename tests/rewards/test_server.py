@@ -125,7 +125,7 @@ def test_token(serve, monkeypatch):
 
 def test_a_function_that_fails_on_the_server(serve):
     server = serve("raises")
-    with pytest.raises(RewardError, match=r"in 2 attempts.*500.*KeyError: 'inside'"):
+    with pytest.raises(RewardError, match=r"after 2 attempts.*500.*KeyError: 'inside'"):
         score(RemoteReward(server.url, retries=1, backoff=0.01), ["a"])
 
 
