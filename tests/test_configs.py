@@ -21,7 +21,11 @@ from lightrl.models.packing.streams import make_stream
 from tests.toys import quickstart_model
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
-BASES = sorted(p for p in CONFIGS.rglob("*.yaml") if "run by itself" in p.read_text() or "build on it" in p.read_text())
+BASES = sorted(
+    p
+    for p in CONFIGS.rglob("*.yaml")
+    if "\nrun_dir: " not in p.read_text() and p.parent.name not in ("overlays", "strategies")
+)
 WHOLE = sorted(
     p
     for d in ("quickstart", "recipes", "algorithms", "distillation")

@@ -97,7 +97,7 @@ def test_a_step_that_raises_or_returns_something_else_is_a_failure() -> None:
     assert failed.stop_reason == "failure" and "the dice are gone" in str(failed.failure)
     assert failed.raised_at.count("test_gym.py") == 1 and "gym.py" not in failed.raised_at.replace("test_gym.py", "")
     odd = play(lambda: GymnasiumEnvironment(Guess, {"kind": "odd"}), ["x"])
-    assert odd.stop_reason == "failure" and "step=" in str(odd.failure)
+    assert odd.stop_reason == "failure" and "step: returned" in str(odd.failure)
     with pytest.raises(ValueError, match="factory"):
         GymnasiumEnvironment("no_such_package.make")
 

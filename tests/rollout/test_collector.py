@@ -394,8 +394,8 @@ NAN = replace(ROW, logprobs=[0.0, 0.0, math.nan])
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (None, "Answers.run: returned a NoneType for prompt 0: .* each of the 2 attempts"),
-        ([Trajectory([], "")], "Answers.run: returned 1 of them for prompt 0: .* each of the 2 attempts"),
+        (None, "Answers.run: returned a NoneType for prompt 0.* each of the 2 attempts"),
+        ([Trajectory([], "")], "Answers.run: returned 1 of them for prompt 0.* each of the 2 attempts"),
         ([Trajectory([ROW], "")] * 2, "Answers.run: a row of prompt 0 has 3 token_ids, 3 turn_ids, 2 logprobs, and 3"),
         ([Trajectory([NAN], "")] * 2, "Answers.run: a row of prompt 0 has the log-prob nan at token 2"),
     ],
@@ -421,7 +421,7 @@ def hangs(**_: Any) -> list[float]:
 
 def test_a_rollout_without_progress_says_what_it_waits_for(collector: Any) -> None:
     quick = {"stall_timeout": 2.0}
-    with pytest.raises(RolloutStalledError, match=r"=2 seconds.*episodes Hangs \(2 groups, the first of prompt 0\)"):
+    with pytest.raises(RolloutStalledError, match=r"stall_timeout=2: .*episodes Hangs \(2 groups, the first of prompt 0\)"):
         collector(episode=Hangs(), **quick).start(tasks()).finish()
     try:
         with pytest.raises(RolloutStalledError, match=r"reward functions hangs \(2 groups"):

@@ -79,5 +79,5 @@ def test_doctor_shows_what_an_environment_asks(tmp_path: Path) -> None:
     }
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(config))
-    told = [text for kind, text in diagnose(str(path)) if kind == "ok" and "the first" in text]
+    told = [text for kind, text in diagnose(str(path)) if kind == "ok" and "first prompt" in text]
     assert len(told) == 1 and "look_up" in told[0] and "say one" in told[0]
