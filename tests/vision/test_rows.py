@@ -263,7 +263,7 @@ def test_a_text_model_refuses_blocks(tokenizer: Any) -> None:
     prompts = PromptSource(rows=rows, media_columns={}).load(tokenizer).batch(0, 1)
     assert prompts.inputs == [{}] and prompts.media == []
     block = [{"role": "user", "content": [{"type": "image", "image": picture(4, 4)}]}]
-    with pytest.raises(MediaError, match="row 0: .*text only"):
+    with pytest.raises(MediaError, match="row 0: .*text-only"):
         PromptSource(rows=[{"prompt": block}]).load(tokenizer).batch(0, 1)
 
 
