@@ -66,6 +66,7 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_BASE_URL", "")
 
 
+@pytest.mark.long  # depends on how threads take turns on a busy machine
 @pytest.mark.usefixtures("restored")
 @pytest.mark.parametrize("late", [False, True], ids=["at-once", "after-a-turn"])
 @pytest.mark.parametrize("configure", [by_module_settings, by_environment, by_default_client])
@@ -224,6 +225,7 @@ def test_one_client_for_all_threads_that_is_given_each_attempts_key_is_not_mixed
     assert [(t.failure, t.metrics["turns"], len(t.rows)) for t in trajectories] == [(None, 2.0, 1)] * 4
 
 
+@pytest.mark.long  # depends on how threads take turns on a busy machine
 def test_a_child_process_does_not_get_another_attempts_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "")
     everyone = threading.Barrier(2)
