@@ -143,7 +143,7 @@ def test_an_sdks_agent_trains_what_it_sampled(case: Case, stream: bool) -> None:
     try:
         importlib.metadata.version(case.package)
     except importlib.metadata.PackageNotFoundError:
-        pytest.skip(f"{case.package} is not installed: pip install 'lightrl[agent-sdks]'")
+        pytest.skip(f"{case.package} is not installed: pip install 'lightrl-llm[agent-sdks]'")
     engine = Strict(*case.texts)
     (trajectory,) = play(case.run, engine, {"stream": stream}, tool_parser="hermes", **dict(case.settings))
     assert trajectory.failure is None
