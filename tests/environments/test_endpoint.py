@@ -9,6 +9,7 @@ import http.client
 import json
 import os
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -24,6 +25,7 @@ import openai
 import pytest
 
 from lightrl.environments import AgentProgram, EnvironmentEpisode, ToolEnvironment
+from lightrl.environments.endpoint import callers
 from lightrl.records import Completion, CompletionGroup, GenerationRequest, SamplingParams, Trajectory
 from tests.environments import plain_program, programs
 from tests.environments.families import FAMILIES, make_tokenizer
@@ -431,12 +433,13 @@ def test_keys_are_one_attempts_own_and_void_after_its_end() -> None:
         while len(keys) < 3:
             time.sleep(0.01)
         if api_key == keys[2]:
-            for key in keys[:2]:  # the others end
-                asks = {"url": base_url + "/models", "headers": {"x-api-key": key}}
-                until(lambda asks=asks: httpx.get(**asks).status_code == 401)
-            for key in keys:
-                answer = httpx.post(base_url + "/chat/completions", json={"messages": ASK}, headers={"x-api-key": key})
-                late.append(answer.status_code)
+            until(lambda: callers._keys == {api_key})  # the others end
+            ask = (  # in another process: here, the key of another trajectory ends the run
+                "import httpx, sys\nfor key in sys.argv[2:]:\n"
+                "    print(httpx.get(sys.argv[1] + '/models', headers={'x-api-key': key}).status_code)"
+            )
+            said = subprocess.run([sys.executable, "-c", ask, base_url, *keys], capture_output=True, check=True).stdout
+            late.extend(map(int, said.split()))
         return 1.0
 
     play(main, Engine("Hi"), number=3)

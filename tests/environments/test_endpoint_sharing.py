@@ -25,8 +25,10 @@ import openai
 import pytest
 
 from lightrl.environments import AgentProgram
+from lightrl.environments.endpoint import callers
 from tests.environments import plain_program
 from tests.environments.test_endpoint import ASK, TOKENIZER, Engine, group, play
+from tests.waiting import until
 
 AGAIN = [*ASK, {"role": "assistant", "content": "Hi"}, {"role": "user", "content": "more"}]
 
@@ -66,7 +68,6 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_BASE_URL", "")
 
 
-@pytest.mark.long  # depends on how threads take turns on a busy machine
 @pytest.mark.usefixtures("restored")
 @pytest.mark.parametrize("late", [False, True], ids=["at-once", "after-a-turn"])
 @pytest.mark.parametrize("configure", [by_module_settings, by_environment, by_default_client])
@@ -85,6 +86,25 @@ def test_programs_that_set_a_client_of_the_whole_process_end_the_run(configure: 
     engine = Engine("Hi")
     with pytest.raises(ValueError, match="run: .*base_url"):
         play(main, engine, number=3)
+
+
+@pytest.mark.usefixtures("restored")
+def test_a_shared_client_ends_the_run_even_if_its_owner_has_ended() -> None:
+    everyone, owner = threading.Barrier(2), threading.Event()
+
+    def main(row: Any, base_url: str, api_key: str) -> float:
+        plain_program.once({}, base_url, api_key)
+        if everyone.wait(30):  # ends at once, which revokes its key
+            Default.client = openai.OpenAI(base_url=base_url, api_key=api_key)
+            owner.set()
+            return 1.0
+        assert owner.wait(30) and until(lambda: Default.client.api_key not in callers._keys)
+        time.sleep(0.2)
+        chat(Default.client, AGAIN)
+        return 1.0
+
+    with pytest.raises(ValueError, match="run: .*base_url"):
+        play(main, Engine("Hi"), number=2)
 
 
 @pytest.mark.parametrize("carries", [True, False])
@@ -225,7 +245,6 @@ def test_one_client_for_all_threads_that_is_given_each_attempts_key_is_not_mixed
     assert [(t.failure, t.metrics["turns"], len(t.rows)) for t in trajectories] == [(None, 2.0, 1)] * 4
 
 
-@pytest.mark.long  # depends on how threads take turns on a busy machine
 def test_a_child_process_does_not_get_another_attempts_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "")
     everyone = threading.Barrier(2)
@@ -234,8 +253,11 @@ def test_a_child_process_does_not_get_another_attempts_key(monkeypatch: pytest.M
         plain_program.once({}, base_url, api_key)
         os.environ["OPENAI_API_KEY"] = api_key
         everyone.wait(30)
-        subprocess.run(["true"], check=True, env={**os.environ, "OPENAI_API_KEY": api_key})
-        subprocess.run(["true"], check=True)
+        try:
+            subprocess.run(["true"], check=True, env={**os.environ, "OPENAI_API_KEY": api_key})
+            subprocess.run(["true"], check=True)
+        finally:
+            everyone.wait(30)  # neither key is revoked before
         return 1.0
 
     trajectories = play(main, Engine("Hi"), number=2, max_retries=0)

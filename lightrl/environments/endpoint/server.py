@@ -65,6 +65,7 @@ class Endpoint:
     def __init__(self, bind: str = LOOPBACK, port: int = 0, url: str | None = None) -> None:
         self._sessions: dict[str, Session] = {}  # by key
         self._opened = 0
+        self._prefix = f"sk-{secrets.token_hex(8)}-"  # of this endpoint's keys
         self._opening = threading.Lock()
         self.ended = False
         try:
@@ -124,7 +125,7 @@ class Endpoint:
             session: Session.
             key: Key. Defaults to a new key.
         """
-        key = key or f"sk-{secrets.token_urlsafe(32)}"
+        key = key or f"{self._prefix}{secrets.token_urlsafe(32)}"
         with self._opening:
             self._opened += 1
             if self.ended:
@@ -148,7 +149,8 @@ class Endpoint:
         session = self._sessions.get(key)
         local = request.client is not None and request.client.host == LOOPBACK
         caller = key_of(request.client.port, request.scope["server"][1]) if request.client and local else None
-        if caller is not None and caller != key and session is not None and self._opened > 1:
+        issued = session is not None or (caller in self._sessions and key.startswith(self._prefix))  # now, or earlier
+        if caller is not None and caller != key and issued and self._opened > 1:
             cause = UNTOLD if caller == UNKNOWN else MIXED_UP
             for mixed_up in filter(None, (session, self._sessions.get(caller))):
                 _on_loop(mixed_up, mixed_up.stop, ValueError(cause))
