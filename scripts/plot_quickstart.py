@@ -48,11 +48,13 @@ def sentence(runs: list[Run]) -> str:
     curves = [curve(run) for run in runs]
     seeds = "one seed" if len(runs) == 1 else f"{NUMBERS[len(runs)]} seeds"
     rollouts = curves[0][0][-1]
-    minutes = between([run["wall_seconds"] / 60 for run in runs if "wall_seconds" in run])
+    timed = [run["wall_seconds"] / 60 for run in runs if "wall_seconds" in run]
+    if len(timed) < len(runs):
+        seeds += f", {NUMBERS[len(timed)]} timed"
     return (
         f"Accuracy on held-out questions rises from {between([values[0] for _, values in curves], '%')} to "
         f"{between([100 * run['eval_accuracy'][str(rollouts)] for run in runs], '%')} in {rollouts} rollouts "
-        f"({minutes} minutes on {NUMBERS[runs[0]['cores']]} CPU cores, {seeds})."
+        f"({between(timed)} minutes on {NUMBERS[runs[0]['cores']]} CPU cores, {seeds})."
     )
 
 

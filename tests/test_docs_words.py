@@ -12,9 +12,6 @@ PAGE, CELL = 1500, 25
 # Reference pages and the changelog may be long. Their table cells may not.
 LONG = {"configuration.md", "cli.md", "options.md", "metrics.md", "glossary.md", "renames.md", "changelog.md"}
 
-# Pages that are still too long or have a long cell. Remove a page from this list once it is short; add none.
-LEFT = (ROOT / "tests" / "docs_words_left.txt").read_text().split()
-
 
 def lines(path: Path) -> Iterator[str]:
     """The lines of a page outside code blocks."""
@@ -48,10 +45,4 @@ def faults(path: Path) -> list[str]:
 
 
 def test_pages_and_table_cells_are_short() -> None:
-    pages = sorted((ROOT / "docs").rglob("*.md"))
-    assert [f for page in pages if str(page.relative_to(ROOT)) not in LEFT for f in faults(page)] == []
-
-
-def test_the_list_of_long_pages_only_shrinks() -> None:
-    short = [name for name in LEFT if not (ROOT / name).exists() or not faults(ROOT / name)]
-    assert short == [], "remove these from tests/docs_words_left.txt"
+    assert [fault for page in sorted((ROOT / "docs").rglob("*.md")) for fault in faults(page)] == []

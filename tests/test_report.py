@@ -62,7 +62,7 @@ def test_the_page_begins_with_what_was_run_and_the_result(tmp_path: Path) -> Non
     rows = [{"step": -1, "eval/reward": 0.125}, *({**row, "time/step": 10} for row in training(0, 4))]
     samples = [sample(step, "eval", "p", "c", float(step)) for step in (0, 1)]
     run = write_run(tmp_path, [*rows, {"step": 3, "eval/reward": 0.578}], samples)
-    assert "eval accuracy 0.12 -&gt; 0.58 in 4 rollouts, 0:40" in report(run).read_text()  # of a run that goes on
+    assert "eval accuracy 0.12 -&gt; 0.58 in 4 rollouts, 0:40" in report(run).read_text()
     (run / "hparams.yaml").write_text(
         "model: {class_path: lightrl.GRPOLightningModule, init_args: {actor: {path: org/SmolLM2}, "
         "optimizer: {init_args: {lr: 2.0e-05}}}}\n"

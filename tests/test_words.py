@@ -19,9 +19,6 @@ BANNED = re.compile(
 ALLOWED = re.compile(r"is no longer|is no-?op|in the middle of", re.IGNORECASE)
 ARGUMENT = re.compile(r"^\s+\w+: (of|most|what|where|with|for) ")
 
-# Files that still have banned phrases. Remove a file from this list once it is clean; add none.
-LEFT = (ROOT / "tests" / "words_left.txt").read_text().split()
-
 
 def written() -> list[Path]:
     """Every file whose text a person reads."""
@@ -67,9 +64,4 @@ def faults(path: Path) -> list[str]:
 
 
 def test_no_banned_phrase() -> None:
-    assert [fault for path in written() if str(path.relative_to(ROOT)) not in LEFT for fault in faults(path)] == []
-
-
-def test_the_list_of_files_left_only_shrinks() -> None:
-    clean = [name for name in LEFT if not (ROOT / name).exists() or not faults(ROOT / name)]
-    assert clean == [], "remove these from tests/words_left.txt"
+    assert [fault for path in written() for fault in faults(path)] == []
