@@ -57,6 +57,21 @@ def test_seeds_repeat_and_depend_neither_on_order_nor_on_number(engine) -> None:
     assert len({tuple(t) for group in whole.values() for t in tokens(group)}) == 12
 
 
+def test_a_prompt_is_prefilled_once_for_its_completions(engine, monkeypatch) -> None:
+    scheduler = engine._adapter.llm.llm_engine.engine_core.engine_core.scheduler
+    schedule, steps = scheduler.schedule, []
+
+    def recorded(*args, **kwargs):
+        scheduled = schedule(*args, **kwargs)
+        steps.append(scheduled.total_num_scheduled_tokens)
+        return scheduled
+
+    monkeypatch.setattr(scheduler, "schedule", recorded)
+    prompt = Prompts(token_ids=[[2, *range(3, 42)]], texts=[""], indices=[0])
+    run(engine, prompt, SHORT, num_completions=8, seeds=[1])
+    assert steps[0] == 40 + 7 * 8, "all of the prompt once, and for the other seven what is beyond a block of 32 tokens"
+
+
 def test_completion_seeds_do_not_collide_for_neighbouring_prompts() -> None:
     assert len({completion_seed(s, g) for s in range(50) for g in range(50)}) == 2500
     assert all(0 <= completion_seed(s, 0) < 2**63 for s in (0, -1, 2**64))

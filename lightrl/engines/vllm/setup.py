@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 VLLMEngine: TypeAlias = Any  # avoids a circular import
 
-_BLOCK = 128  # tokens per block of vLLM's KV cache on a CPU
+_BLOCK = 32  # tokens per block of vLLM's KV cache on a CPU
 _SEQUENCES = 256  # vLLM's default number of concurrent sequences
 _SHARE = 0.25  # fraction of free memory for KV caches on a CPU, all ranks together
 _BYTES = {"float32": 4, "float": 4, "auto": 4}
@@ -83,9 +83,12 @@ def arguments(engine: VLLMEngine, context: EngineContext, cuda: bool) -> dict[st
         "worker_extension_cls": "lightrl.compat.vllm_worker.WorkerExtension",
     }
     if not cuda:
-        chosen["enforce_eager"] = True  # compilation takes 25 s without a speedup
+        chosen["enforce_eager"] = True  # compilation takes 25-60 s and fails to save as much in a short run
         # With chunked prefill vLLM resets a seeded request's random state, which CPU generators don't support.
         chosen["enable_chunked_prefill"] = False
+        # Completions of a prompt share the KV cache in whole blocks. In vLLM's blocks of 128 tokens, a prompt of 75
+        # tokens is prefilled once for each of its completions, which doubles the time of a rollout of short ones.
+        chosen["block_size"] = _BLOCK
         if not (engine.in_process or engine.tensor_parallel_size > 1 or "VLLM_CPU_OMP_THREADS_BIND" in os.environ):
             # Runs the worker in the engine core's process. Otherwise vLLM starts a second process and the core spins
             # while it works. vLLM overrides the short name ("uni").
@@ -201,11 +204,12 @@ def _cpu_cache(engine_args: Mapping[str, Any], context: EngineContext, chosen: M
     text = config.get_text_config()
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    per_block = _BLOCK * _BYTES.get(dtype, 2) * 2 * text.num_hidden_layers * heads * width
-    blocks, free = -(-length // _BLOCK), _free_memory() // context.world_size
+    block = engine_args.get("block_size") or _BLOCK
+    per_block = block * _BYTES.get(dtype, 2) * 2 * text.num_hidden_layers * heads * width
+    blocks, free = -(-length // block), _free_memory() // context.world_size
     share = int(_SHARE * free) // per_block - 1  # vLLM reserves a block
     if known is None and blocks > share >= 1:
-        length = share * _BLOCK
+        length = share * block
         log.warning(
             "VLLMEngine.max_model_len=%d: limited to a quarter of the free memory, because the prompt length is "
             "unknown. Set max_model_len or prompts.max_prompt_tokens if sequences are longer.",
