@@ -2,7 +2,7 @@
 
     python benchmarks/against.py origin/main --cases a b c --threads 1 2
 
-The other commit is checked out into a temporary git worktree, and both sides run the `vs_trl.py` of this checkout, each
+The other commit is checked out into a temporary git worktree, and both sides run the `tiny_step.py` of this checkout, each
 with its own package, on the model and prompts that it describes. A ratio above 1 says that this checkout is faster;
 with the same commit on both sides it shows the noise of the machine. `rollout` is the part of a step that
 samples and scores.
@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from vs_trl import CASES, Side, alternate, build
+from tiny_step import CASES, Side, alternate, build
 
 ROOT = Path(__file__).resolve().parent.parent
 

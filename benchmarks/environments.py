@@ -10,7 +10,7 @@ Qwen 2.5's chat template, 0.6 M parameters) first learns this form from written 
 Temperature 0.4, float32, CPU, the loss of GRPO without KL, one update per rollout, and a learning rate at which the
 policy stays what it is.
 
-Each side is a subprocess that stops after every step until the parent lets it go on, as in `vs_trl.py`: `trl` samples
+Each side is a subprocess that stops after every step until the parent lets it go on, as in `tiny_step.py`: `trl` samples
 with `generate`, `lightrl` with `TransformersEngine`, `vllm` is LightRL with vLLM in its process. A step is all that
 passes between two optimizer steps, a rollout the part of it until the last trajectory is scored. Peak memory is each
 process's maximal resident set.
@@ -39,7 +39,7 @@ import time
 from pathlib import Path
 from typing import Any, ClassVar
 
-from vs_trl import Side, Ticket
+from tiny_step import Side, Ticket
 
 PROMPTS, GROUP, TURNS = 8, 8, 6
 ENVIRONMENTS = PROMPTS * GROUP

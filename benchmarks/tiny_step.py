@@ -1,6 +1,6 @@
 """One GRPO step of LightRL against one of TRL 1.16: samples per second, peak memory, reward curves.
 
-    python benchmarks/vs_trl.py --cases a b c --sweep --steps 20 --out results/vs_trl.json
+    python benchmarks/tiny_step.py --cases a b c --sweep --steps 20 --out results/tiny_step.json
 
 Same model (Qwen2 architecture, the same random weights), 8 prompts x 8 completions of exactly 64 tokens, the same
 reward function, fused AdamW, learning rate and clipping, the loss of GRPO without KL (TRL's `loss_type="grpo"`), one
@@ -213,7 +213,7 @@ class Side:
         steps: int,
         package: Path = ROOT,
         variables: dict[str, str] | None = None,
-        script: str = "vs_trl.py",
+        script: str = "tiny_step.py",
     ) -> None:
         self.settings = {"threads": threads, "micro": micro}
         path = ROOT / "benchmarks" / script
