@@ -10,16 +10,15 @@ if TYPE_CHECKING:
     from lightrl.algorithms.distill import DistillLightningModule
     from lightrl.algorithms.experience import TrajectoryLayout
     from lightrl.algorithms.hooks import RLCallback
+    from lightrl.algorithms.loss_variants import CPGDLightningModule, GSPOLightningModule
     from lightrl.algorithms.ppo import PPOLightningModule
     from lightrl.algorithms.schedule import LRSchedule
     from lightrl.algorithms.settings import CriticSpec, ExtraLosses, Shaping, Updates
     from lightrl.algorithms.supervised import RewardLightningModule, SFTLightningModule
     from lightrl.algorithms.variants import (
-        CPGDLightningModule,
         DAPOLightningModule,
         DrGRPOLightningModule,
         GRPOLightningModule,
-        GSPOLightningModule,
         ReinforcePlusPlusLightningModule,
         RLOOLightningModule,
     )
@@ -46,5 +45,7 @@ __all__ = [
 ]
 
 __getattr__ = lazy_names(
-    __name__, ("settings", "hooks", "schedule", "experience", "ppo", "variants", "supervised", "distill"), __all__
+    __name__,
+    ("settings", "hooks", "schedule", "experience", "ppo", "variants", "loss_variants", "supervised", "distill"),
+    __all__,
 )

@@ -22,15 +22,13 @@ from lightrl.algorithms.building import (
     needed_weights,
     parameter_groups,
 )
-from lightrl.algorithms.evaluation import eval_metrics, records
-from lightrl.algorithms.hooks import RLCallback, rl_callbacks
+from lightrl.algorithms.hooks import RLCallback
 from lightrl.algorithms.saving import SavesPretrained
 from lightrl.algorithms.schedule import make_optimizer, rollout_position, with_schedule
-from lightrl.algorithms.settings import CriticSpec, ExtraLosses, Updates, require_supported_trainer
+from lightrl.algorithms.settings import CriticSpec, ExtraLosses, Updates
 from lightrl.compat.lightning import run_seed
 from lightrl.distributed import states, strategies
 from lightrl.distributed.reduction import MetricSums
-from lightrl.models.loading import require_model
 from lightrl.models.lora import adapter_config, named_adapter_weights, named_hf_weights
 from lightrl.models.policy import PolicyModel, ValueModel
 from lightrl.models.spec import ModelSpec, RewardModelSpec
@@ -88,7 +86,7 @@ class RLLightningModule(RolloutLearner, SavesPretrained):
     # ---- models and optimizer ----------------------------------------------------------------------------------
 
     def setup(self, stage: str) -> None:
-        """Checks settings and compatibility before loading any model."""
+        """Checks the strategy before loading any model."""
         strategy = self.trainer.strategy
         strategies.refuse_unsupported(strategy, str(self.trainer.precision))
         if self.extra_losses.aux_loss_coef and strategies.context_group(strategy) is not None:
@@ -97,15 +95,6 @@ class RLLightningModule(RolloutLearner, SavesPretrained):
                 "only part of the tokens that the routers balance. Set aux_loss_coef=0 or context_parallel_size=1."
             )
         strategies.set_gradient_clipping(strategy, self.updates.max_grad_norm)
-        for model in (self.actor_spec, self.reference_spec):
-            if model is not None:
-                require_model(model)
-        for spec in self.reward_model_specs:
-            from lightrl.models.reward import require_reward_model
-
-            require_reward_model(spec)
-        require_supported_trainer(self.trainer)
-        rl_callbacks(self._callbacks())
 
     def build_models(self, in_shards: bool = False) -> None:
         """Sets actor, critic, reference, and reward models; empty ones if ranks load their shards (`in_shards`)."""
@@ -143,6 +132,8 @@ class RLLightningModule(RolloutLearner, SavesPretrained):
         """Adds one batch of evaluation rollouts; excludes sequences that only keep an idle rank in step."""
         self.score(rollouts)
         if not rollouts.filler:
+            from lightrl.algorithms.evaluation import eval_metrics
+
             evaluation = getattr(self.trainer.datamodule, "evaluation", None)  # type: ignore[attr-defined]
             self._eval_sums.add(eval_metrics(rollouts, getattr(evaluation, "success_reward", 1.0)))
 
@@ -160,6 +151,8 @@ class RLLightningModule(RolloutLearner, SavesPretrained):
 
     def predict_step(self, rollouts: Rollouts, batch_idx: int) -> list[dict[str, Any]]:
         """Returns one record per trajectory: prompt, completion, rewards, and data columns."""
+        from lightrl.algorithms.evaluation import records
+
         self.score(rollouts)
         return records(rollouts, getattr(self.trainer.datamodule, "tokenizer", None))  # type: ignore[attr-defined]
 
@@ -212,10 +205,6 @@ class RLLightningModule(RolloutLearner, SavesPretrained):
         """Whether the advantage estimator compares the completions of a prompt."""
         return self.advantage.needs_groups
 
-    def refuse_group_size(self, size: int) -> None:
-        """Rejects groups that are too small for the advantage estimator."""
-        self.advantage.refuse_group_size(size)
-
     @property
     def needs_rewards(self) -> bool:
         """Whether completions without a reward are useless for training."""
@@ -227,13 +216,8 @@ class RLLightningModule(RolloutLearner, SavesPretrained):
         return bool(self.reward_model_specs)
 
     def set_kl_coef(self, coef: float) -> None:
-        """Sets the coefficient of the KL penalty, effective from the next rollout.
-
-        Raises:
-            ValueError: The module has no KL penalty.
-        """
-        if self.kl is None:
-            raise ValueError("kl=None: the module has no KL coefficient. Set kl to KLInReward or KLInLoss.")
+        """Sets the coefficient of the KL penalty, effective from the next rollout."""
+        assert self.kl is not None, "only a module with a KL penalty has a coefficient"
         self.kl.coef = coef
 
     def set_entropy_coef(self, coef: float) -> None:
@@ -297,7 +281,7 @@ class RLLightningModule(RolloutLearner, SavesPretrained):
 
     @property
     def _rl_callbacks(self) -> list[RLCallback]:
-        return rl_callbacks(self._callbacks())
+        return [callback for callback in self._callbacks() if isinstance(callback, RLCallback)]
 
     def _call_callbacks(self, hook: str, payload: Any) -> None:
         for callback in self._rl_callbacks:

@@ -49,6 +49,8 @@ def build_reference(
 
 def build_reward_models(specs: list[Any]) -> nn.ModuleDict:
     """Builds the reward models, by name."""
+    if not specs:
+        return nn.ModuleDict()
     from lightrl.models.reward import RewardModel
 
     return nn.ModuleDict({spec.name: RewardModel.from_spec(spec) for spec in specs})

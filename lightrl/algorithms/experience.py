@@ -7,7 +7,6 @@ A trajectory whose history was rewritten has several rows. Estimators, loss weig
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -130,58 +129,22 @@ def add_scores(
     rollouts.rewards = torch.where(scores.isfinite(), total, rollouts.rewards)
 
 
-class RewardWatch:
-    """Detects changes to a rollout's rewards by hooks and callbacks, including changes in place.
+def reward_totals(rollouts: Rollouts) -> dict[Credit, Tensor]:
+    """Returns the (B,) rewards of each row's trajectory by `AdvantageEstimator.credit`, 0 on unscored rows."""
+    parts = torch.zeros_like(rollouts.rewards)
+    for name, part in rollouts.reward_parts.items():
+        parts = parts + rollouts.reward_weights.get(name, 1.0) * part.nan_to_num(0.0)
+    return {"total": rollouts.rewards.nan_to_num(0.0), "parts": parts, "turns": _turn_totals(rollouts)}
 
-    Attributes:
-        rollouts: Rollout whose rewards are compared.
-        missed: Kinds of `AdvantageEstimator.credit` that would lose or misplace a change. "total" misses changes of
-            parts alone. "parts" misses a change of the total that the weighted parts don't add up to. "turns" misses a
-            change that the turn rewards don't add up to, which would go to the last turn.
-    """
 
-    def __init__(self, rollouts: Rollouts) -> None:
-        self.rollouts = rollouts
-        self.missed = set[str]()
-        self._remember()
-
-    def _remember(self) -> None:
-        self._total = self.rollouts.rewards.clone()
-        self._parts = {name: part.clone() for name, part in self.rollouts.reward_parts.items()}
-        self._turns = _turn_totals(self.rollouts)
-
-    def compare(self, *credits: str) -> None:
-        """Adds the credits that miss changes since the last call to `missed`, restricted to `credits` if given."""
-        rollouts, scored = self.rollouts, self.rollouts.rewards.isfinite()
-
-        def change(now: Tensor, before: Tensor) -> Tensor:
-            return torch.where(scored, now.nan_to_num(0.0) - before.nan_to_num(0.0), 0.0)
-
-        total = change(rollouts.rewards, self._total)
-        parts, any_part = torch.zeros_like(total), False
-        for name, part in rollouts.reward_parts.items():
-            moved = change(part, self._parts.get(name, torch.zeros_like(part)))
-            any_part |= bool((moved != 0).any())
-            parts += rollouts.reward_weights.get(name, 1.0) * moved
-        turns = change(_turn_totals(rollouts), self._turns)
-        bound = 8 * torch.finfo(torch.float32).eps * (1.0 + self._total.nan_to_num(0.0).abs().max())
-        found = {
-            "total": any_part and not bool((total != 0).any()),
-            "parts": bool(((total - parts).abs() > bound).any()),
-            "turns": bool(((total - turns).abs() > bound).any()),
-        }
-        self.missed |= {name for name, missed in found.items() if missed and name in (credits or found)}
-        self._remember()
-
-    def require_credit(self, estimator: AdvantageEstimator, credit: Credit) -> None:
-        """Raises a ValueError if an estimator that reads `credit` would miss a change."""
-        if credit not in self.missed:
-            return
-        estimator.refuse_shaped_rewards("on_rollout_scored: a callback, or a hook before it, changes rewards", credit)
-        raise ValueError(
-            "on_rollout_scored: a callback changed rollouts.reward_parts but not rollouts.rewards, which "
-            f"advantage={type(estimator).__name__} reads. Change rollouts.rewards by the same amount."
-        )
+def require_credited(estimator: AdvantageEstimator, before: dict[Credit, Tensor], rollouts: Rollouts) -> None:
+    """Rejects a change of the rewards since `before` (`reward_totals`) that the estimator doesn't read."""
+    now, credit = reward_totals(rollouts), estimator.credit
+    missed = (now["total"] - before["total"]) - (now[credit] - before[credit])
+    missed = missed * rollouts.rewards.isfinite()
+    bound = 8 * torch.finfo(torch.float32).eps * (1.0 + before["total"].abs().max())
+    if bool((missed.abs() > bound).any()):
+        estimator.refuse_shaped_rewards("on_rollout_scored: a callback changes rewards")
 
 
 def _turn_totals(rollouts: Rollouts) -> Tensor:
@@ -203,12 +166,8 @@ def estimate_advantages(
     kl: KLPenalty | None,
     reward_clip: float | None,
     all_sum: AllSum,
-) -> tuple[Advantages, Credit]:
-    """Computes advantages before whitening and clipping, and which rewards the estimator has read.
-
-    Raises:
-        ValueError: The estimator doesn't read the rewards that clipping or the KL penalty changes.
-    """
+) -> Advantages:
+    """Computes advantages before whitening and clipping."""
     rewards = rollouts.rewards if reward_clip is None else rollouts.rewards.clamp(-reward_clip, reward_clip)
     valid = rewards.isfinite()
     rewards = torch.where(valid, rewards, 0.0)
@@ -224,13 +183,8 @@ def estimate_advantages(
     joined = (layout.join(token_rewards), layout.mask, layout.join(rollouts.group_ids), values, layout.join(valid))
     given = AdvantageInput(*joined, parts, rollouts.reward_weights, turn_ids, anchors, all_sum)
     advantages, returns = estimator(given)
-    credit = estimator.credit or given.credit
-    if reward_clip is not None:
-        estimator.refuse_shaped_rewards(f"reward_clip={reward_clip}", credit)
-    if isinstance(kl, KLInReward) and credit == "parts":
-        estimator.refuse_shaped_rewards("kl=KLInReward", credit)
     returns = None if returns is None else layout.split(returns)
-    return Advantages(layout.split(advantages), returns, rewards, valid), credit
+    return Advantages(layout.split(advantages), returns, rewards, valid)
 
 
 def shape_rewards(rollouts: Rollouts, totals: Tensor, valid: Tensor, layout: TrajectoryLayout) -> Tensor:
@@ -396,18 +350,11 @@ def loss_weights(aggregation: Aggregation, rows: Experience) -> tuple[Tensor, Te
     """Returns (B, T) loss weights, 0 outside the mask, and the scalar count that divides their sum."""
     layout = TrajectoryLayout(rows.trajectory_ids, rows.response_mask)
     weights = one_per_token("aggregation", aggregation, aggregation.weights(layout.mask), layout.mask)
-    count = aggregation.count(layout.mask)
-    if not isinstance(count, Tensor) or count.ndim:
-        raise ValueError(f"aggregation={type(aggregation).__name__}: `count` must return a scalar tensor.")
-    return layout.split(torch.where(layout.mask, weights.float(), 0.0)), count.double()
+    return layout.split(torch.where(layout.mask, weights.float(), 0.0)), aggregation.count(layout.mask).double()
 
 
 def trajectory_loss(loss: PolicyLoss, rows: Experience, out: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Computes (b, T) policy losses and metrics. `loss` sees each trajectory as one row.
-
-    Raises:
-        ValueError: The loss doesn't return token losses and a dictionary of metrics.
-    """
+    """Computes (b, T) policy losses and metrics. `loss` sees each trajectory as one row."""
     layout = TrajectoryLayout(rows.trajectory_ids, rows.response_mask, rows.on_host("trajectory_ids"))
     logprobs = out["logprobs"]
     old = logprobs.detach() if rows.old_logprobs is None else rows.old_logprobs
@@ -417,25 +364,18 @@ def trajectory_loss(loss: PolicyLoss, rows: Experience, out: dict[str, Tensor]) 
     ref, entropy = (None if x is None else layout.join(x) for x in optional)
     tokens = (layout.join(logprobs), layout.join(old), layout.join(rows.advantages), layout.mask)
     engine = layout.join(rows.engine_logprobs)
-    answer: Any = loss(LossInput(*tokens, engine_logprobs=engine, ref_logprobs=ref, entropy=entropy))
-    if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], dict)):
-        raise ValueError(f"loss={type(loss).__name__}: must return (B, T) token losses and a dictionary of metrics.")
-    token_loss, metrics = one_per_token("loss", loss, answer[0], layout.mask), answer[1]
+    found, metrics = loss(LossInput(*tokens, engine_logprobs=engine, ref_logprobs=ref, entropy=entropy))
+    token_loss = one_per_token("loss", loss, found, layout.mask)
     shape = layout.mask.shape
     per_token = {name: layout.split(x) for name, x in metrics.items() if torch.is_tensor(x) and x.shape == shape}
     return layout.split(token_loss), {**metrics, **per_token}
 
 
-def one_per_token(argument: str, part: object, found: object, like: Tensor) -> Tensor:
-    """Checks that a user-defined part returned a (B, T) tensor, since other shapes would broadcast.
-
-    Raises:
-        ValueError: The result has another shape or type.
-    """
-    if isinstance(found, Tensor) and found.shape == like.shape:
+def one_per_token(argument: str, part: object, found: Tensor, like: Tensor) -> Tensor:
+    """Rejects a result of a user-defined part that is not (B, T), since other shapes would broadcast."""
+    if found.shape == like.shape:
         return found
-    shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
     raise ValueError(
-        f"{argument}={type(part).__name__}: returned {shape} for tokens of shape {tuple(like.shape)}. Return one value "
-        "per token."
+        f"{argument}={type(part).__name__}: returned shape {tuple(found.shape)} for tokens of shape "
+        f"{tuple(like.shape)}. Return one value per token."
     )

@@ -9,8 +9,6 @@ from lightning.pytorch import Callback, Trainer
 from lightrl.records import Experience, Rollouts
 from lightrl.rollout.learner import RolloutLearner
 
-HOOKS = ("on_rollout_scored", "on_experience_made", "on_policy_updated")
-
 
 class RLCallback(Callback):
     """A Lightning callback with three more hooks, called in this order for each rollout:
@@ -73,19 +71,3 @@ def may_move_reference(callback: Callback) -> bool:
 
 def _is_known(callback: Callback) -> bool:
     return type(callback).__module__.split(".")[0] in ("lightning", "pytorch_lightning", "lightrl")
-
-
-def rl_callbacks(callbacks: list[Any]) -> list[RLCallback]:
-    """Returns the `RLCallback` instances.
-
-    Raises:
-        ValueError: A callback defines one of LightRL's hooks but doesn't derive from `RLCallback`.
-    """
-    for callback in callbacks:
-        hooks = [hook for hook in HOOKS if hasattr(callback, hook)]
-        if hooks and not isinstance(callback, RLCallback):
-            raise ValueError(
-                f"callback {type(callback).__name__}: defines {', '.join(hooks)} but is not an RLCallback. Derive it "
-                "from lightrl.algorithms.RLCallback."
-            )
-    return [callback for callback in callbacks if isinstance(callback, RLCallback)]

@@ -30,11 +30,12 @@ from lightrl.algorithms.batches import (
     widest_layout,
 )
 from lightrl.algorithms.experience import (
-    RewardWatch,
     add_scores,
     estimate_advantages,
     join_experience,
     one_per_token,
+    require_credited,
+    reward_totals,
     trajectory_loss,
 )
 from lightrl.algorithms.hooks import reads_all_rows
@@ -128,7 +129,7 @@ class PPOLightningModule(RLLightningModule):
             that builds a scheduler from the optimizer. Stepped after every update. Defaults to a constant rate.
 
     Raises:
-        ValueError: A value is out of range, or two arguments are incompatible.
+        ValueError: Two arguments are incompatible.
     """
 
     def __init__(
@@ -169,13 +170,8 @@ class PPOLightningModule(RLLightningModule):
         self.optimizer_factory = optimizer
         self.lr_scheduler_factory = lr_scheduler
         self._correction: PolicyLoss | None = None
-        self._watch: RewardWatch | None = None
         self._logged = set[str]()  # metrics of the previous step
         require_matching_parts(self)
-
-    def note_rewards(self, rollouts: Rollouts) -> None:
-        """See `RolloutLearner.note_rewards`."""
-        self._watch = RewardWatch(rollouts)
 
     # ---- one rollout -------------------------------------------------------------------------------------------
 
@@ -225,14 +221,10 @@ class PPOLightningModule(RLLightningModule):
 
         Calls the callbacks' `on_rollout_scored` after `score` and `on_experience_made` at the end.
         """
-        watch = self._watch if self._watch and self._watch.rollouts is rollouts else RewardWatch(rollouts)
-        watch.compare()
         self.score(rollouts)
-        watch.compare("parts")  # scores of reward models belong to the whole trajectory
-        raw_rewards = rollouts.rewards.clone()
+        raw_rewards, totals = rollouts.rewards.clone(), reward_totals(rollouts)
         self._call_callbacks("on_rollout_scored", rollouts)
-        watch.compare()
-        self._watch = watch
+        require_credited(self.advantage, totals, rollouts)
         self.note_weight_changes()  # since the rollout was sampled
         outputs = self.evaluate_models(rollouts)
         found = self.compute_advantages(rollouts, outputs)
@@ -247,7 +239,6 @@ class PPOLightningModule(RLLightningModule):
             all_sum=self.all_sum,
             means=self.means,
         )
-        self._watch = None
         self._call_callbacks("on_experience_made", experience)
         return experience
 
@@ -292,10 +283,7 @@ class PPOLightningModule(RLLightningModule):
             outputs: Model outputs, with `values` if there is a critic.
         """
         clip = self.shaping.reward_clip
-        found, credit = estimate_advantages(rollouts, outputs, self.advantage, self.kl, clip, self.all_sum)
-        if self._watch is not None:
-            self._watch.require_credit(self.advantage, credit)
-        return found
+        return estimate_advantages(rollouts, outputs, self.advantage, self.kl, clip, self.all_sum)
 
     # ---- mini-batches and micro-batches ------------------------------------------------------------------------
 
@@ -483,12 +471,12 @@ class PPOLightningModule(RLLightningModule):
         if not rows.is_stale or own:
             return self.loss
         if self._correction is None:
-            from lightrl.objectives.off_policy import AutomaticCorrection
+            from lightrl.objectives.off_policy import OffPolicyCorrection
 
             log.info(
                 "Rollouts sampled by older policies: applying OffPolicyCorrection to %s.", type(self.loss).__name__
             )
-            self._correction = AutomaticCorrection(self.loss)
+            self._correction = OffPolicyCorrection(self.loss)
         return self._correction
 
     @property

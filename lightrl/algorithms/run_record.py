@@ -1,4 +1,4 @@
-"""Run settings for loggers and checkpoints, and the comparison of a resumed run with its checkpoint."""
+"""Descriptions of a run for loggers and checkpoints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
 from importlib.metadata import version
@@ -27,11 +27,6 @@ FORMAT = 3
 SUFFIXES = ("_spec", "_factory", "_path", "")
 """Suffixes of attributes that keep a constructor argument. The one without suffix may hold the built object."""
 KEPT_AS = {"rewards": "scorer", "functions": "names", "reward_models": "reward_model_specs"}
-NOT_COMPARED = {
-    *("engine", "micro_batch_tokens", "stall_timeout", "max_concurrency", "evaluation"),  # don't affect training
-    *("rows", "functions", "optimizer"),  # compared by contents, names, and the built optimizer
-}
-COMPARED_CALLBACKS = {"AdaptiveEntropy", "AdaptiveKL", "LinearKL", "ReferenceSync", "RewardNormalization"}
 MAX_ROWS = 20
 """Longer lists are recorded by length."""
 EDGE = 1 << 16
@@ -131,11 +126,6 @@ def _optimizer(optimizer: Any) -> dict[str, Any]:
     return {"class_path": f"{type(optimizer).__module__}.{type(optimizer).__name__}", **settings, **groups}
 
 
-def _plain(value: Any) -> Any:
-    """Converts a value to what a checkpoint stores, without secrets."""
-    return json.loads(json.dumps(redact(described(value)), default=str))
-
-
 # ---- checkpoint ------------------------------------------------------------------------------------------------------
 
 
@@ -201,79 +191,6 @@ def run_settings(module: Any, data: Any) -> dict[str, Any]:
         return own
     numbers = {name: getattr(data, name) for name in ("group_size", "prompts_per_rollout", "seed")}
     return {**own, **numbers, "actor": module.actor_spec.name, "prompts": data_fingerprint(data.prompts)}
-
-
-def optimizers_of(trainer: Any) -> dict[str, Any]:
-    """Returns the classes and arguments of the run's optimizers as plain data."""
-    optimizers = [_innermost(each) for each in trainer.optimizers]
-    return {
-        "optimizers": [type(each).__name__ for each in optimizers],
-        "optimizer_arguments": [_plain(getattr(each, "defaults", {})) for each in optimizers],
-    }
-
-
-def given_arguments(trainer: Any) -> dict[str, Any]:
-    """Returns the arguments of module, data module, and callbacks, if they keep them, and a digest of the dataset."""
-    data: Any = trainer.datamodule
-    train = getattr(data, "train", None)
-    digest = {"train.rows": _digest(_rows_described(train))} if isinstance(getattr(train, "rows", 0), list) else {}
-    names = ("precision", "accumulate_grad_batches", "gradient_clip_val")
-    callbacks = [c for c in trainer.callbacks if {cls.__name__ for cls in type(c).__mro__} & COMPARED_CALLBACKS]
-    parts = {
-        "callbacks": sorted(callbacks, key=_class_name),
-        **{name: getattr(trainer, name, None) for name in names},
-    }
-    return {**_plain({"model": trainer.lightning_module, "data": data, "trainer": parts}), **digest}
-
-
-def compare(stored: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Describes how a run differs from its checkpoint, as "name=value (the checkpoint's: value), ...".
-
-    Args:
-        stored: Description in the checkpoint.
-        now: This run's `optimizers_of`, `run_settings` as `settings`, and `given_arguments` as `arguments`.
-
-    Raises:
-        ValueError: The checkpoint has another optimizer, whose state this run can't use.
-    """
-    for was, own in zip(stored.get("optimizers", ()), now["optimizers"], strict=False):
-        if was != own:
-            raise ValueError(
-                f"optimizer={own}: the checkpoint has the state of {was}. Resume with {was}, or start a new run from "
-                "the checkpoint's weights (lightrl export)."
-            )
-    known = ("model.actor.path.", *(f"data.{name}." for name in now.get("settings", {})))  # compared as settings
-    before, after = dict[str, str](), dict[str, str]()
-    for run, found in ((stored, before), (now, after)):
-        found.update((name, str(value)) for name, value in run.get("settings", {}).items())
-        arguments = dict(_flat(run.get("arguments", {}), ""))
-        found.update((name, value) for name, value in arguments.items() if not f"{name}.".startswith(known))
-        for optimizer in run.get("optimizer_arguments", ()):
-            found.update(_flat(optimizer, "optimizer"))
-    changed: list[str] = []
-    for name, value in after.items():  # arguments missing on one side are skipped: other versions may add some
-        inside = any(name.startswith(f"{parent}.") for parent in changed)
-        if before.get(name, value) != value and not inside:
-            changed.append(name)
-    return ", ".join(f"{name}={after[name]:.60} (the checkpoint's: {before[name]:.60})" for name in changed)
-
-
-def _flat(value: Any, name: str) -> Iterator[tuple[str, str]]:
-    """Yields (dotted name, value) of each argument in plain data, an object's class before its arguments."""
-    if isinstance(value, Mapping):
-        if "class_path" in value:
-            yield name, str(value["class_path"]).rpartition(".")[2]
-            value = value.get("init_args", {})
-        for key, inner in value.items():
-            if key not in NOT_COMPARED:
-                yield from _flat(inner, f"{name}.{key}".strip("."))
-    elif isinstance(value, list) and any(isinstance(inner, Mapping | list) for inner in value):
-        classes = [str(each.get("class_path", "")).rpartition(".")[2] for each in value if isinstance(each, Mapping)]
-        yield name, f"[{', '.join(classes)}]" if any(classes) else f"{len(value)} entries"
-        for number, inner in enumerate(value):
-            yield from _flat(inner, f"{name}.{number}")
-    else:
-        yield name, str(value)
 
 
 def data_fingerprint(source: Any) -> str:

@@ -5,20 +5,17 @@ from __future__ import annotations
 import functools
 import os
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lightrl.algorithms import run_record
 from lightrl.compat.lightning import begin_table
 from lightrl.distributed import strategies
 from lightrl.models.folders import fill_shards, save_hf_folder
@@ -35,8 +32,6 @@ class SavesPretrained(LightningModule):
     _is_sharded = False
     _loaded_tokenizer: str | None = None  # tokenizer of the run whose checkpoint was loaded
     _tells_hyperparameters = True
-    _resumed: dict[str, Any] | None = None  # description in the checkpoint, until compared
-    _settings: Mapping[str, Any] = MappingProxyType({})  # this run's, before a checkpoint is loaded
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Makes overrides of `on_save_checkpoint` that don't call `super` save a resumable checkpoint."""
@@ -69,11 +64,9 @@ class SavesPretrained(LightningModule):
     # ---- run ---------------------------------------------------------------------------------------------------
 
     def configure_callbacks(self) -> list[Any]:
-        """Records the run's settings, and preserves the `metrics.csv` of a previous run until this one logs."""
+        """Preserves the `metrics.csv` of a previous run until this one logs."""
         trainer: Any = self.trainer
         if trainer.state.fn == "fit":
-            # Record before callbacks change their arguments and before a checkpoint's seed replaces the configured one.
-            self._settings = {"settings": self.run_settings(), "arguments": run_record.given_arguments(trainer)}
             for logger in trainer.loggers if trainer.is_global_zero else ():
                 if isinstance(logger, CSVLogger):
                     begin_table(logger, trainer)
@@ -87,25 +80,17 @@ class SavesPretrained(LightningModule):
         """Logs the run's hyperparameters."""
         trainer: Any = self.trainer
         if self._tells_hyperparameters and trainer.is_global_zero and trainer.loggers:
+            from lightrl.algorithms import run_record
+
             record = run_record.hyperparameters(trainer)
             for logger in trainer.loggers:
                 logger.log_hyperparams(record)
-        self._compare()
 
     def run_settings(self) -> dict[str, Any]:
-        """Returns settings that must match when a run is resumed: module, sizes, seed, and prompts."""
-        return run_record.run_settings(self, self.trainer.datamodule)  # type: ignore[attr-defined]
+        """Returns settings that must match for `--ckpt_path last`: module, sizes, seed, and prompts."""
+        from lightrl.algorithms import run_record
 
-    def _compare(self) -> None:
-        stored, self._resumed = self._resumed, None
-        if stored is not None:
-            changed = run_record.compare(stored, {**self._settings, **run_record.optimizers_of(self.trainer)})
-            if changed:
-                rank_zero_warn(
-                    f"Resuming with settings that differ from the checkpoint: {changed}. The checkpoint sets the "
-                    "optimizer settings (learning rate) and, with rollouts, the seed and the position in the prompts. "
-                    "All other settings are those of this run, so it is not an exact continuation."
-                )
+        return run_record.run_settings(self, self.trainer.datamodule)  # type: ignore[attr-defined]
 
     def configure_model(self) -> None:
         """Builds and shards the models once. Collective."""
@@ -160,6 +145,7 @@ class SavesPretrained(LightningModule):
 
     def load_weights(self, checkpoint_path: str | Path) -> None:
         """Builds the models without a trainer and loads a checkpoint's weights; see `load_from_checkpoint`."""
+        from lightrl.algorithms import run_record
         from lightrl.checkpoints.reading import read_checkpoint
 
         checkpoint = read_checkpoint(checkpoint_path)
@@ -174,24 +160,18 @@ class SavesPretrained(LightningModule):
         """Checks that the checkpoint matches this run.
 
         Raises:
-            ValueError: The checkpoint has another class or optimizer, or lacks trained weights.
+            ValueError: The checkpoint has another class, or lacks trained weights.
         """
+        from lightrl.algorithms import run_record
+
         run_record.require_own(checkpoint.get("lightrl", {}), type(self).__name__)
         if "state_dict" in checkpoint:  # otherwise the strategy loads and checks sharded weights
             self._require_weights(checkpoint["state_dict"])
-        if self.trainer.training:
-            self._resumed = checkpoint["lightrl"]
-            restores = self.trainer.strategy.lightning_restore_optimizer and self._resumed.get("optimizers") != []
-            if restores and not checkpoint.get("optimizer_states"):
-                raise ValueError(
-                    f"ckpt_path={str(self.trainer.ckpt_path)!r}: has no optimizer_states (save_weights_only). "
-                    "Start a new run from its weights (lightrl export)."
-                )
-            if self.trainer.optimizers:  # sharded strategies create optimizers before loading the checkpoint
-                self._compare()
 
     def _require_weights(self, given: dict[str, Any]) -> None:
         """Checks trained weights, except the reference: checkpoints omit one that hasn't changed."""
+        from lightrl.algorithms import run_record
+
         own = {name: x for name, x in self.state_dict().items() if not name.startswith("reference.")}
         run_record.require_weights(own, given)
 
@@ -206,9 +186,11 @@ class SavesPretrained(LightningModule):
         return None if path is None else os.path.expanduser(path)
 
     def _description(self, models: dict[str, ModelSpec]) -> dict[str, Any]:
-        """Returns what `lightrl export` needs to build the models and what a resumed run is compared with."""
+        """Returns what `lightrl export` needs to build the models, and what identifies the run."""
+        from lightrl.algorithms import run_record
+
         described = run_record.description(type(self).__name__, models, self._tokenizer_path)
-        return {**described, **self._settings, **run_record.optimizers_of(self.trainer)}
+        return {**described, "settings": self.run_settings()}
 
     @contextmanager
     def weights_of(self, checkpoint_path: str | Path, average: str | None = None) -> Iterator[None]:

@@ -11,9 +11,8 @@ import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LambdaLR
 
-from lightrl.compat.arguments import fraction, one_of
 from lightrl.compat.lightning import count_updates
 from lightrl.distributed.strategies import local_shard
 
@@ -47,15 +46,6 @@ class LRSchedule:
     name: Literal["constant", "linear", "cosine"] = "cosine"
     warmup: float = 0.0
     floor: float = 0.0
-
-    def __post_init__(self) -> None:
-        one_of("LRSchedule.name", self.name, *_SHAPES)
-        if not 0 <= self.warmup < math.inf or (self.warmup > 1 and self.warmup != int(self.warmup)):
-            raise ValueError(
-                f"LRSchedule.warmup={self.warmup}: not a number of updates or a fraction. Use an integer, or a number "
-                "below 1."
-            )
-        fraction("LRSchedule.floor", self.floor)
 
     def factor(self, update: float, total: float) -> float:
         """Returns the factor of update `update` out of `total`."""
@@ -106,18 +96,10 @@ def rollout_position(module: Any) -> tuple[float, float]:
 
     Updates are counted in rollouts, so an overridden `minibatches` may make any number of updates per rollout. Updates
     of one rollout then share one rate. If `max_steps` ends the run first, its steps are counted.
-
-    Raises:
-        ValueError: `minibatch_size` is set and the data module's rollouts have no known size.
     """
     trainer, each, size = module.trainer, module.ppo_epochs, module.updates.minibatch_size
     if size is not None:
         data = trainer.datamodule
-        if not hasattr(data, "prompts_per_rollout"):
-            raise ValueError(
-                f"minibatch_size={size} with a named lr_scheduler: without RolloutDataModule, the number of updates "
-                "per rollout is unknown. Pass a scheduler class with its number of steps."
-            )
         each *= max(data.prompts_per_rollout * data.group_size // size, 1)
     if trainer.train_dataloader is None:
         trainer.fit_loop.setup_data()
@@ -160,7 +142,7 @@ def with_schedule(optimizer: Optimizer, schedule: Any, position: Callable[[], tu
         position: Callable that returns (updates so far, updates of the whole run). The latter is infinite if unknown.
 
     Raises:
-        ValueError: An `LRSchedule` in a run without an end, or a scheduler that monitors a metric.
+        ValueError: An `LRSchedule` in a run without an end.
     """
     if schedule is None:
         return optimizer
@@ -171,13 +153,9 @@ def with_schedule(optimizer: Optimizer, schedule: Any, position: Callable[[], tu
                 "lr_scheduler: a named schedule needs the length of the run. Set trainer.max_epochs or "
                 "trainer.max_steps, or pass a scheduler class with its number of steps."
             )
-        if schedule.warmup > max(total, 1):
-            rank_zero_warn(f"lr_scheduler.warmup={schedule.warmup:g}: the run ends during warmup ({total:g} updates).")
         made: Any = NamedSchedule(optimizer, schedule, position)
     else:
         made = schedule(optimizer)
-        if isinstance(made, ReduceLROnPlateau):
-            raise ValueError("lr_scheduler=ReduceLROnPlateau: monitors a metric. Use a scheduler that counts updates.")
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": made, "interval": "step"}}
 
 

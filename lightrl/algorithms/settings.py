@@ -5,11 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from lightrl.compat.arguments import above, at_least, fraction
 from lightrl.models.spec import ModelSpec
-from lightrl.objectives.kl import KLInLoss, KLInReward
-
-OFF = "(null in YAML) to turn it off"
 
 
 @dataclass(frozen=True)
@@ -25,7 +21,7 @@ class CriticSpec:
         warmup_rollouts: Number of initial rollouts that train only the critic.
 
     Raises:
-        ValueError: A value is out of range, or a shared critic has a model.
+        ValueError: A shared critic has a model.
     """
 
     model: ModelSpec | None = None
@@ -38,10 +34,6 @@ class CriticSpec:
     def __post_init__(self) -> None:
         if self.shared and self.model is not None:
             raise ValueError("CriticSpec.model with shared=True: a shared critic uses the policy's model. Remove one.")
-        at_least("CriticSpec.loss_coef", self.loss_coef, 0)
-        at_least("CriticSpec.warmup_rollouts", self.warmup_rollouts, 0)
-        above("CriticSpec.lr", self.lr, or_none="(null) for the optimizer's")
-        above("CriticSpec.clip", self.clip, or_none=OFF)
 
 
 @dataclass(frozen=True)
@@ -64,12 +56,6 @@ class Updates:
     max_skipped_updates: int = 5
     off_policy_correction: bool = True
 
-    def __post_init__(self) -> None:
-        at_least("minibatch_size", self.minibatch_size, 1, or_none="for all")
-        at_least("micro_batch_tokens", self.micro_batch_tokens, 1)
-        above("max_grad_norm", self.max_grad_norm, or_none=OFF)
-        at_least("max_skipped_updates", self.max_skipped_updates, 1)
-
 
 @dataclass(frozen=True)
 class Shaping:
@@ -90,11 +76,6 @@ class Shaping:
     mask_truncated: bool = False
     top_entropy_fraction: float = 1.0
 
-    def __post_init__(self) -> None:
-        above("reward_clip", self.reward_clip, or_none=OFF)
-        above("advantage_clip", self.advantage_clip, or_none=OFF)
-        fraction("top_entropy_fraction", self.top_entropy_fraction, "(0, 1]", "; 1 trains every token")
-
 
 @dataclass(frozen=True)
 class ExtraLosses:
@@ -112,27 +93,11 @@ class ExtraLosses:
     ptx_coef: float = 0.0
     aux_loss_coef: float = 0.0
 
-    def __post_init__(self) -> None:
-        at_least("ptx_coef", self.ptx_coef, 0)
-        at_least("aux_loss_coef", self.aux_loss_coef, 0)
-
-
-UNSUPPORTED_CALLBACKS = {
-    "BatchSizeFinder": "Use micro_batch_tokens; `lightrl plan` reports which values fit.",
-    "LearningRateFinder": "Compare runs by eval/reward.",
-    "StochasticWeightAveraging": "Use lightrl.callbacks.EMA.",
-    "WeightAveraging": "Use lightrl.callbacks.EMA.",
-}
-"""Lightning callbacks that require automatic optimization, with their replacements."""
-
 
 def require_matching_parts(module: Any) -> None:
     """Raises a ValueError if parts of an RL module are incompatible. Called at the end of its constructor."""
     advantage, kl, clip = module.advantage, module.kl, module.shaping.reward_clip
     name = type(advantage).__name__
-    at_least("ppo_epochs", module.ppo_epochs, 1)
-    if not isinstance(kl, KLInReward | KLInLoss | type(None)):
-        raise ValueError(f"kl={type(kl).__name__}: has no effect. Derive it from KLInReward or KLInLoss.")
     if advantage.needs_critic and module.critic_spec is None:
         raise ValueError(
             f"advantage={name} needs a critic but critic=None. Pass a CriticSpec, or use an estimator without a critic "
@@ -142,7 +107,7 @@ def require_matching_parts(module: Any) -> None:
         raise ValueError(
             f"critic with advantage={name}: the estimator doesn't use values. Set critic=None (null in YAML)."
         )
-    advantage.refuse_combination(kl, whiten=module.whiten_advantages)
+    advantage.refuse_combination(kl)
     if clip is not None:
         advantage.refuse_shaped_rewards(f"reward_clip={clip}")
     if kl is not None and module.actor_spec.random_init and module.reference_spec is None:
@@ -150,19 +115,3 @@ def require_matching_parts(module: Any) -> None:
             "actor.random_init=True with kl: there are no pretrained weights to use as reference. "
             "Set kl=None, or pass a reference."
         )
-
-
-def require_supported_trainer(trainer: Any) -> None:
-    """Raises a ValueError for trainer options and callbacks that need automatic optimization or repeated batches."""
-    if trainer.overfit_batches:
-        raise ValueError(
-            f"trainer.overfit_batches={trainer.overfit_batches}: every rollout has new samples. "
-            "Use prompts.limit=N to train on the same prompts."
-        )
-    for callback in trainer.callbacks:
-        for base in type(callback).__mro__:
-            if base.__name__ in UNSUPPORTED_CALLBACKS:
-                raise ValueError(
-                    f"callback {type(callback).__name__}: {base.__name__} needs automatic optimization. "
-                    f"{UNSUPPORTED_CALLBACKS[base.__name__]}"
-                )

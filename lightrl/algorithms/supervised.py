@@ -14,10 +14,8 @@ from torchmetrics.classification import BinaryAccuracy
 
 from lightrl.algorithms.saving import SavesPretrained
 from lightrl.algorithms.schedule import LRSchedule, make_optimizer, run_position, set_named_rates, with_schedule
-from lightrl.compat.arguments import at_least
 from lightrl.compat.lightning import accumulates
 from lightrl.distributed import strategies
-from lightrl.models.loading import require_model
 from lightrl.models.policy import PolicyModel
 from lightrl.models.reward import RewardModel
 from lightrl.models.spec import ModelSpec
@@ -74,11 +72,7 @@ class _SupervisedModule(SavesPretrained):
         self._window = GradientWindow()
 
     def setup(self, stage: str) -> None:
-        """Checks settings before loading the model.
-
-        Raises:
-            ValueError: Gradient accumulation with DeepSpeed, whose gradients can't be reweighted.
-        """
+        """Rejects gradient accumulation with DeepSpeed, whose gradients can't be reweighted."""
         trainer: Any = self.trainer
         strategies.refuse_unsupported(trainer.strategy)
         if isinstance(trainer.strategy, DeepSpeedStrategy) and trainer.accumulate_grad_batches != 1:
@@ -86,12 +80,6 @@ class _SupervisedModule(SavesPretrained):
                 f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches} with DeepSpeed: batches would get "
                 "equal weight regardless of their number of tokens. Use DDP or FSDP2, or 1 with a larger batch_size."
             )
-        require_model(self.trained_model_spec)
-
-    @property
-    @abstractmethod
-    def trained_model_spec(self) -> ModelSpec:
-        """Spec of the trained model."""
 
     def models(self) -> list[Any]:
         return [self.trained_model[0]]
@@ -149,10 +137,6 @@ class SFTLightningModule(_SupervisedModule):
         """The trained model and its spec, for saving in Hugging Face format."""
         return self.actor, self.actor_spec
 
-    @property
-    def trained_model_spec(self) -> ModelSpec:
-        return self.actor_spec
-
     def parameter_groups(self) -> list[dict[str, Any]]:
         return [{"params": [p for p in self.actor.parameters() if p.requires_grad]}]
 
@@ -204,9 +188,6 @@ class RewardLightningModule(_SupervisedModule):
         head_lr: Learning rate of the head. Defaults to the optimizer's.
         lr_scheduler: As in `SFTLightningModule`.
         centering_coef: c, at least 0. Above 0 keeps the mean score near 0, which preferences alone don't determine.
-
-    Raises:
-        ValueError: A value is out of range, or the model directory doesn't exist.
     """
 
     reward_model: RewardModel
@@ -222,7 +203,7 @@ class RewardLightningModule(_SupervisedModule):
         super().__init__(optimizer, lr_scheduler)
         self.model_spec = ModelSpec.given(model, argument="model")
         self.head_lr = head_lr
-        self.centering_coef = at_least("centering_coef", centering_coef, 0, "; 0 turns it off")
+        self.centering_coef = centering_coef
         self.eval_loss = MeanMetric()
         self.eval_margin = MeanMetric()
         self.eval_accuracy = BinaryAccuracy()
@@ -234,10 +215,6 @@ class RewardLightningModule(_SupervisedModule):
     def trained_model(self) -> tuple[RewardModel, ModelSpec]:
         """The trained model and its spec, for saving in Hugging Face format."""
         return self.reward_model, self.model_spec
-
-    @property
-    def trained_model_spec(self) -> ModelSpec:
-        return self.model_spec
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         head = self.reward_model.head_parameters()

@@ -19,8 +19,6 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
-from lightrl.compat.arguments import above
-
 
 class Aggregation(ABC):
     """Token weights, and the count that divides their weighted sum."""
@@ -79,7 +77,7 @@ class ConstantLength(_PerSequence):
     """
 
     def __init__(self, length: float) -> None:
-        self.length = above("ConstantLength.length", length, note=", for example max_new_tokens")
+        self.length = length
 
     def weights(self, mask: Tensor) -> Tensor:
         """Returns 1 / length on the mask."""

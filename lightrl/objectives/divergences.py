@@ -20,8 +20,6 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from lightrl.compat.arguments import fraction
-
 
 class Divergence(ABC):
     """Divergence between two distributions over the same vocabulary."""
@@ -74,7 +72,7 @@ class JensenShannon(Divergence):
     """
 
     def __init__(self, beta: float = 0.5) -> None:
-        self.beta = fraction("JensenShannon.beta", beta, "(0, 1)", "; use ForwardKL or ReverseKL instead of 0 and 1")
+        self.beta = beta
 
     def __call__(self, logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
         of_teacher, of_student = teacher_logprobs + math.log(self.beta), logprobs + math.log1p(-self.beta)

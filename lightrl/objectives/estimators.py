@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from lightrl.compat.arguments import above, at_least, fraction, one_of
+from lightrl.compat.arguments import one_of
 from lightrl.objectives.kl import KLInReward, KLPenalty
 from lightrl.ops.advantages import (
     gae,
@@ -25,14 +26,13 @@ from lightrl.ops.masking import AllSum, identity, masked_moments, masked_sum, ma
 Credit = Literal["total", "parts", "turns"]
 
 
+@dataclass
 class AdvantageInput:
     """Input of an advantage estimator: B trajectories of at most T tokens.
 
-    The record remembers which fields an estimator reads, so estimators don't have to declare them.
-
     Args:
-        rewards: (B, T) float token rewards. The score is on the last response token, with any KL penalty included.
-            Treated as 0 outside the mask and on invalid rows, where they may be NaN.
+        rewards: (B, T) float token rewards, 0 outside the mask and on invalid rows. The score is on the last response
+            token, with any KL penalty included.
         mask: (B, T) bool, True on tokens sampled by the policy.
         groups: (B,) int64, equal for completions of one prompt. A group is on one rank.
         values: (B, T) float values of the critic for the state before token t. None without a critic.
@@ -46,72 +46,31 @@ class AdvantageInput:
         all_sum: Sum over ranks.
     """
 
-    def __init__(
-        self,
-        rewards: Tensor,
-        mask: Tensor,
-        groups: Tensor,
-        values: Tensor | None = None,
-        valid: Tensor | None = None,
-        reward_parts: dict[str, Tensor] | None = None,
-        part_weights: dict[str, float] | None = None,
-        turn_ids: Tensor | None = None,
-        anchors: Tensor | None = None,
-        all_sum: AllSum = identity,
-    ) -> None:
-        self.mask = mask
-        self.groups = groups
-        self.values = values
-        self.valid = torch.ones_like(mask[:, 0]) if valid is None else valid
-        self.part_weights = part_weights
-        self.all_sum = all_sum
-        self.reads = set[str]()
-        self._rewards = torch.where(self.trained, rewards, torch.zeros_like(rewards))
-        self._reward_parts = reward_parts
-        self._turn_ids = turn_ids
-        self._anchors = anchors
+    rewards: Tensor
+    mask: Tensor
+    groups: Tensor
+    values: Tensor | None = None
+    valid: Tensor = None  # type: ignore[assignment]
+    reward_parts: dict[str, Tensor] | None = None
+    part_weights: dict[str, float] | None = None
+    turn_ids: Tensor | None = None
+    anchors: Tensor | None = None
+    all_sum: AllSum = identity
 
-    @property
-    def rewards(self) -> Tensor:
-        """Token rewards, (B, T)."""
-        self.reads.add("rewards")
-        return self._rewards
+    def __post_init__(self) -> None:
+        if self.valid is None:
+            self.valid = torch.ones_like(self.mask[:, 0])
+        self.rewards = torch.where(self.trained, self.rewards, torch.zeros_like(self.rewards))
 
     @property
     def scores(self) -> Tensor:
         """Sum of each row's rewards, (B,); 0 on invalid rows."""
-        self.reads.add("rewards")
-        return masked_sum(self._rewards, self.mask, -1).to(self._rewards.dtype)
-
-    @property
-    def reward_parts(self) -> dict[str, Tensor] | None:
-        """Rewards (B,) by reward function."""
-        self.reads.add("reward_parts")
-        return self._reward_parts
-
-    @property
-    def turn_ids(self) -> Tensor | None:
-        """Turn of each token, (B, T)."""
-        self.reads.add("turn_ids")
-        return self._turn_ids
-
-    @property
-    def anchors(self) -> Tensor | None:
-        """State in which each token's turn began, (B, T)."""
-        self.reads.add("turn_ids")
-        return self._anchors
+        return masked_sum(self.rewards, self.mask, -1).to(self.rewards.dtype)
 
     @property
     def trained(self) -> Tensor:
         """True on tokens of valid rows that the policy sampled, (B, T) bool."""
         return self.mask & self.valid[:, None]
-
-    @property
-    def credit(self) -> Credit:
-        """Rewards that were read: "turns", "parts" (of each function), or "total" (their sum)."""
-        if "turn_ids" in self.reads:
-            return "turns"
-        return "parts" if "reward_parts" in self.reads else "total"
 
 
 class AdvantageEstimator(ABC):
@@ -122,38 +81,27 @@ class AdvantageEstimator(ABC):
         needs_groups: Whether it needs several completions per prompt.
         needs_binary_scores: Whether scores must be successes or failures. Rejects a KL penalty in the reward, which
             would change scores. Use a KL penalty in the loss, or none.
-        credit: Rewards that it reads. "parts" reads `reward_parts` instead of `rewards`, so changes of the sum alone
-            (reward clip, normalization, KL in the reward) would be lost. "turns" assigns turn rewards to turns, so
-            changes of the sum alone would go to the last turn. Both reject such combinations at setup. None detects
-            the credit from the fields read. "total" uses the sum, regardless of other fields read.
-        normalizes: Whether it ends with a normalization over the batch, which makes whitening redundant.
+        credit: Rewards that it reads. "total" is their sum. "parts" reads `reward_parts` instead of `rewards`, so
+            changes of the sum alone (reward clip, normalization, KL in the reward) would be lost. "turns" assigns turn
+            rewards to turns, so changes of the sum alone would go to the last turn. Both reject such combinations.
     """
 
     needs_critic: ClassVar[bool] = False
     needs_groups: ClassVar[bool] = False
     needs_binary_scores: ClassVar[bool] = False
-    credit: ClassVar[Credit | None] = None
-    normalizes: bool = False
+    credit: ClassVar[Credit] = "total"
 
     def __call__(self, given: AdvantageInput) -> tuple[Tensor, Tensor | None]:
-        """Computes advantages, and checks the result of `estimate`.
+        """Computes advantages, and checks the shapes of the result of `estimate`.
 
         Returns:
             (B, T) advantages, 0 outside the mask and on invalid rows, and (B, T) targets for the critic or None.
         """
-        answer = self.estimate(given)
-        if not (isinstance(answer, tuple) and len(answer) == 2):
-            raise ValueError(
-                f"advantage={type(self).__name__}: `estimate` must return advantages, and returns or None."
-            )
-        advantages, returns = answer
-        for name, found in {"advantages": advantages, "returns": returns}.items():
-            if found is None and name == "returns":
-                continue
-            if not isinstance(found, Tensor) or found.shape != given.mask.shape:
-                shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        advantages, returns = self.estimate(given)
+        for found in (advantages, returns):
+            if found is not None and found.shape != given.mask.shape:  # it would broadcast
                 raise ValueError(
-                    f"advantage={type(self).__name__}: {name} have shape {shape}, but tokens have shape "
+                    f"advantage={type(self).__name__}: returned shape {tuple(found.shape)} for tokens of shape "
                     f"{tuple(given.mask.shape)}. Return one value per token."
                 )
         return torch.where(given.trained, advantages, torch.zeros_like(advantages)), returns
@@ -162,68 +110,34 @@ class AdvantageEstimator(ABC):
     def estimate(self, given: AdvantageInput) -> tuple[Tensor, Tensor | None]:
         """Returns (B, T) advantages, read on trained tokens only, and (B, T) targets for the critic or None."""
 
-    def refuse_combination(self, kl: KLPenalty | None, *, whiten: bool) -> None:
-        """Rejects combinations in which one part would have no effect or be applied twice.
-
-        Args:
-            kl: KL penalty. None without one.
-            whiten: Whether advantages are whitened after the estimator.
-
-        Raises:
-            ValueError: A KL penalty in the reward with an estimator that needs binary scores or doesn't read summed
-                rewards, or whitening after an estimator that normalizes.
-        """
-        name = type(self).__name__
-        if isinstance(kl, KLInReward):
-            way_out = "Use KLInLoss('k3', ratio_correction=True) or no KL."
-            if self.needs_binary_scores:
-                raise ValueError(
-                    f"advantage={name} with kl=KLInReward: {name} needs scores that mean success or failure, and the "
-                    f"KL penalty would change them. {way_out}"
-                )
-            if self.credit == "parts":
-                raise ValueError(
-                    f"advantage={name} with kl=KLInReward: {name} reads the rewards of each function, so a KL penalty "
-                    f"in their sum would be lost. {way_out}"
-                )
-        if whiten and self.normalizes:
+    def refuse_combination(self, kl: KLPenalty | None) -> None:
+        """Rejects a KL penalty in the reward if the estimator needs binary scores or doesn't read summed rewards."""
+        if isinstance(kl, KLInReward) and (self.needs_binary_scores or self.credit == "parts"):
             raise ValueError(
-                f"advantage={name} with whiten_advantages=True: {name} already normalizes over the batch. Set "
-                "whiten_advantages=False."
+                f"advantage={type(self).__name__} with kl=KLInReward: the penalty would change scores that must mean "
+                "success or failure, or be lost. Use KLInLoss('k3', ratio_correction=True) or no KL."
             )
 
-    def refuse_group_size(self, size: int) -> None:  # noqa: B027 - optional hook
-        """Raises a ValueError if groups of `size` completions can't be used for training. Accepts all by default."""
-
-    def refuse_shaped_rewards(self, shaping: str, credit: Credit | None = None) -> None:
+    def refuse_shaped_rewards(self, shaping: str) -> None:
         """Raises a ValueError if a change of the summed reward conflicts with the rewards that the estimator reads.
 
         Args:
             shaping: Argument or callback for the message, as the user wrote it.
-            credit: Rewards that the estimator read. Defaults to the declared `credit`.
         """
-        name, credit = type(self).__name__, credit or self.credit
-        if credit == "turns":
-            raise ValueError(
-                f"{shaping} with advantage={name}: {name} assigns turn rewards to turns, so a change of the sum alone "
-                "would go to the last turn. Change `turn_rewards` by the same amount, or use RLOO."
-            )
-        if credit == "parts":
-            raise ValueError(
-                f"{shaping} with advantage={name}: {name} reads the rewards of each function, so a change of their sum "
-                "would be lost. Change `reward_parts` by the same amount, or use GroupRelative."
-            )
+        if self.credit == "total":
+            return
+        parts = "turn_rewards" if self.credit == "turns" else "reward_parts"
+        raise ValueError(
+            f"{shaping} with advantage={type(self).__name__}: it reads {parts}, so a change of their sum alone would "
+            f"be lost or misplaced. Change {parts} by the same amount, or use RLOO or GroupRelative."
+        )
 
 
 class SequenceEstimator(AdvantageEstimator):
     """Base of estimators with one advantage per sequence, assigned to each of its tokens."""
 
     def estimate(self, given: AdvantageInput) -> tuple[Tensor, None]:
-        advantages = self.sequence_advantages(given)
-        if advantages.shape != given.scores.shape:
-            found, name = tuple(advantages.shape), type(self).__name__
-            raise ValueError(f"advantage={name}: advantages have shape {found}. Return one value per sequence.")
-        return spread(advantages, given.mask), None
+        return spread(self.sequence_advantages(given), given.mask), None
 
     @abstractmethod
     def sequence_advantages(self, given: AdvantageInput) -> Tensor:
@@ -246,21 +160,17 @@ class GAE(AdvantageEstimator):
         gamma: Discount per token, in [0, 1]. Use 1 for a reward at the end of the response.
         lam: Trade-off in [0, 1]. 1 is the return minus V (no bias from the critic), 0 the one-step difference.
 
-    Raises:
-        ValueError: An argument is out of range, or `values` is missing.
-
     Source: https://arxiv.org/abs/1506.02438. For differences from other libraries, see `lightrl.ops.advantages.gae`.
     """
 
     needs_critic = True
 
     def __init__(self, gamma: float = 1.0, lam: float = 0.95) -> None:
-        self.gamma = fraction("GAE.gamma", gamma)
-        self.lam = fraction("GAE.lam", lam)
+        self.gamma = gamma
+        self.lam = lam
 
     def estimate(self, given: AdvantageInput) -> tuple[Tensor, Tensor]:
-        if given.values is None:
-            raise ValueError("GAE: values=None: needs a critic. Set critic, or use RLOO or GroupRelative.")
+        assert given.values is not None, "GAE needs a critic"
         advantages, returns = gae(given.rewards, given.values, given.mask, self.gamma, self.lam)
         return advantages, unscored_at_values(returns, given, given.values)
 
@@ -275,7 +185,7 @@ class Reinforce(AdvantageEstimator):
     """
 
     def __init__(self, gamma: float = 1.0) -> None:
-        self.gamma = fraction("Reinforce.gamma", gamma)
+        self.gamma = gamma
 
     def estimate(self, given: AdvantageInput) -> tuple[Tensor, None]:
         return returns_to_go(given.rewards, given.mask, self.gamma), None
@@ -292,10 +202,8 @@ class ReinforcePlusPlus(AdvantageEstimator):
     Source: https://arxiv.org/abs/2501.03262, eq. 7-9; the same in verl and OpenRLHF.
     """
 
-    normalizes = True
-
     def __init__(self, gamma: float = 1.0) -> None:
-        self.gamma = fraction("ReinforcePlusPlus.gamma", gamma)
+        self.gamma = gamma
 
     def estimate(self, given: AdvantageInput) -> tuple[Tensor, None]:
         returns = returns_to_go(given.rewards, given.mask, self.gamma)
@@ -321,8 +229,7 @@ class GroupRelative(SequenceEstimator):
 
     def __init__(self, scale: Literal["group", "batch", "none"] = "group", eps: float = 1e-4) -> None:
         self.scale = one_of("GroupRelative.scale", scale, "group", "batch", "none")
-        self.eps = above("GroupRelative.eps", eps)
-        self.normalizes = scale == "batch"
+        self.eps = eps
 
     def sequence_advantages(self, given: AdvantageInput) -> Tensor:
         stats = group_stats(given.scores, given.groups, given.valid)
@@ -347,11 +254,11 @@ class RLOO(SequenceEstimator):
     needs_groups = True
 
     def __init__(self, normalize: bool = False) -> None:
-        self.normalizes = normalize
+        self.normalize = normalize
 
     def sequence_advantages(self, given: AdvantageInput) -> Tensor:
         advantages = leave_one_out(given.scores, given.groups, given.valid)
-        if not self.normalizes:
+        if not self.normalize:
             return advantages
         return masked_whiten(advantages, given.valid, eps=1e-4, all_sum=given.all_sum)
 
@@ -405,10 +312,7 @@ class PassAtK(SequenceEstimator):
 
     Args:
         k: Number of samples per subset, at least 1 and at most `group_size`.
-        threshold: Scores above it are successes. At most 1e16 in magnitude.
-
-    Raises:
-        ValueError: A value is out of range, or groups are smaller than k.
+        threshold: Scores above it are successes.
 
     Source: https://arxiv.org/abs/2508.10751, eq. 14-15.
     """
@@ -417,18 +321,12 @@ class PassAtK(SequenceEstimator):
     needs_binary_scores = True
 
     def __init__(self, k: int = 4, threshold: float = 0.5) -> None:
-        self.k = at_least("PassAtK.k", k, 1)
+        self.k = k
         self.threshold = threshold
 
-    def refuse_group_size(self, size: int) -> None:
-        """Rejects groups smaller than k."""
-        if size < self.k:
-            raise ValueError(
-                f"PassAtK.k={self.k} with group_size={size}: groups are smaller than k, so every advantage would be 0. "
-                f"Set data.group_size to at least {self.k} (2 k is usual), or lower k."
-            )
-
     def sequence_advantages(self, given: AdvantageInput) -> Tensor:
+        if int(given.groups.unique(return_counts=True)[1].max()) < self.k:
+            raise ValueError(f"PassAtK.k={self.k}: every advantage is 0 in smaller groups. Set data.group_size to 2 k.")
         passed = (given.scores > self.threshold).to(given.scores.dtype)
         return pass_at_k(passed, given.groups, given.valid, self.k)
 
@@ -444,28 +342,17 @@ class GDPO(AdvantageEstimator):
     Args:
         eps: Constant added to both stds, above 0.
 
-    Raises:
-        ValueError: `eps` is not above 0, there are no reward parts, or a part has no weight.
-
     Source: https://arxiv.org/abs/2601.05242, eq. 4-6. It doesn't specify the std; unbiased as in TRL.
     """
 
     needs_groups = True
     credit = "parts"
-    normalizes = True
 
     def __init__(self, eps: float = 1e-4) -> None:
-        self.eps = above("GDPO.eps", eps)
+        self.eps = eps
 
     def estimate(self, given: AdvantageInput) -> tuple[Tensor, None]:
-        parts, weights = given.reward_parts, given.part_weights or {}
-        if not parts:
-            raise ValueError("GDPO: reward_parts={}: needs at least one reward function. Set data.rewards.")
-        missing = sorted(set(parts) - set(weights))
-        if missing:
-            raise ValueError(
-                f"GDPO: part_weights={given.part_weights}: lacks the reward parts {missing}. Add their weights."
-            )
+        parts, weights = given.reward_parts or {}, given.part_weights or {}
         total = torch.zeros_like(given.rewards[:, 0])
         for name, part in parts.items():
             there = given.valid & ~part.isnan()
@@ -484,7 +371,6 @@ class ReinforcePlusPlusBaseline(AdvantageEstimator):
     """
 
     needs_groups = True
-    normalizes = True
 
     def estimate(self, given: AdvantageInput) -> tuple[Tensor, None]:
         stats = group_stats(given.scores, given.groups, given.valid)

@@ -23,7 +23,6 @@ from abc import ABC
 
 from torch import Tensor
 
-from lightrl.compat.arguments import at_least, one_of
 from lightrl.ops.losses import KLEstimator, kl_estimate, ratio_corrected_kl
 
 
@@ -39,10 +38,8 @@ class KLPenalty(ABC):
     coef: float
 
     def __init__(self, estimator: KLEstimator, coef: float) -> None:
-        self.estimator = one_of(f"{type(self).__name__}.estimator", estimator, "k1", "k2", "k3")
-        if isinstance(coef, bool):
-            raise ValueError(f"{type(self).__name__}.coef={coef}: must be a number. Pass flags by name.")
-        self.coef = at_least(f"{type(self).__name__}.coef", coef, 0)
+        self.estimator = estimator
+        self.coef = coef
 
 
 class KLInReward(KLPenalty):
@@ -80,7 +77,7 @@ class KLInLoss(KLPenalty):
             off-policy.
 
     Raises:
-        ValueError: `estimator` is unknown, or "k1" without `ratio_correction`, or `coef` is negative.
+        ValueError: `estimator` is "k1" without `ratio_correction`.
 
     Source: k3: GRPO, https://arxiv.org/abs/2402.03300 eq. 4; ratio: DeepSeek-V3.2, https://arxiv.org/abs/2512.02556
         (TRL: `use_bias_correction_kl`); the gradients: https://arxiv.org/abs/2506.09477.

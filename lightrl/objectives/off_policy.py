@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightrl.compat.arguments import above, at_least, fraction, one_of
+from lightrl.compat.arguments import one_of
 from lightrl.objectives.ppo_clip import EngineUse, LossInput, Metrics, PolicyLoss, ratio_metrics, sequence_mean
 from lightrl.ops.losses import MAX_LOG_RATIO
 
@@ -47,6 +47,12 @@ def _as_wrapped(self: Any) -> bool:
     return zero
 
 
+def _at_least_compared(self: Any) -> EngineUse | None:
+    """Returns the wrapped loss's `engine_use`, or "compared" if that is "unused"."""
+    use: EngineUse | None = self.loss.engine_use
+    return "compared" if use == "unused" else use
+
+
 def _engine(name: str, given: LossInput) -> Tensor:
     if given.engine_logprobs is None:
         raise ValueError(f"{name}: engine_logprobs=None: needs log-probs. Use an engine that reports them.")
@@ -74,8 +80,7 @@ class OffPolicyCorrection(WeightedLoss):
         low: Lower bound of the weight, in [0, 1].
 
     Raises:
-        ValueError: An argument is out of range, the loss includes this ratio already, or the engine's log-probs are
-            missing.
+        ValueError: The loss includes this ratio already, or the engine's log-probs are missing.
 
     Source: TIS https://fengyao.notion.site/off-policy-rl; MIS https://richardli.xyz/rl-collapse; IcePop
         https://ringtech.notion.site/icepop. TRL's `vllm_importance_sampling_mode` has the same four combinations.
@@ -100,8 +105,8 @@ class OffPolicyCorrection(WeightedLoss):
         super().__init__(loss)
         self.level = one_of("OffPolicyCorrection.level", level, "token", "sequence")
         self.mode = one_of("OffPolicyCorrection.mode", mode, "truncate", "mask")
-        self.high = at_least("OffPolicyCorrection.high", high, 1, ", the weight of an exact engine")
-        self.low = fraction("OffPolicyCorrection.low", low, note="; 0 disables it")
+        self.high = high
+        self.low = low
 
     @property
     def needs_whole_trajectories(self) -> bool:
@@ -112,17 +117,13 @@ class OffPolicyCorrection(WeightedLoss):
         inner = given.unread()
         loss, metrics = self.loss(inner)
         if inner.reads_engine and self.loss.engine_use is None:
-            return self._undeclared(loss, metrics)
+            name = type(self.loss).__name__
+            raise ValueError(
+                f"OffPolicyCorrection(loss={name}): {name} reads engine_logprobs, so the ratio might be applied twice. "
+                f'Set {name}.engine_use to "ratio" if it is a factor of the loss, else to "compared".'
+            )
         weight, more = self.weights(given.replace(logprobs=given.logprobs.detach()))
         return torch.where(weight == 0, torch.zeros_like(loss), weight * loss), metrics | more
-
-    def _undeclared(self, loss: Tensor, metrics: Metrics) -> tuple[Tensor, Metrics]:
-        """Called if the wrapped loss reads the engine's log-probs without declaring `engine_use`."""
-        name = type(self.loss).__name__
-        raise ValueError(
-            f"OffPolicyCorrection(loss={name}): {name} reads engine_logprobs, so the ratio might be applied twice. "
-            f'Remove the correction, or set {name}.engine_use = "compared" if the ratio is not a factor of the loss.'
-        )
 
     @torch.no_grad()
     def weights(self, given: LossInput) -> tuple[Tensor, Metrics]:
@@ -197,15 +198,11 @@ class OffPolicySequenceMask(WeightedLoss):
     """
 
     zero_advantage_is_zero_loss = property(_as_wrapped)
+    engine_use = property(_at_least_compared)
 
     def __init__(self, loss: PolicyLoss, threshold: float = 0.5) -> None:
         super().__init__(loss)
-        self.threshold = above("OffPolicySequenceMask.threshold", threshold)
-
-    @property
-    def engine_use(self) -> EngineUse | None:
-        """The wrapped loss's value, or "compared" if that is "unused"."""
-        return "compared" if self.loss.engine_use == "unused" else self.loss.engine_use
+        self.threshold = threshold
 
     @torch.no_grad()
     def weights(self, given: LossInput) -> tuple[Tensor, Metrics]:
@@ -230,22 +227,18 @@ class GeometricRejection(WeightedLoss):
         high: Upper bound of the geometric mean, at least 1.
 
     Raises:
-        ValueError: A bound is out of range, or the engine's log-probs are missing.
+        ValueError: The engine's log-probs are missing.
 
     Source: https://richardli.xyz/rl-collapse; verl's `rollout_rs=seq_mean_k1` with its threshold "0.999_1.001".
     """
 
     zero_advantage_is_zero_loss = property(_as_wrapped)
+    engine_use = property(_at_least_compared)
 
     def __init__(self, loss: PolicyLoss, low: float = 0.999, high: float = 1.001) -> None:
         super().__init__(loss)
-        self.low = fraction("GeometricRejection.low", low, "(0, 1]")
-        self.high = at_least("GeometricRejection.high", high, 1, ", the ratio of an exact engine")
-
-    @property
-    def engine_use(self) -> EngineUse | None:
-        """The wrapped loss's value, or "compared" if that is "unused"."""
-        return "compared" if self.loss.engine_use == "unused" else self.loss.engine_use
+        self.low = low
+        self.high = high
 
     @torch.no_grad()
     def weights(self, given: LossInput) -> tuple[Tensor, Metrics]:
@@ -279,10 +272,10 @@ class VESPO(PolicyLoss):
     engine_use = "ratio"
 
     def __init__(self, k_pos: float = 2.0, lam_pos: float = 3.0, k_neg: float = 3.0, lam_neg: float = 2.0) -> None:
-        self.k_pos = above("VESPO.k_pos", k_pos)
-        self.lam_pos = above("VESPO.lam_pos", lam_pos)
-        self.k_neg = above("VESPO.k_neg", k_neg)
-        self.lam_neg = above("VESPO.lam_neg", lam_neg)
+        self.k_pos = k_pos
+        self.lam_pos = lam_pos
+        self.k_neg = k_neg
+        self.lam_neg = lam_neg
 
     def __call__(self, given: LossInput) -> tuple[Tensor, Metrics]:
         logprobs, old_logprobs, advantages, mask = given.tokens
@@ -296,27 +289,3 @@ class VESPO(PolicyLoss):
         weight = (k * log_w + lam * (1 - log_w.exp())).exp().to(zero.dtype)
         loss = torch.where(mask, -weight * advantages * logprobs, zero)
         return loss, ratio_metrics(given, log_w.exp())
-
-
-class AutomaticCorrection(OffPolicyCorrection):
-    """`OffPolicyCorrection` as applied automatically by the module. No effect on losses with their own correction.
-
-    A loss that reads the engine's log-probs without declaring `engine_use = "compared"` is left unchanged.
-
-    Args:
-        loss: Loss to weight.
-    """
-
-    zero_advantage_is_zero_loss = property(_as_wrapped)
-    engine_use = "ratio"
-
-    @property
-    def needs_whole_trajectories(self) -> bool:
-        """Whether the wrapped loss needs whole trajectories."""
-        return self.loss.needs_whole_trajectories
-
-    def __init__(self, loss: PolicyLoss) -> None:
-        super().__init__(loss)
-
-    def _undeclared(self, loss: Tensor, metrics: Metrics) -> tuple[Tensor, Metrics]:
-        return loss, metrics

@@ -26,12 +26,11 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from lightrl.compat.arguments import above, at_least, fraction
+from lightrl.compat.arguments import at_least
 from lightrl.objectives.ppo_clip import (
     LossInput,
     Metrics,
     PolicyLoss,
-    clip_bounds,
     clip_metrics,
     on_mask,
     ratio_metrics,
@@ -45,7 +44,7 @@ class SequenceClip(PolicyLoss):
     """PPO's clip on a sequence ratio defined by the subclass. Clip fractions count tokens of clipped sequences."""
 
     def __init__(self, eps_low: float, eps_high: float) -> None:
-        self.eps_low, self.eps_high = clip_bounds(type(self).__name__, eps_low, eps_high)
+        self.eps_low, self.eps_high = eps_low, eps_high
 
     def __call__(self, given: LossInput) -> tuple[Tensor, Metrics]:
         logprobs, old_logprobs, advantages, mask = given.tokens
@@ -129,8 +128,8 @@ class GMPO(PolicyLoss):
     engine_use = "unused"
 
     def __init__(self, eps_low: float = 0.4, eps_high: float = 0.4) -> None:
-        self.eps_low = above("GMPO.eps_low", eps_low, note="; it bounds the log-ratio")
-        self.eps_high = above("GMPO.eps_high", eps_high, note="; it bounds the log-ratio")
+        self.eps_low = eps_low
+        self.eps_high = eps_high
 
     def __call__(self, given: LossInput) -> tuple[Tensor, Metrics]:
         logprobs, old_logprobs, advantages, mask = given.tokens
@@ -165,7 +164,7 @@ class CISPO(PolicyLoss):
 
     def __init__(self, ratio_max: float = 5.0, ratio_min: float = 0.0) -> None:
         self.ratio_max = at_least("CISPO.ratio_max", ratio_max, 1, "; it bounds pi / pi_old, not its excess over 1")
-        self.ratio_min = fraction("CISPO.ratio_min", ratio_min, note="; 0 disables it")
+        self.ratio_min = ratio_min
 
     def __call__(self, given: LossInput) -> tuple[Tensor, Metrics]:
         logprobs, old_logprobs, advantages, mask = given.tokens
@@ -195,8 +194,8 @@ class SAPO(PolicyLoss):
     engine_use = "unused"
 
     def __init__(self, tau_pos: float = 1.0, tau_neg: float = 1.05) -> None:
-        self.tau_pos = above("SAPO.tau_pos", tau_pos)
-        self.tau_neg = above("SAPO.tau_neg", tau_neg)
+        self.tau_pos = tau_pos
+        self.tau_neg = tau_neg
 
     def __call__(self, given: LossInput) -> tuple[Tensor, Metrics]:
         logprobs, old_logprobs, advantages, mask = given.tokens
@@ -241,12 +240,10 @@ class CPG(PolicyLoss):
         drift_clip: float = 2.0,
         weight_max: float | None = None,
     ) -> None:
-        self.eps_low, self.eps_high = clip_bounds("CPG", eps_low, eps_high)
-        if eps_low == 1:
-            raise ValueError("CPG.eps_low=1: must be below 1; the lower bound of the log-ratio is log(1 - eps_low).")
-        self.drift_coef = at_least("CPG.drift_coef", drift_coef, 0)
-        self.drift_clip = above("CPG.drift_clip", drift_clip)
-        self.weight_max = at_least("CPG.weight_max", weight_max, 1, or_none="for no weight")
+        self.eps_low, self.eps_high = eps_low, eps_high
+        self.drift_coef = drift_coef
+        self.drift_clip = drift_clip
+        self.weight_max = weight_max
 
     @property
     def zero_advantage_is_zero_loss(self) -> bool:
@@ -301,10 +298,10 @@ class DPPO(PolicyLoss):
     def __init__(
         self, delta_low: float = 0.2, delta_high: float = 0.2, ratio_max: float = 20.0, penalty_coef: float = 0.0
     ) -> None:
-        self.delta_low = fraction("DPPO.delta_low", delta_low, "(0, 1]", "; it bounds a difference of probabilities")
-        self.delta_high = fraction("DPPO.delta_high", delta_high, "(0, 1]", "; it bounds a difference of probabilities")
-        self.ratio_max = at_least("DPPO.ratio_max", ratio_max, 1, "; it bounds pi / pi_old")
-        self.penalty_coef = at_least("DPPO.penalty_coef", penalty_coef, 0)
+        self.delta_low = delta_low
+        self.delta_high = delta_high
+        self.ratio_max = ratio_max
+        self.penalty_coef = penalty_coef
 
     @property
     def zero_advantage_is_zero_loss(self) -> bool:
@@ -343,7 +340,7 @@ class DRO(PolicyLoss):
     engine_use = "unused"
 
     def __init__(self, beta: float = 0.1) -> None:
-        self.beta = above("DRO.beta", beta)
+        self.beta = beta
 
     def __call__(self, given: LossInput) -> tuple[Tensor, Metrics]:
         logprobs, old_logprobs, advantages, mask = given.tokens

@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightrl.compat.arguments import above, at_least, fraction
 from lightrl.ops.losses import MAX_LOG_RATIO, ClippedLoss, clipped_policy_loss
 
 Metrics = dict[str, Tensor]
@@ -154,11 +153,7 @@ class PPOClip(PolicyLoss):
     Args:
         eps_low: Lower clip range, in [0, 1].
         eps_high: Upper clip range, at least 0. DAPO uses 0.2 and 0.28.
-        dual_clip: Maximum ratio if A < 0, above 1, usually 3. None disables it.
-        delta: INTELLECT-2's name for `dual_clip`, above 1 + eps_high. None disables it. Set at most one of the two.
-
-    Raises:
-        ValueError: An argument is out of range, or both `dual_clip` and `delta` are set.
+        dual_clip: Maximum ratio if A < 0, above 1 + eps_high, usually 3. INTELLECT-2 calls it delta. None disables it.
 
     Source: https://arxiv.org/abs/1707.06347 and those of `lightrl.ops.losses.clipped_policy_loss`.
     """
@@ -167,27 +162,18 @@ class PPOClip(PolicyLoss):
     needs_whole_trajectories = False
     engine_use = "unused"
 
-    def __init__(
-        self,
-        eps_low: float = 0.2,
-        eps_high: float = 0.2,
-        dual_clip: float | None = None,
-        delta: float | None = None,
-    ) -> None:
-        self.eps_low, self.eps_high = clip_bounds("PPOClip", eps_low, eps_high)
-        if dual_clip is not None and delta is not None:
-            raise ValueError(f"PPOClip(dual_clip={dual_clip}, delta={delta}): both set the same cap. Remove one.")
-        above("PPOClip.dual_clip", dual_clip, 1, or_none="for no cap")
-        above("PPOClip.delta", delta, 1 + eps_high, " = 1 + eps_high", or_none="for no cap")
-        self.cap = delta if dual_clip is None else dual_clip
+    def __init__(self, eps_low: float = 0.2, eps_high: float = 0.2, dual_clip: float | None = None) -> None:
+        self.eps_low = eps_low
+        self.eps_high = eps_high
+        self.dual_clip = dual_clip
 
     def __call__(self, given: LossInput) -> tuple[Tensor, Metrics]:
         logprobs, old_logprobs, advantages, mask = given.tokens
         log_ratio = token_log_ratio(logprobs, old_logprobs, mask)
         ratio = log_ratio.exp()
-        clipped = clipped_policy_loss(ratio, advantages, self.eps_low, self.eps_high, self.cap)
+        clipped = clipped_policy_loss(ratio, advantages, self.eps_low, self.eps_high, self.dual_clip)
         metrics = ratio_metrics(given, ratio) | clip_metrics(clipped, mask)
-        if self.cap is not None:
+        if self.dual_clip is not None:
             metrics["policy/clip_fraction_dual"] = (clipped.cap & mask).float()
         return on_mask(mask, clipped.loss), metrics
 
@@ -225,12 +211,3 @@ def clip_metrics(clipped: ClippedLoss, mask: Tensor) -> Metrics:
         "policy/clip_fraction_high": (clipped.high & mask).float(),
         "policy/clip_fraction_region": ((clipped.low | clipped.high) & mask).float(),
     }
-
-
-def clip_bounds(owner: str, eps_low: float, eps_high: float) -> tuple[float, float]:
-    """Validates the bounds of a ratio clip."""
-    fraction(f"{owner}.eps_low", eps_low, note="; the lower bound of the ratio is 1 - eps_low")
-    at_least(f"{owner}.eps_high", eps_high, 0, "; the upper bound of the ratio is 1 + eps_high")
-    if eps_low == eps_high == 0:
-        raise ValueError(f"{owner}.eps_low=0 with eps_high=0: clips every change. Raise one of them.")
-    return eps_low, eps_high

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightrl.compat.arguments import above, at_least, fraction, one_of
+from lightrl.compat.arguments import one_of
 from lightrl.objectives.estimators import AdvantageEstimator, AdvantageInput, unscored_at_values
 from lightrl.ops.advantages import gae, group_stats, leave_one_out, returns_to_go
 
@@ -33,7 +33,7 @@ class TurnReturns(AdvantageEstimator):
     credit = "turns"
 
     def __init__(self, gamma: float = 1.0) -> None:
-        self.gamma = fraction("TurnReturns.gamma", gamma)
+        self.gamma = gamma
 
     def estimate(self, given: AdvantageInput) -> tuple[Tensor, None]:
         turns = Turns(given)
@@ -55,9 +55,6 @@ class TurnGAE(AdvantageEstimator):
         gamma: Discount per turn, in [0, 1].
         lam: Trade-off in [0, 1]. 1 is the return minus V, 0 the one-step difference.
 
-    Raises:
-        ValueError: An argument is out of range, or `values` is missing.
-
     Source: https://arxiv.org/abs/1506.02438; turns as steps: https://arxiv.org/abs/2512.17008, without its clip per
         turn.
     """
@@ -66,12 +63,11 @@ class TurnGAE(AdvantageEstimator):
     credit = "turns"
 
     def __init__(self, gamma: float = 1.0, lam: float = 0.95) -> None:
-        self.gamma = fraction("TurnGAE.gamma", gamma)
-        self.lam = fraction("TurnGAE.lam", lam)
+        self.gamma = gamma
+        self.lam = lam
 
     def estimate(self, given: AdvantageInput) -> tuple[Tensor, Tensor]:
-        if given.values is None:
-            raise ValueError("TurnGAE: values=None: needs a critic. Set critic, or use TurnReturns.")
+        assert given.values is not None, "TurnGAE needs a critic"
         turns = Turns(given)
         advantages, returns = gae(turns.rewards, turns.first(given.values), turns.there, self.gamma, self.lam)
         return turns.spread(advantages), unscored_at_values(turns.spread(returns), given, given.values)
@@ -95,7 +91,7 @@ class GiGPO(AdvantageEstimator):
         eps: Constant added to the std, above 0.
 
     Raises:
-        ValueError: An argument is out of range, or a turn has no state.
+        ValueError: A turn has no state.
 
     Source: https://arxiv.org/abs/2505.10978, eq. 3-8. The paper's means are over the whole group. Here they exclude all
         visits of the trajectory itself, so they don't depend on when it stops.
@@ -111,10 +107,10 @@ class GiGPO(AdvantageEstimator):
         scale: Literal["group", "none"] = "group",
         eps: float = 1e-4,
     ) -> None:
-        self.gamma = fraction("GiGPO.gamma", gamma)
-        self.step_weight = at_least("GiGPO.step_weight", step_weight, 0)
+        self.gamma = gamma
+        self.step_weight = step_weight
         self.scale = one_of("GiGPO.scale", scale, "group", "none")
-        self.eps = above("GiGPO.eps", eps)
+        self.eps = eps
 
     def estimate(self, given: AdvantageInput) -> tuple[Tensor, None]:
         turns, groups, anchors = Turns(given), given.groups, given.anchors

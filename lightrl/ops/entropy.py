@@ -26,8 +26,6 @@ def top_entropy_mask(entropy: Tensor, mask: Tensor, fraction: float, *, all_sum:
         counts them. TRL interpolates the quantile. LightRFT selects per sequence and doesn't pass the fraction to its
         trainer.
     """
-    if not 0 < fraction <= 1:
-        raise ValueError(f"fraction={fraction}: must be in (0, 1]; 1 keeps every token.")
     count = int(all_sum(mask.sum().double()))
     entropy = entropy.detach().float().clamp(min=0) + 0.0  # turns -0.0 into 0.0, whose bits sort correctly
     threshold = kth_largest(entropy, mask, math.ceil(fraction * count), all_sum=all_sum)
@@ -84,9 +82,4 @@ def adaptive_entropy_coef(
 
     Source: Skywork-OR1, https://arxiv.org/abs/2505.22312, section 4.
     """
-    if not (step > 0 and target >= 0 and minimum <= maximum):
-        raise ValueError(
-            f"adaptive_entropy_coef(step={step}, target={target}, minimum={minimum}, maximum={maximum}): must have "
-            "step > 0, target >= 0, and minimum <= maximum."
-        )
     return min(max(coef + (step if entropy <= target else -step), minimum), maximum)

@@ -1,17 +1,18 @@
 """Rollouts: the data module, its schedules, and the collection and collation of groups."""
 
-from typing import Any
+from __future__ import annotations
 
-from lightrl.rollout.datamodule import RolloutDataModule
-from lightrl.rollout.loaders import Evaluation
-from lightrl.rollout.schedules import Ahead, InFlight, OnPolicy, Schedule
+from typing import TYPE_CHECKING
+
+from lightrl.compat.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from lightrl.rollout.datamodule import RolloutDataModule
+    from lightrl.rollout.loaders import Evaluation
+    from lightrl.rollout.overlap import Ahead, InFlight
+    from lightrl.rollout.ptx import PTXSource
+    from lightrl.rollout.schedules import OnPolicy, Schedule
 
 __all__ = ["Ahead", "Evaluation", "InFlight", "OnPolicy", "PTXSource", "RolloutDataModule", "Schedule"]
 
-
-def __getattr__(name: str) -> Any:
-    if name == "PTXSource":  # imports the SFT code, which most runs don't need
-        from lightrl.rollout.ptx import PTXSource
-
-        return PTXSource
-    raise AttributeError(f"module 'lightrl.rollout' has no attribute {name!r}")
+__getattr__ = lazy_names(__name__, ("schedules", "loaders", "datamodule", "overlap", "ptx"), __all__)

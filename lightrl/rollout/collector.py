@@ -8,14 +8,13 @@ import contextlib
 import hashlib
 import logging
 import math
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 from lightrl.engines.background import BackgroundLoop, all_of, patient_result
-from lightrl.engines.base import Engine, EngineDiedError, EngineRestartedError
+from lightrl.engines.base import Engine, EngineDiedError
 from lightrl.environments.episodes import EnvironmentFailedError, Episode, Task
 from lightrl.records import Completion, CompletionGroup, GenerationRequest, Media, SamplingParams, Scores, Trajectory
 from lightrl.rewards.scorer import RewardScorer
@@ -23,31 +22,8 @@ from lightrl.rollout.collation import ScoredGroup
 
 log = logging.getLogger(__name__)
 
-MAX_RESTARTS = 3
-"""Maximum number of engine restarts within one rollout."""
-
 LEAVE_SECONDS = 5.0
 """Time limit for the cleanup of episodes at the end of a run."""
-
-SWITCH_SECONDS = 5e-4
-"""Thread switch interval during multi-turn episodes. Python's default of 5 ms is a third of a small model's step, and
-each turn switches threads several times."""
-
-
-def may_restart(error: EngineRestartedError, restarts: int, world_size: int) -> int:
-    """Returns `restarts + 1`.
-
-    Raises:
-        EngineDiedError: After `MAX_RESTARTS` restarts, or with several ranks, because weight pushes are collective.
-    """
-    if world_size > 1:
-        raise EngineDiedError(f"{error} restart_engine requires a single process.") from error
-    if restarts == MAX_RESTARTS:
-        raise EngineDiedError(
-            f"The engine died {restarts + 1} times in one rollout. Check the log and GPU memory for the cause; "
-            "restarting does not help."
-        ) from error
-    return restarts + 1
 
 
 class RolloutStalledError(RuntimeError):
@@ -62,8 +38,6 @@ class Collector:
         engine: Inference engine.
         episode: Episode type that produces trajectories.
         scorer: Reward functions, or None.
-        ready: Function that pushes the weights to the engine. Collective.
-        world_size: Number of processes.
         stall_timeout: Seconds without progress after which a rollout fails. None waits forever.
         asks_with_media: Function called in the episodes' thread with each request with media before it is sent.
     """
@@ -72,13 +46,9 @@ class Collector:
     episode: Episode
     scorer: RewardScorer | None
     _: KW_ONLY
-    ready: Callable[[], object]
-    world_size: int
     stall_timeout: float | None
     asks_with_media: Callable[[GenerationRequest], None] = lambda request: None
     loop: BackgroundLoop = field(default_factory=lambda: BackgroundLoop("lightrl-episodes"), init=False)
-    lost: EngineRestartedError | None = field(default=None, init=False)  # until the weights are pushed again
-    _pushed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _live: list[Collection] = field(default_factory=list, init=False)
 
     def start(self, tasks: Sequence[Task], **how: Any) -> Collection:
@@ -91,26 +61,6 @@ class Collector:
         """(finished prompts, total prompts, activity) of the oldest unfinished rollout."""
         live = (each for each in list(self._live) if each.task is None or not each.task.done())
         return next((each.progress() for each in live), None)
-
-    async def generate(self, request: GenerationRequest) -> CompletionGroup:
-        """Sends a request to the engine. If the engine restarts, repeats it after the weights are pushed again."""
-        while True:
-            try:
-                return await self.engine.generate(request)
-            except EngineRestartedError as error:
-                self.lost = self.lost or error
-                await self._pushed.wait()
-
-    def push_again(self) -> None:
-        """Pushes the weights to a restarted engine and resumes the lost requests."""
-        log.warning("%s Pushing the weights and repeating the lost requests.", self.lost)
-        self.ready()
-        self.lost = None
-        self.loop.call(self._wake)
-
-    def _wake(self) -> None:
-        self._pushed.set()
-        self._pushed.clear()
 
     def close(self, timeout: float = LEAVE_SECONDS) -> None:
         """Cancels unfinished rollouts and stops the thread within about `timeout` seconds."""
@@ -137,8 +87,6 @@ class Collection:
     Args:
         collector: The collector that starts it.
         tasks: Tasks, one per prompt, at least one.
-        recover: Whether `finish` pushes the weights to a restarted engine. Otherwise it raises the error, as in a
-            thread that runs while the weights change.
         begun: Earlier partial completions, by `_key` of the request. None disables recording.
         trained: Whether the completions are trained on. Requests must then use the tasks' sampling distribution.
 
@@ -153,7 +101,6 @@ class Collection:
         collector: Collector,
         tasks: Sequence[Task],
         *,
-        recover: bool = True,
         begun: Mapping[int, list[Completion]] | None = None,
         trained: bool = False,
     ) -> None:
@@ -164,7 +111,6 @@ class Collection:
         self._collector = collector
         self._engine = collector.engine
         self._episode = collector.episode
-        self._recover = recover
         self._trained = trained
         self._record = None if begun is None else dict(begun)
         self._asked: dict[GenerationRequest, int | None] = {}  # pending -> its key, if recorded
@@ -195,22 +141,8 @@ class Collection:
 
     def finish(self) -> list[ScoredGroup]:
         """Waits for all groups and returns them in the order of the tasks. An error or Ctrl-C cancels them."""
-        collector, restarts = self._collector, 0
-
-        def look() -> None:
-            nonlocal restarts
-            if (lost := collector.lost) is None:
-                return
-            if not self._recover:
-                collector.lost = None
-                raise lost
-            restarts = may_restart(lost, restarts, collector.world_size)
-            collector.push_again()
-            self._moved = time.monotonic()
-
         try:
-            with _quick_switches() if self._episode.multi_turn else contextlib.nullcontext():
-                return patient_result(self._future, look)
+            return patient_result(self._future)
         except BaseException:
             self.cancel()
             raise
@@ -262,23 +194,11 @@ class Collection:
 
     async def _group(self, number: int) -> ScoredGroup:
         task = self.tasks[number]
-        try:
-            trajectories = await self._attempts(task)
-            self._playing.discard(number)
-            self._scoring.add(number)
-            self._moved = time.monotonic()
-            scores = await self._score(number, trajectories)
-        except BaseException as error:
-            was_stopped, self._stopped = self._stopped, True  # the other groups are canceled next
-            if isinstance(error, asyncio.CancelledError):
-                if was_stopped:
-                    raise
-                what = "its environment, program or reward function was cancelled."
-            elif isinstance(error, Exception):
-                raise
-            else:  # e.g. SystemExit, which would end the event loop
-                what = f"its episode raised {type(error).__name__}: {error}"
-            raise RuntimeError(f"{task.name}: {what}") from error
+        trajectories = await self._attempts(task)
+        self._playing.discard(number)
+        self._scoring.add(number)
+        self._moved = time.monotonic()
+        scores = await self._score(number, trajectories)
         self._scoring.discard(number)
         self._moved = time.monotonic()
         self._scored = time.perf_counter()
@@ -345,8 +265,7 @@ class Collection:
         self._asked[request] = key
         self._moved = time.monotonic()
         try:
-            group = await self._collector.generate(request)
-            _check_completions(type(self._engine).__name__, group)
+            group = await self._engine.generate(request)
         except Exception as error:  # the episode might handle it
             if not self._broken.done():
                 self._broken.set_exception(error)
@@ -400,84 +319,48 @@ class Collection:
         return scores.spread(places, len(trajectories))
 
     async def _watch(self, timeout: float) -> None:
-        """Raises an error after `timeout` seconds without progress, except while a restarted engine is loading."""
-        while (left := max(self._moved, self._engine.moved) + timeout - time.monotonic()) > 0 or self._collector.lost:
-            await asyncio.sleep(max(left, 0.5))
+        """Raises an error after `timeout` seconds without progress."""
+        while (left := max(self._moved, self._engine.moved) + timeout - time.monotonic()) > 0:
+            await asyncio.sleep(left)
         message = f"stall_timeout={timeout:g}: no progress for that many seconds. Waiting for {self._waited_for()}."
         log.error(message)
         raise RolloutStalledError(f"{message} Increase stall_timeout (or set it to null) if this is expected.")
 
     def _waited_for(self) -> str:
-        scoring = [self.tasks[number].name for number in sorted(self._scoring)]
-        playing = [self.tasks[number].name for number in sorted(self._playing)]
         waited = []
         if self._asked:
             first = next(iter(self._asked)).name
             waited.append(f"engine {type(self._engine).__name__} ({len(self._asked)} requests, the first for {first})")
-        elif playing:
+        elif self._playing:
+            first = self.tasks[min(self._playing)].name
             name = type(self._episode).__name__
-            waited.append(f"episodes {name} ({len(playing)} groups, the first of {playing[0]})")
-        if scoring and self._collector.scorer is not None:
-            names = ", ".join(self._collector.scorer.names)
-            waited.append(f"reward functions {names} ({len(scoring)} groups, the first of {scoring[0]})")
+            waited.append(f"episodes {name} ({len(self._playing)} groups, the first of {first})")
+        if self._scoring and self._collector.scorer is not None:
+            first, names = self.tasks[min(self._scoring)].name, ", ".join(self._collector.scorer.names)
+            waited.append(f"reward functions {names} ({len(self._scoring)} groups, the first of {first})")
         return " and ".join(waited)
 
 
-@contextlib.contextmanager
-def _quick_switches() -> Iterator[None]:
-    """Sets the thread switch interval to `SWITCH_SECONDS`."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(min(before, SWITCH_SECONDS))
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
-
-
-def _check_completions(engine: str, answer: CompletionGroup) -> None:
-    """Raises a ValueError if completions violate the contract of `Engine.generate`."""
-    request, completions = answer.request, answer.completions
-    if len(completions) != request.num_completions:
+def _require_finite(whose: str, logprobs: Sequence[float]) -> None:
+    """Raises a ValueError for log-probs of an engine that samples nonsense."""
+    if not math.isfinite(sum(logprobs)):
         raise ValueError(
-            f"{engine}.generate: returned {len(completions)} completions of {request.name}. Return "
-            f"{request.num_completions}, as requested."
+            f"{whose}: a log-prob is not finite. The weights are not finite, or the dtype's range is too small. Use "
+            "bfloat16 or float32."
         )
-    for part in completions:
-        if len(part.logprobs) != len(part.token_ids):
-            raise ValueError(
-                f"{engine}.generate: a completion of {request.name} has {len(part.token_ids)} tokens and "
-                f"{len(part.logprobs)} logprobs. Return one log-prob per token."
-            )
-        _check_finite(f"{engine}.generate: a completion of {request.name}", part.logprobs)
 
 
-def _check_finite(whose: str, logprobs: Sequence[float]) -> None:
-    if math.isfinite(sum(logprobs)):
-        return
-    place = next(place for place, value in enumerate(logprobs) if not math.isfinite(value))
-    raise ValueError(
-        f"{whose} has the log-prob {logprobs[place]} at token {place}. The weights are not finite, or the dtype's "
-        "range is too small. Use bfloat16 or float32."
-    )
-
-
-def _check_trajectories(episode: str, task: Task, trajectories: Any) -> None:
-    """Raises a ValueError unless there is one trajectory per attempt with aligned sequences."""
-    found = trajectories if isinstance(trajectories, list | tuple) else []
-    if len(found) != len(task.attempts) or not all(isinstance(one, Trajectory) for one in found):
-        what = f"{len(found)} of them" if found else f"a {type(trajectories).__name__}"
+def _check_trajectories(episode: str, task: Task, trajectories: Sequence[Trajectory]) -> None:
+    """Raises a ValueError unless there is one trajectory per attempt, with as many log-probs as tokens."""
+    if len(trajectories) != len(task.attempts):
         raise ValueError(
-            f"{episode}.run: returned {what} for {task.name}. Return a list of Trajectory, one for each of the "
+            f"{episode}.run: returned {len(trajectories)} trajectories for {task.name}. Return one for each of the "
             f"{len(task.attempts)} attempts."
         )
-    for row in (row for trajectory in found for row in trajectory.rows):
-        sizes = [len(each) for each in (row.token_ids, row.turn_ids, row.logprobs, row.policy_versions)]
-        if len(set(sizes)) > 1:
-            raise ValueError(
-                f"{episode}.run: a row of {task.name} has {sizes[0]} token_ids, {sizes[1]} turn_ids, {sizes[2]} "
-                f"logprobs, and {sizes[3]} policy_versions. Make all four equally long."
-            )
-        _check_finite(f"{episode}.run: a row of {task.name}", row.logprobs)
+    for row in (row for trajectory in trajectories for row in trajectory.rows):
+        if len({len(each) for each in (row.token_ids, row.turn_ids, row.logprobs, row.policy_versions)}) > 1:
+            raise ValueError(f"{episode}.run: fields of a row of {task.name} have different lengths. Align them.")
+        _require_finite(f"{episode}.run: {task.name}", row.logprobs)
 
 
 def _key(request: GenerationRequest) -> int:

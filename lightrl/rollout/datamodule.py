@@ -14,7 +14,6 @@ import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightrl.compat.arguments import above, at_least
 from lightrl.compat.lightning import run_seed
 from lightrl.data.processing import load_processor
 from lightrl.data.prompt_sets import PromptSet
@@ -23,7 +22,7 @@ from lightrl.data.templates import load_tokenizer
 from lightrl.distributed.strategies import gather_objects
 from lightrl.engines.base import Engine
 from lightrl.environments.episodes import Episode, SingleTurn
-from lightrl.models.loading import positions_of, require_vocabulary
+from lightrl.models.loading import positions_of
 from lightrl.records import Prompts, Rollouts, SamplingParams, SupervisedBatch
 from lightrl.rewards.base import RewardSpec
 from lightrl.rewards.scorer import OWN_NAMES, RewardScorer
@@ -78,7 +77,7 @@ class RolloutDataModule(LightningDataModule):
         seed: Random seed of prompt order and sampling. Defaults to the seed of `seed_everything`.
 
     Raises:
-        ValueError: If a count is invalid, the training temperature is 0, or two arguments are incompatible.
+        ValueError: If the training temperature is 0, or two arguments are incompatible.
     """
 
     def __init__(
@@ -109,25 +108,24 @@ class RolloutDataModule(LightningDataModule):
         self.engine = engine
         self.sampling = sampling
         self.episode = SingleTurn() if episode is None else episode
-        self.prompts_per_rollout = at_least("prompts_per_rollout", prompts_per_rollout, 1)
-        self.rollouts_per_epoch = at_least("rollouts_per_epoch", rollouts_per_epoch, 1, or_none="for one pass")
+        self.prompts_per_rollout = prompts_per_rollout
+        self.rollouts_per_epoch = rollouts_per_epoch
         self.schedule = OnPolicy() if schedule is None else schedule
         self.evaluation = evaluation
         self.eval_sources = evaluation.sources(self.prompts)
         self.eval_sampling = evaluation.sampling or replace(sampling, fire_temperature=None)
         self.ptx = ptx
-        self.dynamic_sampling_rounds = at_least("dynamic_sampling_rounds", dynamic_sampling_rounds, 0)
+        self.dynamic_sampling_rounds = dynamic_sampling_rounds
         self.tokenizer_path = tokenizer
-        self.stall_timeout = above("stall_timeout", stall_timeout, or_none="(null) to wait forever")
-        self.seed = at_least("seed", run_seed() if seed is None else seed, 0)
-        self.scorer = _scorer(rewards)
+        self.stall_timeout = stall_timeout
+        self.seed = run_seed() if seed is None else seed
+        self.scorer = rewards if isinstance(rewards, RewardScorer) else RewardScorer(rewards) if rewards else None
         self.host = EngineHost(self.engine)
         self.prompt_cursor = 0
-        self._group_size = at_least("group_size", group_size, 1, or_none="for the algorithm's own")
+        self._group_size = group_size
         self._sets: dict[str, PromptSet] = {}
         self._ptx_loader: SFTLoader | None = None
         self._sampler: RolloutSampler | None = None
-        self._check_scored()
         self.schedule.check(
             self.engine,
             adapts_prompts=hasattr(self.prompts, "success_reward"),
@@ -149,12 +147,7 @@ class RolloutDataModule(LightningDataModule):
     @property
     def learner(self) -> RolloutLearner:
         """The module that is trained on the rollouts."""
-        module = None if self.trainer is None else self.trainer.lightning_module
-        if not isinstance(module, RolloutLearner):
-            raise ValueError(
-                f"model={type(module).__name__}: RolloutDataModule requires a RolloutLearner. Use PPOLightningModule "
-                "or another subclass."
-            )
+        module: RolloutLearner = self.trainer.lightning_module  # type: ignore[union-attr, assignment]
         return module
 
     @property
@@ -174,7 +167,6 @@ class RolloutDataModule(LightningDataModule):
             self._check_learner(module)
         self.engine.check_sampling(self.eval_sampling, "evaluation.sampling", trained=False)
         self.tokenizer = load_tokenizer(self.tokenizer_path or spec.path, chat_template=spec.chat_template)
-        self._check_vocabularies(module)
         self.processor = load_processor(spec.path, self.tokenizer)
         if spec.chat_template is not None:
             self.episode.check_template()
@@ -279,12 +271,8 @@ class RolloutDataModule(LightningDataModule):
         return EvalLoader(evaluate, prompts, self.evaluation.batch_size, self.rank, self.world_size)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Moves a batch to the device and passes training rollouts to `RolloutLearner.note_rewards`."""
-        moved = batch.to(device)
-        trainer: Any = self.trainer
-        if isinstance(moved, Rollouts) and trainer is not None and trainer.training:
-            self.learner.note_rewards(moved)
-        return moved
+        """Moves a batch to the device."""
+        return batch.to(device)
 
     def teardown(self, stage: str) -> None:
         """Stops sampling, the reward functions, and the engine within `CLOSE_SECONDS`."""
@@ -414,77 +402,36 @@ class RolloutDataModule(LightningDataModule):
         return replace(rollouts, metrics=metrics, reward_weights=weights, **fields)
 
     def training_sampling(self) -> SamplingParams:
-        """Returns the current sampling settings, which callbacks may change between rollouts.
-
-        Raises:
-            ValueError: If the trainer can't reproduce the sampling distribution, or no token would be trained.
-        """
-        sampling = self.sampling
-        self.engine.check_sampling(sampling, trained=True)
-        if sampling.masked_tokens >= sampling.max_new_tokens:
-            name = "min_new_tokens" if sampling.min_new_tokens else "fire_temperature"
-            raise ValueError(
-                f"sampling.{name}={getattr(sampling, name)} with max_new_tokens={sampling.max_new_tokens}: the first "
-                f"{sampling.masked_tokens} tokens of a completion are masked, so no token would be trained. Raise "
-                "max_new_tokens, or set ignore_eos for completions of a fixed length."
-            )
-        return sampling
+        """Returns the current sampling settings, which callbacks may change between rollouts."""
+        self.engine.check_sampling(self.sampling, trained=True)
+        return self.sampling
 
     # ---- checks ------------------------------------------------------------------------------------------------
 
-    def _check_scored(self) -> None:
-        """Rejects settings that need rewards at sampling time if nothing scores the completions by then."""
-        if self.scorer is not None or self.episode.multi_turn:
-            return
-        waits = {
-            f"dynamic_sampling_rounds={self.dynamic_sampling_rounds}": self.dynamic_sampling_rounds > 0,
-            f"prompts={type(self.prompts).__name__}": hasattr(self.prompts, "success_reward"),
-        }
-        for name, found in waits.items():
-            if found:
-                raise ValueError(
-                    f"{name} without `rewards`: rewards must be available as soon as a rollout is sampled. Set "
-                    "rewards, or serve the reward model and use RemoteReward."
-                )
-
     def _check_learner(self, module: RolloutLearner) -> None:
         """Rejects incompatible settings of the data module and the module."""
-        name, rounds, size = type(module).__name__, self.dynamic_sampling_rounds, self.group_size
+        rounds, size, scored = self.dynamic_sampling_rounds, self.group_size, self.scorer or self.episode.multi_turn
         self.training_sampling()
         if size < 2 and (module.needs_groups or rounds):
-            needs = "group-relative advantages need" if module.needs_groups else "dynamic sampling needs"
-            raise ValueError(f"group_size={size} with {name}: {needs} at least 2 trajectories per prompt. Set it to 8.")
-        module.refuse_group_size(size)
-        if module.needs_rewards and self.scorer is None and not (self.episode.multi_turn or module.scores_rollouts):
-            rank_zero_warn(
-                f"rewards=null with {name} without reward_models: nothing scores the completions, so the policy learns "
-                "nothing unless a callback or a subclass sets rewards. Set data.rewards."
-            )
-        if rounds and module.scores_rollouts:
             raise ValueError(
-                f"dynamic_sampling_rounds={rounds} with reward_models: the module's reward models score groups only "
-                "after sampling. Set it to 0, or serve the model as a reward function."
+                f"group_size={size} with {type(module).__name__}, dynamic_sampling_rounds={rounds}: a group of one has "
+                "nothing to compare. Set it to 8."
+            )
+        if module.needs_rewards and not scored and not module.scores_rollouts:
+            rank_zero_warn(
+                f"rewards=null with {type(module).__name__} without reward_models: nothing scores the completions, so "
+                "the policy learns nothing unless a callback or a subclass sets rewards. Set data.rewards."
+            )
+        if (rounds or hasattr(self.prompts, "success_reward")) and (not scored or (rounds and module.scores_rollouts)):
+            raise ValueError(
+                f"dynamic_sampling_rounds={rounds}, prompts={type(self.prompts).__name__}: rewards must be complete as "
+                "soon as a rollout is sampled. Set rewards, or serve the reward model and use RemoteReward."
             )
         if (self.ptx is not None) != (module.ptx_coef > 0):
             raise ValueError(
                 f"ptx={'None' if self.ptx is None else self.ptx.label} (data) with ptx_coef={module.ptx_coef} "
                 "(module): the SFT loss needs both data and a coefficient above 0. Set both or neither."
             )
-
-    def _check_vocabularies(self, module: RolloutLearner) -> None:
-        """Rejects models that lack an embedding for a token of the tokenizer."""
-        critic = getattr(module, "critic_spec", None)
-        scored = [spec for spec in getattr(module, "reward_model_specs", ()) if spec.tokenizer == "policy"]
-        reading = [module.actor_spec, getattr(module, "reference_spec", None), getattr(critic, "model", None), *scored]
-        for path in {spec.path: None for spec in reading if spec is not None}:
-            require_vocabulary(self.tokenizer, path)
-
-
-def _scorer(rewards: Any) -> RewardScorer | None:
-    """Returns the scorer, or None if only reward models or episodes provide rewards."""
-    if isinstance(rewards, str) or callable(rewards):
-        raise ValueError(f"rewards={rewards!r}: must be a list. Wrap a single function in [...].")
-    return rewards if isinstance(rewards, RewardScorer) else RewardScorer(rewards) if rewards else None
 
 
 def _visits(groups: list[ScoredGroup], success_reward: float) -> list[tuple[int, float]]:

@@ -14,7 +14,7 @@ from lightrl.distributed.states import fingerprint
 from lightrl.engines.base import Engine
 from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import ModelSpec
-from lightrl.records import GenerationRequest, Rollouts, Routes, SamplingParams, Trajectory
+from lightrl.records import GenerationRequest, Routes, SamplingParams, Trajectory
 
 
 class RolloutLearner(LightningModule, ABC):
@@ -51,9 +51,6 @@ class RolloutLearner(LightningModule, ABC):
         if bool(self.all_max(torch.tensor(float(changed)))):
             self.outside_changes += 1
         self._noted = self.policy_version, now[1]
-
-    def note_rewards(self, rollouts: Rollouts) -> None:
-        """Records a training rollout's rewards before callbacks can change them."""
 
     @abstractmethod
     def named_policy_weights(self, *, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
@@ -93,9 +90,6 @@ class RolloutLearner(LightningModule, ABC):
     def needs_groups(self) -> bool:
         """Whether advantages compare the trajectories of a prompt, which requires a group size of at least 2."""
         return False
-
-    def refuse_group_size(self, size: int) -> None:
-        """Raises a ValueError if the algorithm doesn't support groups of `size` trajectories."""
 
     @property
     def needs_rewards(self) -> bool:

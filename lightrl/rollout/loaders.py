@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from lightrl.compat.arguments import at_least, imported
+from lightrl.compat.arguments import imported
 from lightrl.data.prompt_sets import PromptSet
 from lightrl.data.prompts import PromptMixture, PromptSource, prompt_source, rendered_like
 from lightrl.records import Prompts, Rollouts, SamplingParams
@@ -95,8 +95,6 @@ class Evaluation:
     success_reward: float = 1.0
 
     def __post_init__(self) -> None:
-        at_least("evaluation.group_size", self.group_size, 1)
-        at_least("evaluation.batch_size", self.batch_size, 1)
         if isinstance(self.answer, str):
             object.__setattr__(self, "answer", imported("evaluation.answer", self.answer))
 

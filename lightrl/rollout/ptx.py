@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from lightrl.compat.arguments import at_least
 from lightrl.data.sft import SFTSource
 from lightrl.data.sft_loader import SFTLoader
 
@@ -19,10 +18,6 @@ class PTXSource(SFTSource):
     """
 
     batch_size: int = 32
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least("ptx.batch_size", self.batch_size, 1)
 
     def loader(self, tokenizer: Any, processor: Any, positions: Any, **order: Any) -> SFTLoader:
         """Returns a loader of the examples. `order` contains `seed`, `rank`, and `world_size` (see `SFTLoader`)."""

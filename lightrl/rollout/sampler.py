@@ -26,14 +26,12 @@ class BegunRollout:
         first: Index of its first prompt.
         collection: This rank's groups.
         sampling: Sampling settings.
-        recover: Whether to push the weights again if the engine restarts.
         behind: Number of rollouts returned since it started.
     """
 
     first: int
     collection: Collection
     sampling: SamplingParams
-    recover: bool
     behind: int = 0
 
 
@@ -97,8 +95,6 @@ class RolloutSampler:
             self.host.engine,
             self.episode,
             self.scorer,
-            ready=self.host.ready,
-            world_size=self.world_size,
             stall_timeout=self.stall_timeout,
             asks_with_media=self.host.show_media,
         )
@@ -130,7 +126,6 @@ class RolloutSampler:
         *,
         sampling: SamplingParams | None = None,
         begun: dict[int, list[Completion]] | None = None,
-        recover: bool = True,
     ) -> BegunRollout:
         """Starts a training rollout. The engine must be ready.
 
@@ -138,12 +133,11 @@ class RolloutSampler:
             first: Global index of its first prompt.
             sampling: Sampling settings. Defaults to the data module's current ones.
             begun: Partial completions of an interrupted run, by request key. None disables recording.
-            recover: Whether to push the weights to a restarted engine and continue. Main thread only.
         """
         prompts, sampling = self._own_prompts(first), sampling or self.sampling()
-        how: dict[str, Any] = {"trained": True, "begun": begun, "recover": recover}
-        collection = self._start(prompts, sampling, self.group_size, self._seeds(prompts, first, "train"), **how)
-        return BegunRollout(first, collection, sampling, recover)
+        seeds = self._seeds(prompts, first, "train")
+        collection = self._start(prompts, sampling, self.group_size, seeds, trained=True, begun=begun)
+        return BegunRollout(first, collection, sampling)
 
     def finish(self, rollout: BegunRollout, gather: Callable[[int], list[int]] = gather_objects) -> SampledRollout:
         """Waits for the groups of a rollout and replaces those without reward spread (dynamic sampling).
@@ -170,8 +164,7 @@ class RolloutSampler:
                 offset = sum(missing[: self.rank])
                 prompts = self.prompts.batch(cursor + offset, count)
                 seeds = [request_seed(self.seed, "train", cursor, offset + i) for i in range(count)]
-                how: dict[str, Any] = {"trained": True, "recover": rollout.recover}
-                collections.append(self._start(prompts, rollout.sampling, self.group_size, seeds, **how))
+                collections.append(self._start(prompts, rollout.sampling, self.group_size, seeds, trained=True))
                 groups = [*groups, *collections[-1].finish()]
             cursor, rounds = cursor + sum(missing), rounds + 1
         metrics = {f"rollout/prompts_{name}": float(number) for name, number in self.prompts.counts.items()}

@@ -6,9 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
-from lightrl.compat.arguments import above, at_least
 from lightrl.compat.transformers import as_saved
 from lightrl.distributed.states import fingerprint
 from lightrl.engines.base import TOLERANCE, Engine, StaleWeightsError
@@ -54,9 +52,9 @@ class WeightSync(EngineSync):
         self, canary: bool = True, tolerance: float | None = None, num_sequences: int = 2, num_tokens: int = 16
     ) -> None:
         self.canary = canary
-        self.tolerance = above("WeightSync.tolerance", tolerance, or_none="(null) for the dtype's own")
-        self.num_sequences = at_least("WeightSync.num_sequences", num_sequences, 1)
-        self.num_tokens = at_least("WeightSync.num_tokens", num_tokens, 2)
+        self.tolerance = tolerance
+        self.num_sequences = num_sequences
+        self.num_tokens = num_tokens
         self.last_gap: float | None = None
         """Mean absolute log-prob difference in nats of the last check."""
         self.last_media_gap: float | None = None
@@ -64,7 +62,6 @@ class WeightSync(EngineSync):
         self._frozen: int | None = None  # fingerprint at the last push
         self._prompts: list[list[int]] | None = None
         self._media: GenerationRequest | None = None
-        self._media_before: tuple[Completion, torch.Tensor, float] | None = None  # completion, trainer's log-probs, gap
         self._answered: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # tokens, engine's, trainer's
 
     def show_prompts(self, token_ids: Sequence[Sequence[int]]) -> None:
@@ -141,26 +138,17 @@ class WeightSync(EngineSync):
             return
         if request is None:  # other ranks have one, and the forward pass is collective
             module.token_logprobs(torch.zeros((1, 2), dtype=torch.long, device=module.device))
-            return self._judge_media(module, engine, 0.0, 0.0)
-        room = min(self.num_tokens, engine.max_model_len - len(request.token_ids))
-        asked = replace(request, sampling=SamplingParams(max_new_tokens=room, ignore_eos=True), seed=0)
-        (group,) = engine.generate_all([asked])
-        new = group.completions[0]
-        before = self._media_before or (new, None, 0.0)
-        now, again = _logprobs(module, request, [new, before[0]])
-        theirs = torch.tensor(new.logprobs)
-        gap = float((now - theirs).abs().mean())
-        moved = 0.0 if before[1] is None else float((again - before[1]).abs().mean())
-        self.last_media_gap = gap
-        self._media_before = new, now, gap
-        behind = self.tolerance is None and moved > 10 * before[2] and gap > moved / 2
-        return self._judge_media(module, engine, gap, moved if behind else 0.0)
-
-    def _judge_media(self, module: RolloutLearner, engine: Engine, gap: float, moved: float) -> None:
+            gap = 0.0
+        else:
+            room = min(self.num_tokens, engine.max_model_len - len(request.token_ids))
+            asked = replace(request, sampling=SamplingParams(max_new_tokens=room, ignore_eos=True), seed=0)
+            (group,) = engine.generate_all([asked])
+            new = group.completions[0]
+            gap = float((_logprobs(module, request, new) - torch.tensor(new.logprobs)).abs().mean())
+            self.last_media_gap = gap
         tolerance = self._tolerance(engine)
-        worst = float(module.all_max(torch.tensor([gap if gap == gap else float("inf"), moved])).max())
-        if bool(module.all_max(torch.tensor(float(moved > 0 or not gap <= tolerance)))):
-            self._media_before = None
+        worst = float(module.all_max(torch.tensor(gap if gap == gap else float("inf"))))
+        if worst > tolerance:
             engine.mark_stale()
             raise StaleWeightsError(
                 f"engine={type(engine).__name__} with {type(module.actor.lm).__name__}: after a prompt with media, the "
@@ -204,26 +192,17 @@ class WeightSync(EngineSync):
 
 
 @torch.no_grad()
-def _logprobs(
-    module: RolloutLearner, request: GenerationRequest, completions: Sequence[Completion]
-) -> list[torch.Tensor]:
-    """Returns the trainer's log-probs of each completion of a prompt with media."""
-    rows = [torch.tensor(request.token_ids + completion.token_ids) for completion in completions]
-    token_ids = pad_sequence(rows, batch_first=True).to(module.device)
-    lengths = torch.tensor([len(row) for row in rows], device=module.device)
-    places = torch.arange(token_ids.shape[1], device=module.device)
-    attention = places < lengths[:, None]
-    response = attention & (places >= len(request.token_ids))
+def _logprobs(module: RolloutLearner, request: GenerationRequest, completion: Completion) -> torch.Tensor:
+    """Returns the trainer's log-probs of a completion of a prompt with media."""
+    start = len(request.token_ids)
+    token_ids = torch.tensor([[*request.token_ids, *completion.token_ids]], device=module.device)
+    response = torch.arange(token_ids.shape[1], device=module.device)[None] >= start
     with module.trainer.precision_plugin.forward_context():
         out = module.actor(
-            token_ids,
-            attention,
-            response,
-            inputs=[request.inputs] * len(rows),
-            routes=[completion.routes for completion in completions],
+            token_ids, torch.ones_like(response), response, inputs=[request.inputs], routes=[completion.routes]
         )
-    start = len(request.token_ids)
-    return [row[start : len(ids)].cpu() for row, ids in zip(out.logprobs, rows, strict=True)]
+    logprobs: torch.Tensor = out.logprobs[0, start:].cpu()
+    return logprobs
 
 
 def _named_for(

@@ -7,9 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import warnings
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +17,9 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
-from lightrl.algorithms import PPOLightningModule, SFTLightningModule
+from lightrl.algorithms import PPOLightningModule
 from lightrl.algorithms.run_record import data_fingerprint
 from lightrl.callbacks import (
-    EMA,
-    AdaptiveKL,
-    RewardNormalization,
     RolloutCheckpoint,
     RolloutWriter,
     WeightSync,
@@ -33,12 +28,8 @@ from lightrl.checkpoints.files import StorageError, verify
 from lightrl.checkpoints.rollout_checkpoint import Preempted
 from lightrl.checkpoints.run_folder import RUN, RunGuard, is_of_another_run
 from lightrl.data.prompts import PromptSource
-from lightrl.data.sft import SFTDataModule, SFTSource
 from lightrl.models.spec import ModelSpec
-from lightrl.objectives import CISPO, KLInReward
-from lightrl.records import SamplingParams
-from lightrl.rewards.scorer import RewardScorer
-from tests.toys import digits_reward, quickstart_model, quiet_trainer, sums_data
+from tests.toys import quickstart_model, quiet_trainer, sums_data
 
 
 def adam(params: Any) -> torch.optim.Optimizer:
@@ -85,108 +76,10 @@ def last(model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder / "checkpoints" / "last.ckpt")
 
 
-def test_another_optimizer_on_resume_is_refused_by_name(model: str, last: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="optimizer=SGD: "):
-        fit(tmp_path, model, saving(tmp_path), optimizer=sgd, resume=last)
-
-
-def test_other_settings_on_resume_are_warned_of_once(model: str, last: str, tmp_path: Path) -> None:
-    prompts = PromptSource(rows=[{"prompt": f"{a}+1="} for a in range(9)])
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit(tmp_path, model, saving(tmp_path), resume=last, group_size=2, prompts=prompts, seed=7)
-    told = [str(w.message) for w in caught if "settings that differ" in str(w.message)]
-    assert len(told) == 1
-    for words in ("group_size=2 (the checkpoint's: 4)", "seed=7 (the checkpoint's: 0)", "prompts="):
-        assert words in told[0]
-    assert "prompts_per_rollout" not in told[0]
-
-
-def told_of(caught: list[warnings.WarningMessage]) -> str:
-    (told,) = [str(w.message) for w in caught if "settings that differ" in str(w.message)]
-    return told
-
-
-def test_another_loss_penalty_reward_sampling_or_rate_is_warned_of(model: str, last: str, tmp_path: Path) -> None:
-    others = {"loss": CISPO(), "kl": KLInReward(coef=0.5), "optimizer": partial(torch.optim.AdamW, lr=0.5)}
-    sampling = SamplingParams(max_new_tokens=6, temperature=0.5)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        data = {"sampling": sampling, "rewards": RewardScorer([digits_reward], weights=[2.0])}
-        fit(tmp_path, model, saving(tmp_path), resume=last, module=others, **data)
-    told = told_of(caught)
-    for words in (
-        "model.loss=CISPO (the checkpoint's: PPOClip)",
-        "model.kl.coef=0.5 (the checkpoint's: 0.05)",
-        "data.sampling.temperature=0.5 (the checkpoint's: 1.0)",
-        "data.rewards.weights.digits_reward=2.0 (the checkpoint's: 1.0)",
-        "optimizer.lr=0.5 (the checkpoint's: 0.001)",
-    ):
-        assert words in told
-    assert "seed=" not in told and "actor" not in told and "engine" not in told
-
-
-def test_other_callbacks_that_learning_depends_on_are_warned_of(model: str, tmp_path: Path) -> None:
-    def run(target: float, resume: str | None, *callbacks: Any) -> list[str]:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            fit(tmp_path, model, saving(tmp_path), AdaptiveKL(target=target), *callbacks, resume=resume)
-        return [str(w.message) for w in caught if "settings that differ" in str(w.message)]
-
-    assert not run(0.1, None)
-    last = str(tmp_path / "checkpoints" / "last.ckpt")
-    assert not run(0.1, last)
-    (told,) = run(0.2, last)
-    assert "trainer.callbacks.0.target=0.2 (the checkpoint's: 0.1)" in told
-    (told,) = run(0.1, last, RewardNormalization(), EMA())
-    assert "trainer.callbacks=[AdaptiveKL, RewardNormalization] (the checkpoint's: [AdaptiveKL])" in told
-
-
 def test_a_checkpoint_of_a_run_with_other_parts_frozen_is_refused(model: str, last: str, tmp_path: Path) -> None:
     frozen = ModelSpec(model, freeze=["embed_tokens"])
     with pytest.raises(ValueError, match="parameter group"):
         fit(tmp_path, frozen, saving(tmp_path), resume=last)
-
-
-def test_supervised_runs_are_compared_too(model: str, tmp_path: Path) -> None:
-    def run(rows: int, resume: str | None = None, steps: int = 1, **data: Any) -> None:
-        source = SFTSource(rows=[{"prompt": "01+01=", "completion": str(number % 10)} for number in range(rows)])
-        trainer = quiet_trainer(
-            callbacks=[RunGuard()],
-            accumulate_grad_batches=steps,
-            max_epochs=1 if resume is None else 2,
-            default_root_dir=tmp_path,
-        )
-        trainer.fit(
-            SFTLightningModule(model, optimizer=adam),
-            SFTDataModule(source, **{"batch_size": 4, **data}),
-            ckpt_path=resume,
-        )
-        trainer.save_checkpoint(tmp_path / "sft.ckpt")
-
-    run(30)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run(30, str(tmp_path / "sft.ckpt"))
-    assert not [w for w in caught if "settings that differ" in str(w.message)]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run(40, str(tmp_path / "sft.ckpt"), steps=2, batch_size=5, seed=3)
-    told = told_of(caught)
-    for words in (
-        "train.rows=",
-        "data.batch_size=5 (the checkpoint's: 4)",
-        "data.seed=3 (the checkpoint's: 0)",
-        "trainer.accumulate_grad_batches=2 ",
-    ):
-        assert words in told
-
-
-def test_the_same_settings_are_not_warned_of(model: str, last: str, tmp_path: Path) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit(tmp_path, model, saving(tmp_path), resume=last)
-    assert not [w for w in caught if "settings that differ" in str(w.message)]
 
 
 def test_the_fingerprint_of_a_file_is_that_of_its_contents(tmp_path: Path) -> None:
