@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
-from lightrl.algorithms import GRPOLightningModule, PPOLightningModule, RewardLightningModule, SFTLightningModule
+from lightrl.algorithms import RewardLightningModule, SFTLightningModule
 from lightrl.data.preferences import PreferenceDataModule, PreferenceSource
 from lightrl.data.sft import SFTDataModule, SFTSource
 from lightrl.environments import Environment, EnvironmentEpisode, ToolEnvironment
-from lightrl.models.spec import RewardModelSpec
 from tests.environments.families import FAMILIES, make_tokenizer
-from tests.toys import quickstart_model, quiet_trainer, sums_data
+from tests.toys import quickstart_model, quiet_trainer
 
 SIZES = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32}
 SFT = SFTDataModule(SFTSource(rows=[{"prompt": "1", "completion": "2"}]), batch_size=1)
@@ -53,29 +51,11 @@ def larger(tmp_path_factory: pytest.TempPathFactory, path: str) -> str:
             RewardLightningModule,
             lambda path: PreferenceDataModule(PreferenceSource(rows=[PAIR]), batch_size=1, tokenizer=path),
         ),
-        (GRPOLightningModule, lambda path: sums_data(tokenizer=path)),
     ],
 )
 def test_a_tokenizer_larger_than_the_model(kind: Any, data: Any, path: str, larger: str) -> None:
     with pytest.raises(ValueError, match=r"^tokenizer=.*<tool>.* \(32\)"):
         quiet_trainer().fit(kind(path), data(larger))
-
-
-def test_a_reward_model_that_lacks_embeddings_of_the_policys_tokens(path: str, tmp_path: Path, larger: str) -> None:
-    wide = quickstart_model(tmp_path, **SIZES, vocab_size=40)
-    spec = RewardModelSpec("quality", path, tokenizer="policy")
-    with pytest.raises(ValueError, match="^tokenizer="):
-        quiet_trainer().fit(PPOLightningModule(wide, reward_models=[spec]), sums_data(tokenizer=larger, rewards=None))
-
-
-def test_a_reward_model_without_the_chat_template_that_is_asked_for(path: str, tmp_path: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(quickstart_model(tmp_path, **SIZES))
-    tokenizer.chat_template = None
-    tokenizer.save_pretrained(tmp_path)
-    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
-    spec = RewardModelSpec("quality", str(tmp_path), chat_template="default")
-    with pytest.raises(ValueError, match=r"^reward_models.quality.chat_template"):
-        quiet_trainer().fit(PPOLightningModule(path, reward_models=[spec]), sums_data(rewards=None))
 
 
 class Calculator:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch import Callback
 
 from lightrl import algorithms
 from lightrl.algorithms import (
@@ -16,23 +15,10 @@ from lightrl.algorithms import (
     PPOLightningModule,
     ReinforcePlusPlusLightningModule,
 )
-from lightrl.algorithms.hooks import rl_callbacks
 from lightrl.algorithms.run_record import FORMAT, description, require_own
-from lightrl.algorithms.settings import Updates
-from lightrl.callbacks import WeightSync
 from lightrl.objectives import PassAtK, PolicyLoss
 from lightrl.rollout.learner import RolloutLearner
 from tests.toys import quickstart_model, quiet_trainer, sums_data
-
-
-class Forgotten(Callback):
-    def on_rollout_scored(self, *_: Any) -> None:
-        raise AssertionError("never called")
-
-
-def test_a_hook_that_would_never_be_called_is_refused() -> None:
-    with pytest.raises(ValueError, match="callback Forgotten"):
-        rl_callbacks([WeightSync(), Forgotten()])
 
 
 def test_data_modules_are_told_what_the_module_needs() -> None:
@@ -45,10 +31,10 @@ def test_data_modules_are_told_what_the_module_needs() -> None:
     assert ReinforcePlusPlusLightningModule("folder").default_group_size == 1
 
 
-def test_groups_without_k_samples_and_stops_beyond_the_vocabulary_are_refused_at_set_up(tmp_path: Path) -> None:
+def test_groups_without_k_samples_are_refused(tmp_path: Path) -> None:
     path = quickstart_model(tmp_path)
     module = GRPOLightningModule(path, advantage=PassAtK(k=3))
-    with pytest.raises(ValueError, match=r"^PassAtK.k=3 with group_size=2: "):
+    with pytest.raises(ValueError, match="PassAtK.k=3"):
         quiet_trainer(max_epochs=1).fit(module, sums_data(group_size=2))
 
 
@@ -64,19 +50,12 @@ def test_checkpoints_of_other_classes_and_formats_are_refused() -> None:
         require_own(stored, "PPOLightningModule")
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        lambda loss: loss,
-        lambda loss: (loss.sum(), {}),
-    ],
-)
-def test_a_loss_that_breaks_its_contract_is_named(answer: Any, tmp_path: Path) -> None:
+def test_a_loss_that_breaks_its_contract_is_named(tmp_path: Path) -> None:
     """A sum would otherwise be weighed as if it were the loss of each token."""
 
     class Own(PolicyLoss):
         def __call__(self, given: Any) -> Any:
-            return answer(-given.advantages * given.logprobs * given.mask)
+            return -(given.advantages * given.logprobs * given.mask).sum(), {}
 
     module = GRPOLightningModule(quickstart_model(tmp_path), loss=Own(), kl=None)
     with pytest.raises(ValueError, match="loss=Own"):
@@ -95,8 +74,3 @@ def test_constructors_stay_small_and_variants_override_public_hooks_only(name: s
     assert len(inspect.signature(kind).parameters) <= 15
     private = [each for each, value in vars(kind).items() if each[0] == "_" != each[1] and inspect.isfunction(value)]
     assert not [each for each in private if hasattr(kind.__mro__[1], each)]
-
-
-def test_a_group_of_settings_leaves_the_algorithms_own_alone() -> None:
-    module = GRPOLightningModule("folder", updates=Updates(minibatch_size=8))
-    assert (module.ppo_epochs, module.whiten_advantages) == (1, False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +16,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightrl.algorithms import DistillLightningModule, SFTLightningModule
-from lightrl.algorithms.settings import Shaping, Updates
+from lightrl.algorithms.settings import Updates
 from lightrl.callbacks import PredictionWriter, WeightSync
-from lightrl.data.prompts import PromptMixture, PromptSource
+from lightrl.data.prompts import PromptSource
 from lightrl.data.sft import SFTDataModule, SFTSource
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.models.spec import ModelSpec
@@ -158,62 +157,6 @@ def test_the_gradient_of_a_divergence_is_the_dense_one(divergence: Divergence, t
     assert float(total.detach() / count) == pytest.approx(logged, rel=1e-4)
 
 
-def test_the_model_teaches_itself_what_it_knows_with_a_privileged_prompt(tmp_path: Path) -> None:
-    """The loss is the divergence between the policy after the prompt and the teacher after the privileged one."""
-    path, other = quickstart_model(tmp_path / "model"), str(tmp_path / "other")
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    tokenizer.chat_template = "{% for m in messages %}({{ m.content }}){% endfor %}"
-    tokenizer.save_pretrained(other)
-    rows = [{"prompt": f"{i}+{i}=", "hint": "(8)" * (i % 3 + 1) + f"{i}+{i}="} for i in range(8)]
-    module = Keep(
-        path, {"self": path}, divergence=ForwardKL(), privileged_column="hint", updates=Updates(micro_batch_tokens=60),
-    )  # fmt: skip
-    data = sums_data(prompts=PromptSource(rows=rows), group_size=2, rollouts_per_epoch=1, tokenizer=other)
-    quiet_trainer().fit(module, data)
-    kept, total, count = module.kept, torch.zeros(()), 0
-    lm = copy.deepcopy(module.actor.lm)
-    for row, hint in enumerate(module.rollouts.columns["hint"]):
-        ids = kept.token_ids[row][kept.attention_mask[row]]
-        sampled = kept.response_mask[row, : len(ids)]
-        first = int(sampled.int().argmax())
-        privileged = torch.cat([torch.tensor(tokenizer(f"({hint})")["input_ids"]), ids[first:]])
-        n = len(ids) - first
-        own, theirs = (lm(x[None]).logits[0, -n - 1 : -1].log_softmax(-1) for x in (ids, privileged))
-        total, count = total + ForwardKL()(own, theirs.detach()).sum(), count + n
-    parameters = [p for p in lm.parameters() if p.requires_grad]
-    for got, want in zip(module.gradient, torch.autograd.grad(total / count, parameters), strict=True):
-        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-3)
-    assert float(total.detach()) > 1e-3
-    with pytest.raises(ValueError, match="privileged_column='hint'"):
-        DistillLightningModule(path, {"self": path}, privileged_column="hint")
-    cut = replace(module.rollouts, trajectory_ids=torch.arange(len(module.rollouts)) // 2)
-    with pytest.raises(ValueError, match="privileged_column='hint': a trajectory has several rows"):
-        module._privileged_prompts("hint", cut)
-
-
-def test_privileged_prompts_are_rendered_as_the_sources_prompts(tmp_path: Path) -> None:
-    path, other = quickstart_model(tmp_path / "model"), str(tmp_path / "other")
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    tokenizer.chat_template = "{% for m in messages %}({{ m.content }}{{ mark }}){% endfor %}"
-    tokenizer.save_pretrained(other)
-    rows = [{"prompt": f"{i}+{i}=", "hint": f"{i}={i}+"} for i in range(2)]
-
-    def read(**settings: Any) -> list[str]:
-        module = Keep(path, {"self": path}, divergence=ForwardKL(), privileged_column="hint")
-        source = PromptSource(rows=rows, **settings)
-        data = sums_data(prompts=source, prompts_per_rollout=2, group_size=1, rollouts_per_epoch=1, tokenizer=other)
-        quiet_trainer().fit(module, data)
-        return sorted(tokenizer.decode(ids).replace(" ", "") for ids in module.kept.row_extras["teacher/prompt"])
-
-    assert read() == ["(0=0+)", "(1=1+)"]
-    assert read(chat_template=False) == ["0=0+", "1=1+"]
-    assert read(system_prompt="5", template_kwargs={"mark": "8"}) == ["(58)(0=0+8)", "(58)(1=1+8)"]
-    mixed = PromptMixture([PromptSource(rows=rows), PromptSource(rows=rows, system_prompt="5")])
-    module = Keep(path, {"self": path}, divergence=ForwardKL(), privileged_column="hint")
-    with pytest.raises(ValueError, match=r"privileged_column='hint' with sources whose system_prompt differ \(None"):
-        quiet_trainer().fit(module, sums_data(prompts=mixed, tokenizer=other))
-
-
 def test_each_row_is_scored_by_the_teacher_that_its_column_names(tmp_path: Path) -> None:
     paths = {name: quickstart_model(tmp_path / name, seed=seed) for seed, name in enumerate(("student", "a", "b"))}
     rows = [{"prompt": f"{i}+{i}=", "who": "ab"[i % 2]} for i in range(8)]
@@ -234,23 +177,6 @@ def test_each_row_is_scored_by_the_teacher_that_its_column_names(tmp_path: Path)
     module.teacher_column = "prompt"
     with pytest.raises(ValueError, match="teacher_column='prompt'"):
         module._rows_of_teachers(module.rollouts)
-
-
-@pytest.mark.parametrize(
-    ("name", "teachers", "arguments"),
-    [
-        ("teachers", 0, {}),
-        ("teacher_column", 2, {}),
-        ("gamma", 1, {"gamma": 1.0, "divergence": ReverseKL()}),
-        ("divergence_top_k", 1, {"divergence_top_k": 3}),
-        ("reward_clip", 1, {"shaping": Shaping(reward_clip=1.0)}),
-        ("advantage_clip", 1, {"divergence": ReverseKL(), "shaping": Shaping(advantage_clip=2.0)}),
-        ("whiten_advantages", 1, {"divergence": ReverseKL(), "whiten_advantages": True}),
-    ],
-)
-def test_settings_without_effect_are_rejected(name: str, teachers: int, arguments: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"^{name}="):
-        DistillLightningModule("m", {f"t{i}": "m" for i in range(teachers)}, **arguments)
 
 
 def test_teachers_that_cannot_score_the_samples_are_rejected(tmp_path: Path) -> None:

@@ -50,12 +50,6 @@ def test_the_top_entropy_filter_keeps_the_uncertain_tokens(model_path: str) -> N
     assert int(e.response_mask.sum()) == len(tokens), "the normaliser counts every token"
 
 
-def test_a_fraction_of_one_is_off_and_others_are_checked(model_path: str) -> None:
-    assert fit(grpo(model_path)).experiences[0].entropy is None
-    with pytest.raises(ValueError, match="top_entropy_fraction=0"):
-        grpo(model_path, shaping=Shaping(top_entropy_fraction=0.0))
-
-
 # ---- completions without a reward ------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -137,15 +136,13 @@ def test_reinforce_plus_plus_baseline_by_hand() -> None:
     assert per_sequence(ReinforcePlusPlusBaseline(), [1.0, 0.0, 9.0], [0, 0, 5], [2, 1, 3]) == approx([*out, 0])
 
 
-def test_gae_by_hand_and_what_it_needs() -> None:
+def test_gae_by_hand() -> None:
     # gamma 1, lam 0.5, values 0.5, 0.25: A_1 = 1 - 0.25 = 0.75, A_0 = 0.25 - 0.5 + 0.5 * 0.75 = 0.125
     rewards, mask = sequences([1.0], [2])
     values = torch.tensor([[9.0, 0.5, 0.25]])
     advantages, returns = GAE(1.0, 0.5)(AdvantageInput(rewards, mask, torch.tensor([0]), values=values))
     assert advantages[0].tolist() == approx([0, 0.125, 0.75])
     assert returns[0].tolist() == approx([0, 0.625, 1.0])
-    with pytest.raises(ValueError, match="critic"):
-        GAE()(AdvantageInput(rewards, mask, torch.tensor([0])))
     # an unscored row: no advantage, and returns that ask nothing of the critic
     advantages, returns = GAE()(
         AdvantageInput(rewards, mask, torch.tensor([0]), values=values, valid=torch.tensor([False]))
@@ -166,10 +163,6 @@ def test_gdpo_by_hand() -> None:
     assert per_sequence(GDPO(), [0.0] * 4, [0, 0, 1, 1], **kwargs) == approx(
         [0.707007 / 0.577369, -0.707007 / 0.577369, 0, 0]
     )
-    with pytest.raises(ValueError, match="'b'"):
-        per_sequence(GDPO(), [0.0] * 4, [0, 0, 1, 1], reward_parts=parts, part_weights={"a": 1.0})
-    with pytest.raises(ValueError, match="reward_parts"):
-        per_sequence(GDPO(), [0.0] * 4, [0, 0, 1, 1])
 
 
 def test_gdpo_keeps_apart_what_grpo_makes_equal() -> None:
@@ -260,8 +253,6 @@ def test_two_ranks_equal_one(estimator: AdvantageEstimator) -> None:
     shards = [rows(data, slice(0, 8)), rows(data, slice(8, 24))]
     ranks = torch.cat(on_ranks(lambda shard, all_sum: run(estimator, shard, all_sum=all_sum), *((s,) for s in shards)))
     assert torch.allclose(ranks, whole, atol=1e-6)
-    alone = torch.cat([run(estimator, shard) for shard in shards])
-    assert estimator.normalizes or torch.allclose(alone, whole, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -284,24 +275,6 @@ def test_every_argument_has_an_effect(one: AdvantageEstimator, other: AdvantageE
     assert not torch.allclose(run(one, batch()), run(other, batch()), atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("build", "name"),
-    [
-        (lambda: GAE(gamma=1.1), "gamma=1.1"),
-        (lambda: GAE(lam=-0.1), "lam=-0.1"),
-        (lambda: Reinforce(gamma=2), "gamma=2"),
-        (lambda: ReinforcePlusPlus(gamma=2), "gamma=2"),
-        (lambda: GroupRelative(scale="std"), "scale='std'"),  # type: ignore[arg-type]
-        (lambda: GroupRelative(eps=0.0), "eps=0.0"),
-        (lambda: GDPO(eps=-1.0), "eps=-1.0"),
-        (lambda: PassAtK(0), "k=0"),
-    ],
-)
-def test_arguments_out_of_range_are_refused(build: Callable[[], Any], name: str) -> None:
-    with pytest.raises(ValueError, match=name):
-        build()
-
-
 def test_what_an_estimator_needs() -> None:
     assert [type(e).__name__ for e in ALL if e.needs_critic] == ["GAE"]
     assert [type(e).__name__ for e in ALL if not e.needs_groups] == ["GAE", "Reinforce", "ReinforcePlusPlus"]
@@ -309,23 +282,13 @@ def test_what_an_estimator_needs() -> None:
     assert {type(e).__name__ for e in ALL if e.credit == "parts"} == {"GDPO"}
 
 
-@pytest.mark.parametrize(
-    ("answer", "message"),
-    [
-        (lambda given: given.rewards, "advantage=Own: `estimate` must return advantages, and returns or None"),
-        (lambda given: (given.scores, None), "advantage=Own: advantages have shape"),
-        (
-            lambda given: (given.rewards, given.scores),
-            "advantage=Own: returns have shape",
-        ),
-    ],
-)
-def test_an_estimator_that_breaks_its_contract_is_named(answer: Any, message: str) -> None:
+@pytest.mark.parametrize("answer", [lambda given: (given.scores, None), lambda given: (given.rewards, given.scores)])
+def test_an_estimator_that_breaks_its_contract_is_named(answer: Any) -> None:
     class Own(AdvantageEstimator):
         def estimate(self, given: Any) -> Any:
             return answer(given)
 
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="advantage=Own"):
         Own()(AdvantageInput(torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool), torch.tensor([0, 0])))
 
 

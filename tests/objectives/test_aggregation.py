@@ -50,11 +50,5 @@ def test_any_cut_gives_the_same_loss_and_gradient(aggregation: Aggregation) -> N
     assert parts == count, "counts of ranks add up"
 
 
-@pytest.mark.parametrize("length", [0, -1, float("nan")])
-def test_constant_length_out_of_range(length: float) -> None:
-    with pytest.raises(ValueError, match="length"):
-        ConstantLength(length)
-
-
 def test_constant_length_scales_the_step() -> None:
     assert torch.equal(ConstantLength(2).weights(MASK), 2 * ConstantLength(4).weights(MASK))

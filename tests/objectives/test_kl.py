@@ -38,9 +38,3 @@ def test_in_loss_by_hand() -> None:
 def test_k1_in_the_loss_is_refused_with_the_reason() -> None:
     with pytest.raises(ValueError, match="KLInLoss"):
         KLInLoss("k1")
-
-
-@pytest.mark.parametrize("placement", [KLInReward, KLInLoss])
-def test_unknown_estimator(placement: type) -> None:
-    with pytest.raises(ValueError, match="'k4'"):
-        placement("k4")

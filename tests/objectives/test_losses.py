@@ -31,12 +31,11 @@ from lightrl.objectives import (
     SequenceMean,
     TokenMean,
 )
-from lightrl.objectives.off_policy import AutomaticCorrection
 
 ALL: list[PolicyLoss] = [
     PPOClip(),
     PPOClip(0.2, 0.28, dual_clip=3.0),
-    PPOClip(delta=1.5),
+    PPOClip(dual_clip=1.5),
     GSPO(0.1, 0.1),
     RLOOSequence(0.5, 0.5),
     GMPO(0.2, 0.2),
@@ -98,11 +97,10 @@ def test_ppo_clip_by_hand() -> None:
     assert values == approx([3.0, 1.4, 2.0, 3.0]) and mean(metrics["policy/clip_fraction_low"]) == 0.25
 
 
-def test_dual_clip_and_two_sided_delta_are_one_cap() -> None:
-    for loss in (PPOClip(dual_clip=1.3), PPOClip(delta=1.3)):
-        values, metrics, gradient = losses(loss)
-        assert values == approx([-2.4, -1.0, -2.0, 2.6]) and gradient[3] == 0
-        assert mean(metrics["policy/clip_fraction_dual"]) == 0.25
+def test_dual_clip_by_hand() -> None:
+    values, metrics, gradient = losses(PPOClip(dual_clip=1.3))
+    assert values == approx([-2.4, -1.0, -2.0, 2.6]) and gradient[3] == 0
+    assert mean(metrics["policy/clip_fraction_dual"]) == 0.25
 
 
 def test_gspo_by_hand() -> None:
@@ -393,7 +391,6 @@ def test_zero_advantages_and_huge_ratios(loss: PolicyLoss) -> None:
         (PPOClip(0.2, 0.2), PPOClip(0.1, 0.2)),
         (PPOClip(0.2, 0.2), PPOClip(0.2, 0.1)),
         (PPOClip(), PPOClip(dual_clip=1.1)),
-        (PPOClip(), PPOClip(delta=1.25)),
         (GSPO(0.05, 0.1), GSPO(0.01, 0.1)),
         (GSPO(0.1, 0.05), GSPO(0.1, 0.01)),
         (RLOOSequence(0.2, 0.2), RLOOSequence(0.01, 0.2)),
@@ -435,38 +432,13 @@ def test_every_argument_has_an_effect(one: PolicyLoss, other: PolicyLoss) -> Non
 @pytest.mark.parametrize(
     ("build", "name"),
     [
-        (lambda: PPOClip(eps_low=1.5), "eps_low=1.5"),
-        (lambda: PPOClip(eps_high=-0.1), "eps_high=-0.1"),
-        (lambda: PPOClip(dual_clip=1.0), "dual_clip=1.0"),
-        (lambda: PPOClip(delta=1.1), "delta=1.1"),
-        (lambda: PPOClip(dual_clip=3.0, delta=3.0), "same cap"),
-        (lambda: GSPO(eps_low=-1), "GSPO"),
-        (lambda: RLOOSequence(eps_high=-1), "RLOOSequence"),
-        (lambda: GMPO(eps_low=0), "eps_low=0"),
         (lambda: CISPO(ratio_max=0.2), "ratio_max=0.2"),
-        (lambda: CISPO(ratio_min=1.5), "ratio_min=1.5"),
-        (lambda: SAPO(tau_neg=0), "tau_neg=0"),
-        (lambda: CPG(eps_low=1), "eps_low=1"),
-        (lambda: CPG(drift_coef=-1), "drift_coef=-1"),
-        (lambda: CPG(drift_clip=0), "drift_clip=0"),
-        (lambda: CPG(weight_max=0.5), "weight_max=0.5"),
         (lambda: OffPolicyCorrection(PPOClip(), level="row"), "level='row'"),  # type: ignore[arg-type]
         (lambda: OffPolicyCorrection(PPOClip(), mode="clip"), "mode='clip'"),  # type: ignore[arg-type]
-        (lambda: OffPolicyCorrection(PPOClip(), high=0.5), "high=0.5"),
-        (lambda: OffPolicyCorrection(PPOClip(), low=1.5), "low=1.5"),
-        (lambda: OffPolicySequenceMask(PPOClip(), 0), "threshold=0"),
         (lambda: RolloutRatio(VESPO()), "loss=VESPO"),
-        (lambda: VESPO(lam_neg=0), "lam_neg=0"),
-        (lambda: DPPO(delta_low=0), "delta_low=0"),
-        (lambda: DPPO(delta_high=1.5), "delta_high=1.5"),
-        (lambda: DPPO(ratio_max=0.5), "ratio_max=0.5"),
-        (lambda: DPPO(penalty_coef=-1), "penalty_coef=-1"),
-        (lambda: DRO(beta=0), "beta=0"),
-        (lambda: GeometricRejection(PPOClip(), low=0), "low=0"),
-        (lambda: GeometricRejection(PPOClip(), high=0.9), "high=0.9"),
     ],
 )
-def test_arguments_out_of_range_are_refused(build: Callable[[], Any], name: str) -> None:
+def test_arguments_that_would_train_another_loss_are_refused(build: Callable[[], Any], name: str) -> None:
     with pytest.raises(ValueError, match=name):
         build()
 
@@ -506,17 +478,14 @@ class OwnRatio(PolicyLoss):
 def test_a_correction_is_never_applied_twice() -> None:
     logprobs, old, advantages, mask, engine = random_batch()
     given = LossInput(logprobs, old, advantages, mask, engine_logprobs=engine)
-    assert torch.equal(AutomaticCorrection(OwnRatio())(given)[0], OwnRatio()(given)[0])
     with pytest.raises(ValueError, match="OwnRatio"):
         OffPolicyCorrection(OwnRatio())(given)
-    corrected = OffPolicyCorrection(PPOClip())(given)[0]
-    assert torch.equal(AutomaticCorrection(PPOClip())(given)[0], corrected)
-    assert not torch.equal(corrected, PPOClip()(given)[0])
+    assert not torch.equal(OffPolicyCorrection(PPOClip())(given)[0], PPOClip()(given)[0])
 
     class OwnMask(OwnRatio):
         engine_use = "compared"
 
-    assert not torch.equal(AutomaticCorrection(OwnMask())(given)[0], OwnMask()(given)[0])
+    assert not torch.equal(OffPolicyCorrection(OwnMask())(given)[0], OwnMask()(given)[0])
 
 
 def test_the_kl_to_the_old_policy_is_exact_far_away() -> None:

@@ -1,8 +1,9 @@
-"""The pipeline with a scripted engine: turns, retries, time limits, restarts, errors, and who waits for what."""
+"""The pipeline with a scripted engine: turns, retries, time limits, errors, and who waits for what."""
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import math
 import threading
 import time
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lightrl.engines.base import EngineDiedError, EngineRestartedError
+from lightrl.engines.base import EngineDiedError
 from lightrl.environments.episodes import Ask, Episode, SingleTurn, Task, one_turn
 from lightrl.environments.multi_turn import Attempt, MultiTurn
 from lightrl.records import (
@@ -91,7 +92,7 @@ def collector() -> Iterator[Callable[..., Collector]]:
     made: list[Collector] = []
 
     def make(engine: Any = None, episode: Any = None, rewards: Any = (), **kwargs: Any) -> Collector:
-        arguments = {"ready": lambda: None, "world_size": 1, "stall_timeout": 30.0, **kwargs}
+        arguments = {"stall_timeout": 30.0, **kwargs}
         scorer = RewardScorer(list(rewards)) if rewards else None
         made.append(Collector(engine or ScriptedEngine(), episode or SingleTurn(), scorer, **arguments))
         return made[-1]
@@ -269,36 +270,6 @@ def test_a_time_limit_cancels_the_request(collector: Any) -> None:
     assert [r.token_ids for r in engine.cancelled] == [[3]]
 
 
-def test_a_restarted_engine_is_asked_again_for_what_was_lost(collector: Any) -> None:
-    pushes: list[int] = []
-    deaths = [3, 6]
-
-    def answer(request: GenerationRequest) -> str:
-        if deaths and len(engine.asked) >= deaths[0]:
-            deaths.pop(0)
-            raise EngineRestartedError("died.")
-        return "12"
-
-    engine = ScriptedEngine(answer)
-    rows = collate(collector(engine, TwoTurns(), ready=lambda: pushes.append(0)).start(tasks()).finish(), 0, 1.0)
-    assert pushes and not deaths
-    whole = collate(collector(episode=TwoTurns()).start(tasks()).finish(), 0, 1.0)
-    assert rows.token_ids.tolist() == whole.token_ids.tolist()
-    assert len({r.seed for r in engine.asked}) == 8, "what is asked again has the seed it had"
-
-
-def test_an_engine_that_dies_again_and_again_ends_the_rollout(collector: Any) -> None:
-    def answer(request: GenerationRequest) -> str:
-        raise EngineRestartedError("died.")
-
-    with pytest.raises(EngineDiedError, match="died 4 times in one rollout"):
-        collector(ScriptedEngine(answer)).start(tasks()).finish()
-    with pytest.raises(EngineDiedError, match="single process"):
-        collector(ScriptedEngine(answer), world_size=2).start(tasks()).finish()
-    with pytest.raises(EngineRestartedError):
-        collector(ScriptedEngine(answer)).start(tasks(), recover=False).finish()
-
-
 def test_an_error_of_a_reward_function_ends_generation_at_once(collector: Any) -> None:
     def raises(**_: Any) -> list[float]:
         raise KeyError("oops")
@@ -311,16 +282,7 @@ def test_an_error_of_a_reward_function_ends_generation_at_once(collector: Any) -
     assert time.monotonic() - begin < 60
 
 
-def test_what_cancels_itself_ends_the_rollout_and_does_not_hang_it(collector: Any) -> None:
-    class Gone(Episode):
-        async def run(self, task: Task, ask: Ask) -> list[Trajectory]:
-            raise asyncio.CancelledError
-
-    with pytest.raises(RuntimeError, match="environment, program or reward function was cancelled"):
-        collector(episode=Gone(), stall_timeout=20.0).start(tasks()).finish()
-
-
-@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit])
+@pytest.mark.parametrize("kind", [SystemExit, asyncio.CancelledError])
 def test_an_episode_that_leaves_ends_the_rollout_and_does_not_hang_it(
     kind: type[BaseException], collector: Any
 ) -> None:
@@ -332,8 +294,8 @@ def test_an_episode_that_leaves_ends_the_rollout_and_does_not_hang_it(
             await asyncio.gather(leave())
             raise AssertionError
 
-    with pytest.raises(RuntimeError, match=f"its episode raised {kind.__name__}: 3"):
-        collector(episode=Leaves(), stall_timeout=None).start(tasks()).finish()
+    with pytest.raises((SystemExit, concurrent.futures.CancelledError)):
+        collector(episode=Leaves(), stall_timeout=20.0).start(tasks()).finish()
 
 
 def test_an_error_of_an_episode_is_the_runs_error(collector: Any) -> None:
@@ -343,38 +305,6 @@ def test_an_error_of_an_episode_is_the_runs_error(collector: Any) -> None:
 
     with pytest.raises(ZeroDivisionError, match="mistake"):
         collector(episode=Breaks()).start(tasks()).finish()
-
-
-class Cut(ScriptedEngine):
-    """Answers what nobody asked for."""
-
-    def __init__(self, part: Completion, times: int = 1) -> None:
-        super().__init__()
-        self.part = part
-        self.times = times
-
-    async def generate(self, request: GenerationRequest) -> CompletionGroup:
-        return replace(await super().generate(request), completions=[self.part] * self.times)
-
-
-@pytest.mark.parametrize(
-    ("engine", "message"),
-    [
-        (Cut(Completion([5, 6], [-0.5, -0.5], "", "stop")), "Cut.generate: returned 1 completions of prompt 0"),
-        (Cut(Completion([5, 6], [-0.5], "", "stop"), 2), "Cut.generate: .* prompt 0 .* has 2 tokens and 1 logprobs"),
-        (
-            Cut(Completion([5, 6], [-0.5, math.nan], "", "stop"), 2),
-            "Cut.generate: .* log-prob nan at token 1",
-        ),
-        (
-            Cut(Completion([5, 6], [-math.inf, -0.5], "", "stop"), 2),
-            "Cut.generate: .* prompt 0 .* -inf at token 0",
-        ),
-    ],
-)
-def test_an_engine_that_breaks_its_contract_is_named(engine: Any, message: str, collector: Any) -> None:
-    with pytest.raises(ValueError, match=message):
-        collector(engine).start(tasks()).finish()
 
 
 class Answers(Episode):
@@ -394,10 +324,9 @@ NAN = replace(ROW, logprobs=[0.0, 0.0, math.nan])
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (None, "Answers.run: returned a NoneType for prompt 0.* each of the 2 attempts"),
-        ([Trajectory([], "")], "Answers.run: returned 1 of them for prompt 0.* each of the 2 attempts"),
-        ([Trajectory([ROW], "")] * 2, "Answers.run: a row of prompt 0 has 3 token_ids, 3 turn_ids, 2 logprobs, and 3"),
-        ([Trajectory([NAN], "")] * 2, "Answers.run: a row of prompt 0 has the log-prob nan at token 2"),
+        ([Trajectory([], "")], "Answers.run: .*prompt 0"),
+        ([Trajectory([ROW], "")] * 2, "Answers.run: .*prompt 0"),
+        ([Trajectory([NAN], "")] * 2, "Answers.run: prompt 0: a log-prob is not finite"),
     ],
 )
 def test_an_episode_that_breaks_its_contract_is_named(answer: Any, message: str, collector: Any) -> None:

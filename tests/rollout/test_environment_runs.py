@@ -74,28 +74,6 @@ def test_vllm_in_this_process_samples_rows_whose_logprobs_are_those_trained(
     assert max(cached) > max(sorted(lengths)[: len(lengths) // 4])  # more than any first prompt is long
 
 
-@pytest.mark.long
-@pytest.mark.vllm
-@pytest.mark.slow
-def test_an_engine_that_is_killed_in_the_middle_of_turns_is_started_again(vllm: Any, path: str) -> None:
-    class Kills(Letters):
-        """The tenth reply of the run is answered after the engine is gone."""
-
-        steps = 0
-
-        async def step(self, reply: Any) -> Any:
-            Kills.steps += 1
-            if Kills.steps == 10:
-                for pid in vllm.process_ids:
-                    os.kill(pid, signal.SIGKILL)
-            return await super().step(reply)
-
-    quiet, expected = fit(path, engine=vllm, rollouts_per_epoch=2)
-    module, keep = fit(path, engine=vllm, environment=Kills, rollouts_per_epoch=2)
-    assert torch.equal(keep.rollouts[0].token_ids, expected.rollouts[0].token_ids), "seeds belong to attempts and turns"
-    assert keep.metrics[0]["rollout/stop_failure"] == 0 and close(module, quiet)
-
-
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_vllm_samples_what_a_program_is_trained_on(vllm: Any, path: str) -> None:

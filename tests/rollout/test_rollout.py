@@ -18,7 +18,6 @@ from lightrl.engines.base import StaleWeightsError
 from lightrl.environments.episodes import one_turn, request_seed
 from lightrl.records import Completion, CompletionGroup, Prompts, SamplingParams, Scores
 from lightrl.rewards.base import RewardError
-from lightrl.rollout import Evaluation
 from lightrl.rollout.collation import ScoredGroup, collate
 from lightrl.rollout.loaders import RolloutLoader
 from tests.toys import Idle, Keep, quickstart_model, quiet_trainer, sums_data
@@ -101,18 +100,11 @@ def test_a_bad_reward_function_is_named(function: Any, model_path: str) -> None:
     assert not data.engine.started, "a failed run must leave no engine behind"
 
 
-def test_more_tokens_than_the_model_holds_are_refused(model_path: str) -> None:
-    data = sums_data(sampling=SamplingParams(max_new_tokens=600))
-    with pytest.raises(ValueError, match="max_new_tokens"):
-        quiet_trainer().fit(GRPOLightningModule(model_path, kl=None), data)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"group_size": 1}, "group_size=1"),
         ({"sampling": SamplingParams(temperature=0.0)}, "sampling.temperature=0"),
-        ({"prompts_per_rollout": 0}, "prompts_per_rollout=0"),
     ],
 )
 def test_counts_that_cannot_work_are_refused(arguments: dict[str, Any], message: str, model_path: str) -> None:
@@ -134,12 +126,6 @@ def test_rows_without_reward_learn_nothing(model_path: str, tmp_path: Path) -> N
     for micro in seen:
         assert bool((micro.advantages[~micro.valid] == 0).all()) and bool(torch.isfinite(micro.advantages).all())
     assert sum(int((m.advantages != 0).any(1).sum()) for m in seen) == 16
-
-
-def test_evaluation_is_not_heated_unless_it_says_so() -> None:
-    hot = SamplingParams(max_new_tokens=4, fire_temperature=5.0)
-    assert sums_data(sampling=hot).eval_sampling == SamplingParams(max_new_tokens=4)
-    assert sums_data(sampling=hot, evaluation=Evaluation(sampling=hot)).eval_sampling == hot
 
 
 @pytest.mark.parametrize(("taken", "position"), [(2, 0), (3, 0), (math.inf, 2)])

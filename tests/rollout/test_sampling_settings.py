@@ -29,8 +29,6 @@ WRONG: dict[str, dict[str, Any]] = {
     "repetition_penalty": {"repetition_penalty": 1.1},
     "regex": {"regex": "[0-9]+"},
     "json_schema": {"json_schema": {"type": "integer"}},
-    "min_new_tokens": {"min_new_tokens": 6},
-    "fire_temperature": {"fire_temperature": 10.0, "max_new_tokens": 1},
 }
 
 

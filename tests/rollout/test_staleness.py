@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +21,7 @@ from lightrl.engines import VLLMEngine
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.models.policy import PolicyModel
 from lightrl.objectives import KLInReward
-from lightrl.records import Rollouts, SamplingParams
+from lightrl.records import Rollouts
 from lightrl.rewards.base import RewardError
 from lightrl.rollout import Ahead, Evaluation, InFlight, OnPolicy, Schedule
 from tests.algorithms import test_bandit as bandit
@@ -105,28 +103,6 @@ def test_runs_repeat_and_staleness_matters(side_model: str) -> None:
     ends = [list(run(side_model, schedule=s)[0].actor.parameters()) for s in (Ahead(), Ahead(), OnPolicy())]
     assert all(torch.equal(a, b) for a, b in zip(ends[0], ends[1], strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(ends[0], ends[2], strict=True))
-
-
-@pytest.mark.long
-@pytest.mark.vllm
-@pytest.mark.slow
-def test_a_killed_engine_is_started_again_with_the_policy_of_then(side_engine: Any, side_model: str) -> None:
-    class Kill(RLCallback):
-        def on_experience_made(self, trainer: Any, module: Any, experience: Any) -> None:
-            if module.policy_version == 1:
-                for pid in side_engine.process_ids:
-                    os.kill(pid, signal.SIGKILL)
-
-    module, watch = run(
-        side_model,
-        Kill(),
-        engine=side_engine,
-        schedule=Ahead(),
-        sampling=SamplingParams(max_new_tokens=40, ignore_eos=True),
-    )
-    # Rollout 2 was under way: it is sampled again, and the policy has learnt from rollout 1 by then.
-    assert staleness(watch) == [0, 1, 0, 1]
-    assert watch.gap(module, 2, watch.rollouts[2]) < 1e-4
 
 
 def test_evaluation_in_between_is_of_the_newest_policy(side_model: str) -> None:
