@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -198,17 +196,3 @@ def _without_response(rows: Rows) -> Rows:
         row.advantages = torch.zeros_like(row.advantages)
         row.token_extras = {name: torch.zeros_like(x) for name, x in row.token_extras.items()}
     return row
-
-
-class Stopwatch:
-    """Accumulates seconds per metric name in `seconds`."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def measures(self, name: str) -> Iterator[None]:
-        """Context manager that adds its duration to the metric."""
-        begin = time.perf_counter()
-        yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin

@@ -18,7 +18,6 @@ from lightrl.objectives.estimators import AdvantageEstimator, AdvantageInput, Cr
 from lightrl.objectives.kl import KLInReward, KLPenalty
 from lightrl.objectives.ppo_clip import LossInput, PolicyLoss
 from lightrl.ops.advantages import group_stats
-from lightrl.ops.entropy import top_entropy_mask
 from lightrl.ops.losses import explained_variance
 from lightrl.ops.masking import AllSum, masked_whiten
 from lightrl.records import Advantages, Experience, ModelOutputs, Rollouts
@@ -262,6 +261,8 @@ def join_experience(
     advantages = masked_whiten(found.advantages, mask, all_sum=all_sum) if whiten else found.advantages
     keep, clip = None, shaping.advantage_clip
     if shaping.top_entropy_fraction < 1 and outputs.entropy is not None:
+        from lightrl.ops.entropy import top_entropy_mask
+
         keep = top_entropy_mask(outputs.entropy, mask, shaping.top_entropy_fraction, all_sum=all_sum)
         metrics["policy/top_entropy"] = outputs.entropy[keep]
     varied = group_stats(rollouts.rewards, rollouts.group_ids, rollouts.rewards.isfinite()).varied

@@ -13,6 +13,7 @@ Each step is a method that you can override. The estimator, loss, aggregation, a
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from copy import copy
@@ -24,7 +25,6 @@ from torch import Tensor
 
 from lightrl.algorithms.base import RLLightningModule
 from lightrl.algorithms.batches import (
-    Stopwatch,
     cut_minibatches,
     weighted_micro_batches,
     widest_layout,
@@ -177,16 +177,16 @@ class PPOLightningModule(RLLightningModule):
 
     def training_step(self, rollouts: Rollouts, batch_idx: int) -> dict[str, float]:
         """Trains on one rollout and returns its metrics, reduced over ranks; callbacks read them as `outputs`."""
-        clock, measured = Stopwatch(), MetricSums()
-        with clock.measures("time/experience"):
-            experience = self.make_experience(rollouts)
-        with clock.measures("time/update"):
-            self.updates_made = 0
-            for minibatch in self.minibatches(experience):
-                self._update(minibatch, measured)
-                self.updates_made += 1
+        began, measured = time.perf_counter(), MetricSums()
+        experience = self.make_experience(rollouts)
+        made = time.perf_counter()
+        self.updates_made = 0
+        for minibatch in self.minibatches(experience):
+            self._update(minibatch, measured)
+            self.updates_made += 1
+        seconds = {"time/experience": made - began, "time/update": time.perf_counter() - made}
         measured.add(rollouts.metrics)
-        metrics = {**experience.metrics, **self.means(measured), **clock.seconds, **self._coefficients()}
+        metrics = {**experience.metrics, **self.means(measured), **seconds, **self._coefficients()}
         self._call_callbacks("on_policy_updated", metrics)
         forget_step_metrics(self.trainer, self._logged - metrics.keys())
         self._logged = set(metrics)

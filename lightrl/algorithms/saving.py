@@ -18,7 +18,6 @@ from torch import Tensor
 
 from lightrl.compat.lightning import begin_table
 from lightrl.distributed import strategies
-from lightrl.models.folders import fill_shards, save_hf_folder
 from lightrl.models.lora import named_hf_weights
 from lightrl.models.spec import ModelSpec
 
@@ -103,7 +102,10 @@ class SavesPretrained(LightningModule):
         group = strategies.context_group(strategy)
         for model in self.models():
             strategies.shard_model(model, model.blocks(), self)
-            fill_shards(model, strategies.shard_device(strategy))
+            if strategies.loads_in_shards(strategy):
+                from lightrl.models.folders import fill_shards
+
+                fill_shards(model, strategies.shard_device(strategy))
             if group is not None and hasattr(model, "spread"):  # reward models read whole sequences on each rank
                 model.spread(group)
         self._is_built = self._is_sharded = True
@@ -242,6 +244,7 @@ class SavesPretrained(LightningModule):
         """
         from lightrl.checkpoints.files import atomic_folder
         from lightrl.checkpoints.plugin import first_nonfinite, require_finite
+        from lightrl.models.folders import save_hf_folder
 
         strategy = self._strategy()
         state, zero, bad = {}, strategy.is_global_zero, None

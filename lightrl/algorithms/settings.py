@@ -107,7 +107,7 @@ def require_matching_parts(module: Any) -> None:
         raise ValueError(
             f"critic with advantage={name}: the estimator doesn't use values. Set critic=None (null in YAML)."
         )
-    advantage.refuse_combination(kl)
+    advantage.refuse_combination(kl, whiten=module.whiten_advantages)
     if clip is not None:
         advantage.refuse_shaped_rewards(f"reward_clip={clip}")
     if kl is not None and module.actor_spec.random_init and module.reference_spec is None:

@@ -185,7 +185,6 @@ class RewardLightningModule(_SupervisedModule):
         model: Initial model. A causal language model, such as an SFT export, gets a new head. A sequence-classification
             model keeps its head. With LoRA, the head is also trained.
         optimizer: Callable that builds the optimizer from the parameter groups `backbone` and `head`.
-        head_lr: Learning rate of the head. Defaults to the optimizer's.
         lr_scheduler: As in `SFTLightningModule`.
         centering_coef: c, at least 0. Above 0 keeps the mean score near 0, which preferences alone don't determine.
     """
@@ -196,13 +195,11 @@ class RewardLightningModule(_SupervisedModule):
         self,
         model: str | ModelSpec,
         optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(params, lr=1e-5, weight_decay=0.0),
-        head_lr: float | None = None,
         lr_scheduler: LRSchedulerCallable | LRSchedule | None = None,
         centering_coef: float = 0.0,
     ) -> None:
         super().__init__(optimizer, lr_scheduler)
         self.model_spec = ModelSpec.given(model, argument="model")
-        self.head_lr = head_lr
         self.centering_coef = centering_coef
         self.eval_loss = MeanMetric()
         self.eval_margin = MeanMetric()
@@ -220,8 +217,7 @@ class RewardLightningModule(_SupervisedModule):
         head = self.reward_model.head_parameters()
         in_head = {id(p) for p in head}
         trained = [p for p in self.reward_model.parameters() if p.requires_grad and id(p) not in in_head]
-        lr = {} if self.head_lr is None else {"lr": self.head_lr}
-        return [{"params": trained, "name": "backbone"}, {"params": head, "name": "head", **lr}]
+        return [{"params": trained, "name": "backbone"}, {"params": head, "name": "head"}]
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Returns the loss of a batch of pairs from `PreferenceDataModule`."""

@@ -283,7 +283,7 @@ def _objective(left: Options, model: Options, algorithm: str, length: int, notes
             lam_neg=left.pop("vespo_lambda_neg", 2.0),
         ),
     }
-    loss = losses.get(kind, _part("PPOClip", eps_low=low, eps_high=high, delta=left.pop("delta", None)))
+    loss = losses.get(kind, _part("PPOClip", eps_low=low, eps_high=high, dual_clip=left.pop("delta", None)))
     if level == "sequence" or kind == "luspo":
         loss = _part("GSPO", eps_low=low, eps_high=high)
     elif kind == "cispo" and high < 1:

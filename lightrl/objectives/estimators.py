@@ -84,12 +84,14 @@ class AdvantageEstimator(ABC):
         credit: Rewards that it reads. "total" is their sum. "parts" reads `reward_parts` instead of `rewards`, so
             changes of the sum alone (reward clip, normalization, KL in the reward) would be lost. "turns" assigns turn
             rewards to turns, so changes of the sum alone would go to the last turn. Both reject such combinations.
+        normalizes: Whether it ends with a normalization over the batch, which makes whitening redundant.
     """
 
     needs_critic: ClassVar[bool] = False
     needs_groups: ClassVar[bool] = False
     needs_binary_scores: ClassVar[bool] = False
     credit: ClassVar[Credit] = "total"
+    normalizes: bool = False
 
     def __call__(self, given: AdvantageInput) -> tuple[Tensor, Tensor | None]:
         """Computes advantages, and checks the shapes of the result of `estimate`.
@@ -110,12 +112,17 @@ class AdvantageEstimator(ABC):
     def estimate(self, given: AdvantageInput) -> tuple[Tensor, Tensor | None]:
         """Returns (B, T) advantages, read on trained tokens only, and (B, T) targets for the critic or None."""
 
-    def refuse_combination(self, kl: KLPenalty | None) -> None:
-        """Rejects a KL penalty in the reward if the estimator needs binary scores or doesn't read summed rewards."""
+    def refuse_combination(self, kl: KLPenalty | None, *, whiten: bool) -> None:
+        """Rejects a KL penalty in the reward that the estimator can't use, and whitening after a normalization."""
         if isinstance(kl, KLInReward) and (self.needs_binary_scores or self.credit == "parts"):
             raise ValueError(
                 f"advantage={type(self).__name__} with kl=KLInReward: the penalty would change scores that must mean "
                 "success or failure, or be lost. Use KLInLoss('k3', ratio_correction=True) or no KL."
+            )
+        if whiten and self.normalizes:
+            raise ValueError(
+                f"advantage={type(self).__name__} with whiten_advantages=True: the estimator already normalizes. Set "
+                "whiten_advantages=False."
             )
 
     def refuse_shaped_rewards(self, shaping: str) -> None:
@@ -201,6 +208,7 @@ class ReinforcePlusPlus(AdvantageEstimator):
 
     Source: https://arxiv.org/abs/2501.03262, eq. 7-9; the same in verl and OpenRLHF.
     """
+    normalizes = True
 
     def __init__(self, gamma: float = 1.0) -> None:
         self.gamma = gamma
@@ -230,6 +238,7 @@ class GroupRelative(SequenceEstimator):
     def __init__(self, scale: Literal["group", "batch", "none"] = "group", eps: float = 1e-4) -> None:
         self.scale = one_of("GroupRelative.scale", scale, "group", "batch", "none")
         self.eps = eps
+        self.normalizes = scale == "batch"
 
     def sequence_advantages(self, given: AdvantageInput) -> Tensor:
         stats = group_stats(given.scores, given.groups, given.valid)
@@ -254,11 +263,11 @@ class RLOO(SequenceEstimator):
     needs_groups = True
 
     def __init__(self, normalize: bool = False) -> None:
-        self.normalize = normalize
+        self.normalizes = normalize
 
     def sequence_advantages(self, given: AdvantageInput) -> Tensor:
         advantages = leave_one_out(given.scores, given.groups, given.valid)
-        if not self.normalize:
+        if not self.normalizes:
             return advantages
         return masked_whiten(advantages, given.valid, eps=1e-4, all_sum=given.all_sum)
 
@@ -347,6 +356,7 @@ class GDPO(AdvantageEstimator):
 
     needs_groups = True
     credit = "parts"
+    normalizes = True
 
     def __init__(self, eps: float = 1e-4) -> None:
         self.eps = eps
@@ -371,6 +381,7 @@ class ReinforcePlusPlusBaseline(AdvantageEstimator):
     """
 
     needs_groups = True
+    normalizes = True
 
     def estimate(self, given: AdvantageInput) -> tuple[Tensor, None]:
         stats = group_stats(given.scores, given.groups, given.valid)

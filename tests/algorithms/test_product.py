@@ -158,6 +158,9 @@ def test_what_does_not_combine_is_refused_with_both_names(make_advantage: Callab
         else:
             with pytest.raises(ValueError, match=f"advantage={name} with kl=KLInReward"):
                 PPOLightningModule("folder", kl=kl, whiten_advantages=False, **rest)
+    if advantage.normalizes:
+        with pytest.raises(ValueError, match=f"advantage={name} with whiten_advantages=True"):
+            PPOLightningModule("folder", kl=None, whiten_advantages=True, **rest)
     wrong = "needs a critic but critic=None" if advantage.needs_critic else "doesn't use values"
     with pytest.raises(ValueError, match=f"advantage={name}.* {wrong}"):
         PPOLightningModule("folder", advantage=advantage, critic=None if advantage.needs_critic else CriticSpec())

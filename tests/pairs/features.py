@@ -204,7 +204,7 @@ REFUSALS = [
     ),
     Refusal(
         "dynamic_sampling_rounds with group_size 1",
-        "dynamic sampling needs",
+        "dynamic_sampling_rounds=.*: a group of one",
         lambda s: s.get("group") == "1" and s.get("refills") == "yes",
     ),
     Refusal(
