@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from typing import Any
 
 import pytest
@@ -18,7 +16,6 @@ from lightrl.data.prompts import PromptSource
 from lightrl.models.spec import RewardModelSpec
 from lightrl.objectives import GDPO, MaxRL
 from lightrl.rewards.rules import SoftOverlong
-from lightrl.rewards.scorer import RewardScorer
 from lightrl.rollout import Evaluation
 from tests.algorithms.toys import fit, grpo
 from tests.toys import digits_reward, quiet_trainer, sums_data
@@ -97,28 +94,6 @@ def test_a_reward_model_scores_the_rows_of_its_labels(model_path: str) -> None:
     torch.testing.assert_close(r.rewards, torch.where(its, own + 2 * lengths, own))
     with pytest.raises(ValueError, match="label_column"):
         module.reward_model_specs[0].applies({"answer": [1]})
-
-
-@pytest.mark.parametrize("limit", [1, 3])
-def test_reward_concurrency_bounds_the_calls_of_a_function(limit: int, model_path: str) -> None:
-    active, seen, lock = 0, 0, threading.Lock()
-    full = threading.Event()  # as many as may run have met; one more would be counted in the moment that follows
-
-    def slow(completions: list[str], **_: Any) -> list[float]:
-        nonlocal active, seen
-        with lock:
-            active += 1
-            seen = max(seen, active)
-            if active == limit:
-                full.set()
-        full.wait(60)
-        time.sleep(0.05)
-        with lock:
-            active -= 1
-        return [0.0] * len(completions)
-
-    fit(grpo(model_path), rewards=RewardScorer([slow], max_concurrency=limit))  # 8 groups
-    assert seen == limit
 
 
 def test_success_reward_decides_what_pass_at_k_counts(model_path: str) -> None:

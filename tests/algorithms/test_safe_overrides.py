@@ -251,8 +251,10 @@ class Moves(Callback):
             trainer.optimizers[0].zero_grad()
 
 
-@pytest.mark.parametrize("how", ["data", "in place", "optimizer"])
-@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"])
+@pytest.mark.parametrize(
+    ("hook", "how"),
+    [("on_train_batch_end", "data"), ("on_validation_end", "in place"), ("on_train_epoch_end", "optimizer")],
+)
 def test_the_engine_gets_weights_whoever_changed_them(hook: str, how: str, path: str) -> None:
     module = grpo(path)
     seed_everything(0, verbose=False)
@@ -270,14 +272,6 @@ def test_a_change_between_sampling_and_training_is_corrected_and_measured(path: 
     assert "off_policy/weight" in keep.metrics[0] and not isinstance(module.loss, OffPolicyCorrection)
     quiet = fit(grpo(path), rollouts=2)
     assert not quiet.experiences[1].is_stale and "off_policy/weight" not in quiet.metrics[0]
-
-
-def test_a_change_while_rewards_are_shown_is_corrected(path: str) -> None:
-    class MovesLate(Moves, RLCallback):
-        pass
-
-    keep = fit(grpo(path), callbacks=[MovesLate("on_rollout_scored", "in place")])
-    assert keep.experiences[0].is_stale and "off_policy/weight" in keep.metrics[0]
 
 
 def test_the_engine_gets_frozen_weights_that_changed(path: str) -> None:
@@ -382,9 +376,7 @@ def test_the_kl_to_the_reference_is_measured_once(path: str) -> None:
 # ---- schedules of resumed runs ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("epochs", "rollouts", "expected"), [(4, 2, [4 / 8, 5 / 8, 6 / 8, 7 / 8]), (4, 1, [2 / 4, 3 / 4]), (2, 2, [])]
-)
+@pytest.mark.parametrize(("epochs", "rollouts", "expected"), [(4, 2, [4 / 8, 5 / 8, 6 / 8, 7 / 8])])
 def test_a_resumed_run_of_another_length_has_the_rates_of_its_length(
     epochs: int, rollouts: int, expected: list[float], path: str, tmp_path: Path
 ) -> None:
@@ -406,7 +398,7 @@ def test_a_resumed_run_of_another_length_has_the_rates_of_its_length(
     assert rates == pytest.approx([first[0] * (1 - done) for done in expected])
 
 
-@pytest.mark.parametrize(("epochs", "rows", "expected"), [(4, 4, [0.5, 0.375, 0.25, 0.125]), (4, 2, [0.5, 0.25])])
+@pytest.mark.parametrize(("epochs", "rows", "expected"), [(4, 2, [0.5, 0.25])])
 def test_a_resumed_supervised_run_has_the_rates_of_its_length(
     epochs: int, rows: int, expected: list[float], path: str, tmp_path: Path
 ) -> None:
@@ -429,17 +421,6 @@ def test_a_resumed_supervised_run_has_the_rates_of_its_length(
     first = run(2, 4)
     assert first == pytest.approx([first[0] * (1 - i / 4) for i in range(4)])
     assert run(epochs, rows, str(tmp_path / "sft.ckpt")) == pytest.approx([first[0] * rate for rate in expected])
-
-
-def test_what_users_log_at_the_start_of_a_batch_is_kept(path: str, tmp_path: Path) -> None:
-    class Logs(GRPOLightningModule):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            self.log("mine", float(batch_idx))
-
-    trainer = quiet_trainer(callbacks=[WeightSync()], logger=CSVLogger(str(tmp_path)), log_every_n_steps=1)
-    trainer.fit(Logs(path, optimizer=sgd, kl=None), sums_data(rollouts_per_epoch=2))
-    with next(tmp_path.rglob("metrics.csv")).open() as file:
-        assert [float(row["mine"]) for row in csv.DictReader(file) if row["mine"]] == [0.0, 1.0]
 
 
 def test_a_checkpoint_of_a_subclass_with_its_own_entries_resumes(path: str, tmp_path: Path) -> None:

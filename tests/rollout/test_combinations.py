@@ -247,7 +247,9 @@ REJECTED: dict[str, tuple[Callable[[Where], dict[str, Any]], str, tuple[str, ...
     ),
 }
 """Feature -> arguments, the named part, and the ways that reject it."""
-CELLS = [(name, way) for name in RUNS for way in WAYS if (name, way) != ("`GiGPO`", "program")]
+ONE_WAY = {name: WAYS[i % 2] for i, name in enumerate(RUNS) if name not in UNPROVEN} | {"`GiGPO`": "environment"}
+"""The trainer doesn't see where turns come from, so most features are run with one of the two ways."""
+CELLS = [(name, way) for name in RUNS for way in WAYS if ONE_WAY.get(name, way) == way]
 
 
 @pytest.mark.parametrize(("feature", "way"), CELLS)
