@@ -208,6 +208,7 @@ class ReinforcePlusPlus(AdvantageEstimator):
 
     Source: https://arxiv.org/abs/2501.03262, eq. 7-9; the same in verl and OpenRLHF.
     """
+
     normalizes = True
 
     def __init__(self, gamma: float = 1.0) -> None:

@@ -28,15 +28,11 @@ class _BesideTraining(Schedule):
         self.max_staleness = max_staleness
 
     def check(self, engine: Engine, *, adapts_prompts: bool, dynamic_sampling_rounds: int) -> None:
-        schedule = f"schedule={type(self).__name__}"
-        try:
-            engine.check_overlap(in_flight=isinstance(self, InFlight))
-        except ValueError as error:
-            raise ValueError(f"{schedule} with {error}") from None
+        engine.check_overlap(in_flight=isinstance(self, InFlight))
         if adapts_prompts:
             raise ValueError(
-                f"{schedule} with PromptCurriculum: the next prompts depend on rewards that are not known yet. Use "
-                "schedule=OnPolicy, or another source of prompts."
+                f"schedule={type(self).__name__} with PromptCurriculum: the next prompts depend on rewards that are not "
+                "known yet. Use schedule=OnPolicy, or another source of prompts."
             )
 
 
