@@ -31,8 +31,8 @@ class _BesideTraining(Schedule):
         engine.check_overlap(in_flight=isinstance(self, InFlight))
         if adapts_prompts:
             raise ValueError(
-                f"schedule={type(self).__name__} with PromptCurriculum: the next prompts depend on rewards that are not "
-                "known yet. Use schedule=OnPolicy, or another source of prompts."
+                f"schedule={type(self).__name__} with PromptCurriculum: the next prompts depend on rewards that are "
+                "not known yet. Use schedule=OnPolicy, or another source of prompts."
             )
 
 
