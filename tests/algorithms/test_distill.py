@@ -22,7 +22,7 @@ from lightrl.data.prompts import PromptSource
 from lightrl.data.sft import SFTDataModule, SFTSource
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.models.spec import ModelSpec
-from lightrl.objectives import RLOO, Divergence, ForwardKL, JensenShannon, Reinforce, ReverseKL
+from lightrl.objectives import Divergence, ForwardKL, JensenShannon, Reinforce, ReverseKL
 from lightrl.records import Experience, Rollouts, SamplingParams
 from lightrl.rollout import Evaluation
 from lightrl.rollout.datamodule import RolloutDataModule
@@ -60,11 +60,9 @@ def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSch
 @pytest.mark.parametrize(
     ("divergence", "top", "with_reward"),
     [
-        pytest.param(None, None, False, marks=pytest.mark.long), (None, None, True), (ReverseKL(), None, True),
-        (ReverseKL(), K - 1, False),
-        (ForwardKL(), None, False), (JensenShannon(), None, False),
+        (None, None, True), (ReverseKL(), K - 1, False), (ForwardKL(), None, False)
     ],
-    ids=["sampled", "sampled and reward", "reverse and reward", "top words", "forward", "jensen-shannon"],
+    ids=["sampled and reward", "top words", "forward"],
 )  # fmt: skip
 def test_the_minimiser_is_the_teacher_and_with_a_reward_the_mixture(
     with_reward: bool, divergence: Divergence | None, top: int | None, tmp_path: Path
@@ -74,9 +72,9 @@ def test_the_minimiser_is_the_teacher_and_with_a_reward_the_mixture(
     start, taught = probabilities(student), probabilities(teacher)
     module = DistillLightningModule(
         ModelSpec(student, layout="padded"), {"only": ModelSpec(teacher, layout="padded")},
-        advantage=(RLOO() if divergence else Reinforce()) if with_reward else None, coef=0.5 if with_reward else 1.0,
-        gamma=float(with_reward and divergence is None), divergence=divergence, divergence_top_k=top,
-        optimizer=lambda params: torch.optim.Adam(params, lr=0.06 if divergence and with_reward else 0.03),
+        advantage=Reinforce() if with_reward else None, coef=0.5 if with_reward else 1.0,
+        gamma=float(with_reward), divergence=divergence, divergence_top_k=top,
+        optimizer=lambda params: torch.optim.Adam(params, lr=0.03),
         lr_scheduler=schedule, updates=Updates(max_grad_norm=None),
     )  # fmt: skip
     rest: dict[str, Any] = {} if with_reward else {"rewards": None}

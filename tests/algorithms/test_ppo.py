@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, seed_everything
 from torch import Tensor
 
 import lightrl.algorithms.ppo as ppo_module
-from lightrl.algorithms import CriticSpec, GRPOLightningModule, PPOLightningModule, RLOOLightningModule
+from lightrl.algorithms import CriticSpec, GRPOLightningModule, PPOLightningModule
 from lightrl.algorithms.ppo import policy_forward as run
 from lightrl.algorithms.settings import ExtraLosses, Updates
 from lightrl.callbacks import LinearKL, WeightSync
@@ -26,7 +26,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return quickstart_model(tmp_path_factory.mktemp("model"), num_hidden_layers=2, hidden_size=64, intermediate_size=64)
 
 
-@pytest.mark.parametrize("kind", [PPOLightningModule, GRPOLightningModule, RLOOLightningModule])
+@pytest.mark.parametrize("kind", [PPOLightningModule, GRPOLightningModule])
 def test_micro_batches_and_layouts_do_not_change_the_update(kind: type[PPOLightningModule], model_path: str) -> None:
     results = []
     for tokens, layout in ((100_000, "padded"), (100_000, "packed"), (120, "padded"), (60, "shared_prefix")):

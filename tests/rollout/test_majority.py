@@ -63,7 +63,6 @@ def last_word(text: str) -> str | None:
 @pytest.mark.parametrize(
     "reward",
     [
-        ExactAnswer(extract="boxed", numeric=True),
         MathVerify(),
         CosineLength(ExactAnswer(extract="boxed", numeric=True), 100, correct_at_max=1.0),
         CombinedReward([right, ExactAnswer(extract="boxed", numeric=True)]),
@@ -80,13 +79,3 @@ def test_the_majority_of_a_plain_function_is_that_of_marked_answers_or_of_what_t
     words = ["it is 2", "I say 2", "no, it is 3", "it is 3!"]
     assert majority(tmp_path, words, right, last_word) == 1.0
     assert majority(tmp_path, ["3", "3 ", "2", "so 2"], right) == 0.0, "whole texts where nothing extracts"
-
-
-def test_numbers_that_are_equal_are_one_answer() -> None:
-    exact, maths = ExactAnswer(extract="number", numeric=True), MathVerify()
-    assert exact.extract_answer("it is 1,000") == exact.extract_answer("1000.0") == "1000"
-    assert exact.extract_answer("none") is None
-    answers = [maths.extract_answer(text) for text in ("\\boxed{\\frac{1}{2}}", "so $0.5$", "it is 1/2")]
-    assert len(set(answers)) == 1 and answers[0] is not None
-    assert maths.extract_answer("no number") is None
-    maths.close()

@@ -18,7 +18,7 @@ from lightrl.engines import ServerEngine, VLLMEngine
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.environments.episodes import Episode, Task, one_turn
 from lightrl.records import Prompts, Rollouts, SamplingParams, Trajectory, TrajectoryRow
-from lightrl.rollout import Ahead, Evaluation, InFlight, OnPolicy, Schedule
+from lightrl.rollout import Ahead, Evaluation, InFlight, Schedule
 from lightrl.rollout.collation import ScoredGroup, collate
 from tests.rollout.conftest import ScriptedEngine
 from tests.toys import Keep, ThreadEngine, quickstart_model, quiet_trainer, sgd, sums_data
@@ -147,7 +147,7 @@ def test_evaluation_samples_as_it_likes_and_counts_all_tokens(model: str) -> Non
         run(model, evaluation=Evaluation(prompts, replace(PLAIN, extra={"n": 2})), engine=VLLMEngine())
 
 
-@pytest.mark.parametrize("schedule", [OnPolicy(), Ahead(), Ahead(2), InFlight()])
+@pytest.mark.parametrize("schedule", [Ahead(2), InFlight()])
 def test_a_rollout_has_the_temperature_it_was_sampled_with(model: str, schedule: Schedule) -> None:
     seed_everything(0, verbose=False)
     scores = Scores()
