@@ -51,4 +51,4 @@ def test_refills_that_cannot_work_are_refused(model_path: str) -> None:
     with pytest.raises(ValueError, match="group_size=1"):
         fit(PPOLightningModule(model_path, kl=None), group_size=1, dynamic_sampling_rounds=2)
     with pytest.raises(ValueError, match="dynamic_sampling_rounds=2"):
-        sums_data(dynamic_sampling_rounds=2, rewards=[])
+        fit(grpo(model_path), dynamic_sampling_rounds=2, rewards=[])

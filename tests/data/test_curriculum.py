@@ -159,5 +159,3 @@ def test_what_cannot_be_is_refused(tokenizer: Any) -> None:
     with pytest.raises(ValueError, match="requires random access"):
         PromptCurriculum(stream).load(tokenizer)
     assert isinstance(PromptCurriculum(PromptSource(rows=Dataset.from_list(ROWS))).load(tokenizer), CurriculumSet)
-    with pytest.raises(ValueError, match="PromptCurriculum without `rewards`"):
-        sums_data(prompts=PromptCurriculum(source), rewards=None)
