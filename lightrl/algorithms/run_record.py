@@ -29,7 +29,6 @@ SUFFIXES = ("_spec", "_factory", "_path", "")
 KEPT_AS = {"rewards": "scorer", "functions": "names", "reward_models": "reward_model_specs"}
 MAX_ROWS = 20
 """Longer lists are recorded by length."""
-EDGE = 1 << 16
 
 
 # ---- plain data ------------------------------------------------------------------------------------------------------
@@ -194,16 +193,9 @@ def run_settings(module: Any, data: Any) -> dict[str, Any]:
 
 
 def data_fingerprint(source: Any) -> str:
-    """Returns twelve characters that identify the prompts: their source, their number, and the first and last one.
-
-    Local files are identified by size and their first and last 64 KiB, directories by file names and sizes, Hub
-    datasets by name, and lists by length and their first and last example.
-    """
-    return _digest(_described_source(source))
-
-
-def _digest(plain: Any) -> str:
-    return hashlib.sha256(json.dumps(plain, sort_keys=True, default=_class_name).encode()).hexdigest()[:12]
+    """Returns twelve characters that identify the prompts: files by name and size, lists by length and their ends."""
+    plain = json.dumps(_described_source(source), sort_keys=True, default=lambda value: type(value).__qualname__)
+    return hashlib.sha256(plain.encode()).hexdigest()[:12]
 
 
 def _described_source(source: Any) -> Any:
@@ -211,26 +203,11 @@ def _described_source(source: Any) -> Any:
         return [[_described_source(each) for each in source.sources], source.weights]
     if hasattr(source, "source"):  # a curriculum
         return _described_source(source.source)
-    return [_rows_described(source), source.name, source.split, source.limit, source.prompt_column]
-
-
-def _rows_described(source: Any) -> Any:
-    rows = source.rows
+    rows, path = source.rows, Path(str(source.path))
     if isinstance(rows, list):
-        return [len(rows), rows[:1], rows[-1:]]
-    if rows is not None:
-        return rows.__qualname__ if inspect.isfunction(rows) else [_class_name(rows), vars(rows)]
-    path = Path(str(source.path))
-    if path.is_dir():
-        return sorted([str(file.relative_to(path)), file.stat().st_size] for file in path.rglob("*") if file.is_file())
-    if not path.is_file():
-        return str(path)
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(EDGE)
-        file.seek(max(size - EDGE, 0))
-        return [size, hashlib.sha256(start + file.read(EDGE)).hexdigest()]
-
-
-def _class_name(value: Any) -> str:
-    return type(value).__qualname__
+        rows = [len(rows), rows[:1], rows[-1:]]
+    elif rows is None:
+        rows = [path.name, path.stat().st_size] if path.is_file() else str(path)
+    elif inspect.isfunction(rows):
+        rows = rows.__qualname__
+    return [rows, source.name, source.split, source.limit, source.prompt_column]

@@ -18,7 +18,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lightrl.algorithms import PPOLightningModule
-from lightrl.algorithms.run_record import data_fingerprint
 from lightrl.callbacks import (
     RolloutCheckpoint,
     RolloutWriter,
@@ -27,7 +26,6 @@ from lightrl.callbacks import (
 from lightrl.checkpoints.files import StorageError, verify
 from lightrl.checkpoints.rollout_checkpoint import Preempted
 from lightrl.checkpoints.run_folder import RUN, RunGuard, is_of_another_run
-from lightrl.data.prompts import PromptSource
 from lightrl.models.spec import ModelSpec
 from tests.toys import quickstart_model, quiet_trainer, sums_data
 
@@ -80,13 +78,6 @@ def test_a_checkpoint_of_a_run_with_other_parts_frozen_is_refused(model: str, la
     frozen = ModelSpec(model, freeze=["embed_tokens"])
     with pytest.raises(ValueError, match="parameter group"):
         fit(tmp_path, frozen, saving(tmp_path), resume=last)
-
-
-def test_the_fingerprint_of_a_file_is_that_of_its_contents(tmp_path: Path) -> None:
-    for name, rows in (("a", 3), ("b", 3), ("c", 4)):
-        (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"prompt": "{i}"}}\n' for i in range(rows)))
-    a, b, c = (data_fingerprint(PromptSource(path=str(tmp_path / f"{name}.jsonl"))) for name in "abc")
-    assert a == b != c
 
 
 class Spoil(Callback):
