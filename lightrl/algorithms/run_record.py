@@ -208,6 +208,6 @@ def _described_source(source: Any) -> Any:
         rows = [len(rows), rows[:1], rows[-1:]]
     elif rows is None:
         rows = [path.name, path.stat().st_size] if path.is_file() else str(path)
-    elif inspect.isfunction(rows):
-        rows = rows.__qualname__
+    else:
+        rows = described(rows)
     return [rows, source.name, source.split, source.limit, source.prompt_column]
