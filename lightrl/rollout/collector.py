@@ -3,89 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
-import contextlib
 import hashlib
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from lightrl.engines.background import BackgroundLoop, all_of, patient_result
-from lightrl.engines.base import Engine, EngineDiedError
-from lightrl.environments.episodes import EnvironmentFailedError, Episode, Task
+from lightrl.engines.background import all_of, patient_result
+from lightrl.engines.base import EngineDiedError
+from lightrl.environments.episodes import EnvironmentFailedError, Task
 from lightrl.records import Completion, CompletionGroup, GenerationRequest, Media, SamplingParams, Scores, Trajectory
-from lightrl.rewards.scorer import RewardScorer
 from lightrl.rollout.collation import ScoredGroup
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from lightrl.rollout.sampler import RolloutSampler
 
-LEAVE_SECONDS = 5.0
-"""Time limit for the cleanup of episodes at the end of a run."""
+log = logging.getLogger(__name__)
 
 
 class RolloutStalledError(RuntimeError):
     """The engine, rewards, and environments made no progress for `stall_timeout` seconds."""
 
 
-@dataclass(eq=False)
-class Collector:
-    """Starts `Collection`s for one run.
-
-    Args:
-        engine: Inference engine.
-        episode: Episode type that produces trajectories.
-        scorer: Reward functions, or None.
-        stall_timeout: Seconds without progress after which a rollout fails. None waits forever.
-        asks_with_media: Function called in the episodes' thread with each request with media before it is sent.
-    """
-
-    engine: Engine
-    episode: Episode
-    scorer: RewardScorer | None
-    _: KW_ONLY
-    stall_timeout: float | None
-    asks_with_media: Callable[[GenerationRequest], None] = lambda request: None
-    loop: BackgroundLoop = field(default_factory=lambda: BackgroundLoop("lightrl-episodes"), init=False)
-    _live: list[Collection] = field(default_factory=list, init=False)
-
-    def start(self, tasks: Sequence[Task], **how: Any) -> Collection:
-        """Starts the episodes of P >= 1 tasks. `how` is passed to `Collection`."""
-        self._live = [each for each in self._live if each.task is None or not each.task.done()]
-        self._live.append(Collection(self, tasks, **how))
-        return self._live[-1]
-
-    def progress(self) -> tuple[int, int, str] | None:
-        """(finished prompts, total prompts, activity) of the oldest unfinished rollout."""
-        live = (each for each in list(self._live) if each.task is None or not each.task.done())
-        return next((each.progress() for each in live), None)
-
-    def close(self, timeout: float = LEAVE_SECONDS) -> None:
-        """Cancels unfinished rollouts and stops the thread within about `timeout` seconds."""
-        end = time.monotonic() + timeout
-        for collection in self._live:
-            collection.cancel()
-        with contextlib.suppress(concurrent.futures.TimeoutError):  # an episode blocks the loop
-            if self._live:
-                self.loop.submit(self._ended()).result(max(timeout - 1, 0.5))
-        self._live = []
-        try:
-            self.loop.close(self.episode.close, max(end - time.monotonic(), 0.5))
-        except concurrent.futures.TimeoutError:  # Python 3.10 has another TimeoutError
-            log.warning("An episode did not stop within %g seconds; its thread is leaked.", timeout)
-
-    async def _ended(self) -> None:
-        if tasks := [collection.task for collection in self._live if collection.task is not None]:
-            await asyncio.wait(tasks)
-
-
 class Collection:
-    """Samples and scores the groups of P tasks. Created by `Collector.start`; starts immediately.
+    """Samples and scores the groups of P tasks. Created by `RolloutSampler.collect`; starts immediately.
 
     Args:
-        collector: The collector that starts it.
+        sampler: The sampler that starts it.
         tasks: Tasks, one per prompt, at least one.
         begun: Earlier partial completions, by `_key` of the request. None disables recording.
         trained: Whether the completions are trained on. Requests must then use the tasks' sampling distribution.
@@ -98,7 +44,7 @@ class Collection:
 
     def __init__(
         self,
-        collector: Collector,
+        sampler: RolloutSampler,
         tasks: Sequence[Task],
         *,
         begun: Mapping[int, list[Completion]] | None = None,
@@ -108,9 +54,9 @@ class Collection:
         self.sampling = self.tasks[0].sampling
         self.retried = 0
         self.failed = 0
-        self._collector = collector
-        self._engine = collector.engine
-        self._episode = collector.episode
+        self._sampler = sampler
+        self._engine = sampler.host.engine
+        self._episode = sampler.episode
         self._trained = trained
         self._record = None if begun is None else dict(begun)
         self._asked: dict[GenerationRequest, int | None] = {}  # pending -> its key, if recorded
@@ -121,7 +67,7 @@ class Collection:
         self._begun = self._generated = self._scored = time.perf_counter()
         self._stopped = False
         self.task: asyncio.Task[Any] | None = None
-        self._future = collector.loop.submit(self._collect())
+        self._future = sampler.loop.submit(self._collect())
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -130,7 +76,7 @@ class Collection:
         return {"time/generate": self._generated - self._begun, "time/score": late}
 
     def progress(self) -> tuple[int, int, str]:
-        """See `Collector.progress`. Thread-safe."""
+        """(finished prompts, total prompts, activity). Thread-safe."""
         asked, scoring = len(self._asked), len(self._scoring)
         working = [f"{scoring} being scored"] if scoring else []
         if self._episode.multi_turn:
@@ -157,7 +103,7 @@ class Collection:
         """Returns the completions so far, by `_key` of the request, for another collection to continue."""
         if self._future.done():
             return dict(self._record or {})
-        run = self._collector.loop.run
+        run = self._sampler.loop.run
         try:
             paused = {group.request: group.completions for group in self._engine.pause()}
         except EngineDiedError:  # a checkpoint at the end of the run keeps finished completions
@@ -179,8 +125,8 @@ class Collection:
         groups = asyncio.ensure_future(all_of(self._group(number) for number in range(len(self.tasks))))
         # Futures that end the rollout by raising.
         watchers: list[asyncio.Future[Any]] = [self._broken]
-        if self._collector.stall_timeout is not None:
-            watchers.append(asyncio.ensure_future(self._watch(self._collector.stall_timeout)))
+        if self._sampler.stall_timeout is not None:
+            watchers.append(asyncio.ensure_future(self._watch(self._sampler.stall_timeout)))
         try:
             done, _ = await asyncio.wait({groups, *watchers}, return_when=asyncio.FIRST_COMPLETED)
             for watcher in done - {groups}:
@@ -254,7 +200,7 @@ class Collection:
         if request.sampling.extra != self.sampling.extra:  # requested by a program, which receives the error
             self._engine.check_request(request)
         if request.media:
-            self._collector.asks_with_media(request)
+            self._sampler.host.show_media(request)
         key = None
         if self._record is not None:
             key = _key(request)
@@ -293,7 +239,7 @@ class Collection:
 
     async def _score(self, number: int, trajectories: list[Trajectory]) -> Scores | None:
         """Scores the trajectories that did not fail. Reward functions receive copies."""
-        scorer, prompt = self._collector.scorer, self.tasks[number].prompt
+        scorer, prompt = self._sampler.scorer, self.tasks[number].prompt
         if scorer is None:
             return None
         places = [i for i, t in enumerate(trajectories) if not t.failed]
@@ -335,8 +281,8 @@ class Collection:
             first = self.tasks[min(self._playing)].name
             name = type(self._episode).__name__
             waited.append(f"episodes {name} ({len(self._playing)} groups, the first of {first})")
-        if self._scoring and self._collector.scorer is not None:
-            first, names = self.tasks[min(self._scoring)].name, ", ".join(self._collector.scorer.names)
+        if self._scoring and self._sampler.scorer is not None:
+            first, names = self.tasks[min(self._scoring)].name, ", ".join(self._sampler.scorer.names)
             waited.append(f"reward functions {names} ({len(self._scoring)} groups, the first of {first})")
         return " and ".join(waited)
 

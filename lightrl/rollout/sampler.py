@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightrl.data.prompt_sets import PromptSet
 from lightrl.distributed.strategies import gather_objects
+from lightrl.engines.background import BackgroundLoop
 from lightrl.environments.episodes import Episode, Task, request_seed
 from lightrl.models.turns import ending_turns
 from lightrl.records import Completion, Prompts, SamplingParams
 from lightrl.rewards.scorer import RewardScorer
 from lightrl.rollout.collation import ScoredGroup
-from lightrl.rollout.collector import Collection, Collector
+from lightrl.rollout.collector import Collection
 from lightrl.rollout.host import EngineHost
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -90,15 +98,9 @@ class RolloutSampler:
     world_size: int
     stall_timeout: float | None
 
-    def __post_init__(self) -> None:
-        self._collector = Collector(
-            self.host.engine,
-            self.episode,
-            self.scorer,
-            stall_timeout=self.stall_timeout,
-            asks_with_media=self.host.show_media,
-        )
-        self._read: tuple[int, Prompts] | None = None
+    loop: BackgroundLoop = field(default_factory=lambda: BackgroundLoop("lightrl-episodes"), init=False)
+    _live: list[Collection] = field(default_factory=list, init=False)
+    _read: tuple[int, Prompts] | None = field(default=None, init=False)
 
     @property
     def policy_version(self) -> int:
@@ -107,8 +109,15 @@ class RolloutSampler:
 
     @property
     def progress(self) -> tuple[int, int, str] | None:
-        """See `Collector.progress`."""
-        return self._collector.progress()
+        """(finished prompts, total prompts, activity) of the oldest unfinished rollout; None without one."""
+        live = (each for each in list(self._live) if each.task is None or not each.task.done())
+        return next((each.progress() for each in live), None)
+
+    def collect(self, tasks: Sequence[Task], **how: Any) -> Collection:
+        """Starts the episodes of P >= 1 tasks. `how` is passed to `Collection`."""
+        self._live = [each for each in self._live if each.task is None or not each.task.done()]
+        self._live.append(Collection(self, tasks, **how))
+        return self._live[-1]
 
     def ready(self, first: int | None = None) -> float:
         """Pushes the weights and returns the elapsed seconds. Collective.
@@ -207,8 +216,22 @@ class RolloutSampler:
         return collection.finish(), {**collection.seconds, "time/sync": sync}
 
     def close(self, timeout: float) -> None:
-        """Stops unfinished rollouts within about `timeout` seconds."""
-        self._collector.close(timeout)
+        """Cancels unfinished rollouts and stops the episodes' thread within about `timeout` seconds."""
+        end = time.monotonic() + timeout
+        for collection in self._live:
+            collection.cancel()
+        with contextlib.suppress(concurrent.futures.TimeoutError):  # an episode blocks the loop
+            if self._live:
+                self.loop.submit(self._ended()).result(max(timeout - 1, 0.5))
+        self._live = []
+        try:
+            self.loop.close(self.episode.close, max(end - time.monotonic(), 0.5))
+        except concurrent.futures.TimeoutError:  # Python 3.10 has another TimeoutError
+            log.warning("An episode did not stop within %g seconds; its thread is leaked.", timeout)
+
+    async def _ended(self) -> None:
+        if tasks := [collection.task for collection in self._live if collection.task is not None]:
+            await asyncio.wait(tasks)
 
     def _start(
         self, prompts: Prompts, sampling: SamplingParams, group_size: int, seeds: list[int], **how: Any
@@ -230,7 +253,7 @@ class RolloutSampler:
             )
             for i in range(len(prompts))
         ]
-        return self._collector.start(tasks, **how)
+        return self.collect(tasks, **how)
 
     def _seeds(self, prompts: Prompts, cursor: int, stream: str) -> list[int]:
         """Returns the seeds of this rank's prompts in the rollout of a stream that starts at prompt `cursor`."""

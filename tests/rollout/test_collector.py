@@ -28,7 +28,9 @@ from lightrl.records import (
 from lightrl.rewards.base import RewardError
 from lightrl.rewards.scorer import RewardScorer
 from lightrl.rollout.collation import collate, trajectory_metrics
-from lightrl.rollout.collector import Collector, RolloutStalledError
+from lightrl.rollout.collector import RolloutStalledError
+from lightrl.rollout.host import EngineHost
+from lightrl.rollout.sampler import RolloutSampler
 from tests.rollout.conftest import ScriptedEngine
 from tests.waiting import until
 
@@ -88,18 +90,21 @@ class TwoTurns(Episode):
 
 
 @pytest.fixture
-def collector() -> Iterator[Callable[..., Collector]]:
-    made: list[Collector] = []
+def collector() -> Iterator[Callable[..., RolloutSampler]]:
+    made: list[RolloutSampler] = []
 
-    def make(engine: Any = None, episode: Any = None, rewards: Any = (), **kwargs: Any) -> Collector:
-        arguments = {"stall_timeout": 30.0, **kwargs}
+    def make(engine: Any = None, episode: Any = None, rewards: Any = (), stall_timeout: Any = 30.0) -> RolloutSampler:
         scorer = RewardScorer(list(rewards)) if rewards else None
-        made.append(Collector(engine or ScriptedEngine(), episode or SingleTurn(), scorer, **arguments))
+        run: dict[str, Any] = dict.fromkeys(("prompts", "tokenizer", "sampling"))
+        sizes = {"group_size": 2, "prompts_per_rollout": 2, "dynamic_sampling_rounds": 0, "seed": 0}
+        sizes |= {"rank": 0, "world_size": 1}
+        host = EngineHost(engine or ScriptedEngine())
+        made.append(RolloutSampler(host, episode or SingleTurn(), scorer, **run, **sizes, stall_timeout=stall_timeout))
         return made[-1]
 
     yield make
     for one in made:
-        one.close()
+        one.close(5.0)
         if one.scorer is not None:
             one.scorer.close()
     names = ("lightrl-sampling", "lightrl-episodes")
@@ -108,7 +113,7 @@ def collector() -> Iterator[Callable[..., Collector]]:
 
 def test_a_single_turn_asks_once_per_prompt_with_the_prompts_own_seed(collector: Any) -> None:
     engine = ScriptedEngine()
-    groups = collector(engine).start(tasks()).finish()
+    groups = collector(engine).collect(tasks()).finish()
     assert [(r.token_ids, r.seed, r.num_completions) for r in engine.asked] == [([1, 2], 10, 2), ([3], 11, 2)]
     rows = collate(groups, 0, 1.0)
     assert rows.token_ids.tolist() == [[1, 2, 49, 50]] * 2 + [[3, 49, 50, 0]] * 2
@@ -121,7 +126,7 @@ def test_a_turn_is_asked_for_while_others_run(collector: Any) -> None:
     """The second turn of prompt 1 is asked for before the first of prompt 0 is answered."""
     engine = ScriptedEngine()
     engine.hold = lambda request: request.token_ids == [1, 2] and len(engine.asked) < 6
-    rows = collate(collector(engine, TwoTurns()).start(tasks()).finish(), 0, 1.0)
+    rows = collate(collector(engine, TwoTurns()).collect(tasks()).finish(), 0, 1.0)
     assert [r.token_ids for r in engine.asked[2:6]] == [[3], [3], [3, 49, 50, 99], [3, 49, 50, 99]]
     assert rows.token_ids[2].tolist() == [3, 49, 50, 99, 49, 50, 99, 0]
     assert rows.turn_ids is not None and rows.turn_ids[2].tolist() == [-1, 0, 0, -1, 1, 1, -1, -1]
@@ -147,14 +152,14 @@ def test_a_rollout_shows_prompts_turns_and_environments_that_wait(collector: Any
 
         async def step(self, request: GenerationRequest) -> None:
             while request.token_ids == [3] and wanted not in seen:
-                seen.append(own.progress())
+                seen.append(own.progress)
                 await asyncio.sleep(0.005)
 
     engine = ScriptedEngine()
     engine.hold = lambda request: request.token_ids == [1, 2] and wanted not in seen
     own = collector(engine, Works())
-    own.start(tasks()).finish()
-    assert wanted in seen and own.progress() is None
+    own.collect(tasks()).finish()
+    assert wanted in seen and own.progress is None
 
 
 def test_rewards_get_messages_and_copies_of_the_token_ids(collector: Any) -> None:
@@ -166,7 +171,7 @@ def test_rewards_get_messages_and_copies_of_the_token_ids(collector: Any) -> Non
             said.clear()
         return [float(i) for i in range(len(answer))]
 
-    rows = collate(collector(episode=TwoTurns(), rewards=[spoils]).start(tasks()).finish(), 0, 1.0)
+    rows = collate(collector(episode=TwoTurns(), rewards=[spoils]).collect(tasks()).finish(), 0, 1.0)
     assert rows.token_ids[2].tolist()[:7] == [3, 49, 50, 99, 49, 50, 99]
     assert rows.rewards.tolist() == [0.75, 1.75, 0.75, 1.75]
     assert rows.messages[1][1] == {"role": "assistant", "content": "1"}
@@ -175,7 +180,7 @@ def test_rewards_get_messages_and_copies_of_the_token_ids(collector: Any) -> Non
 def test_failed_attempts_are_made_again_with_the_same_seeds(collector: Any) -> None:
     episode = TwoTurns(fails=lambda task, attempt: attempt == 1 and task.retry == 0)
     engine = ScriptedEngine()
-    collection = collector(engine, episode).start(tasks())
+    collection = collector(engine, episode).collect(tasks())
     groups = collection.finish()
     assert (collection.retried, collection.failed) == (2, 0)
     assert [task.attempts for task in episode.seen] == [(0, 1), (0, 1), (1,), (1,)]
@@ -192,7 +197,7 @@ def test_what_failed_for_good_has_no_reward_and_is_not_scored(collector: Any) ->
         return [1.0] * len(completions)
 
     episode = TwoTurns(fails=lambda task, attempt: task.seed == 11 and attempt == 0)
-    collection = collector(episode=episode, rewards=[reward]).start(tasks())
+    collection = collector(episode=episode, rewards=[reward]).collect(tasks())
     groups = collection.finish()
     rows = collate(groups, 0, 1.0)
     assert (collection.retried, collection.failed) == (2, 1)
@@ -208,7 +213,7 @@ def test_what_failed_for_good_has_no_reward_and_is_not_scored(collector: Any) ->
 def test_too_many_failures_stop_the_run_with_the_cause(collector: Any) -> None:
     episode = TwoTurns(fails=lambda task, attempt: task.seed == 11 or attempt == 0)
     with pytest.raises(RuntimeError, match=r"max_failed=0.5 .TwoTurns.: 3 of 4 .* each 3 times.*sandbox is gone"):
-        collector(episode=episode).start(tasks()).finish()
+        collector(episode=episode).collect(tasks()).finish()
 
 
 def test_the_run_stops_with_the_failure_that_is_one_too_many_and_does_not_wait_for_the_group(collector: Any) -> None:
@@ -225,7 +230,7 @@ def test_the_run_stops_with_the_failure_that_is_one_too_many_and_does_not_wait_f
     begin = time.monotonic()
     raw = replace(PROMPTS, raw=list(PROMPTS.texts))
     with pytest.raises(RuntimeError, match=r"6 of 10 trajectories of a rollout failed, each 1 times.*killed"):
-        collector(episode=Slow(max_retries=0)).start([replace(tasks(10)[0], prompt=raw[[0]])]).finish()
+        collector(episode=Slow(max_retries=0)).collect([replace(tasks(10)[0], prompt=raw[[0]])]).finish()
     assert time.monotonic() - begin < 60
 
 
@@ -245,9 +250,9 @@ def test_the_end_of_a_run_lets_environments_close(collector: Any) -> None:
     engine = ScriptedEngine()
     engine.hold = lambda request: True
     made = collector(engine, Holds())
-    made.start(tasks())
+    made.collect(tasks())
     assert until(lambda: len(engine.asked) > 1)
-    made.close()
+    made.close(5.0)
     assert sorted(freed) == [10, 11]
 
 
@@ -265,7 +270,7 @@ def test_a_time_limit_cancels_the_request(collector: Any) -> None:
 
     engine = ScriptedEngine()
     engine.hold = lambda request: request.token_ids == [3]
-    groups = collector(engine, Limited()).start(tasks()).finish()
+    groups = collector(engine, Limited()).collect(tasks()).finish()
     assert [t.stop_reason for group in groups for t in group.trajectories] == ["stop", "stop", "time", "time"]
     assert [r.token_ids for r in engine.cancelled] == [[3]]
 
@@ -278,7 +283,7 @@ def test_an_error_of_a_reward_function_ends_generation_at_once(collector: Any) -
     engine.hold = lambda request: request.token_ids == [3]  # for ever
     begin = time.monotonic()
     with pytest.raises(RewardError, match="raises.*oops"):
-        collector(engine, rewards=[raises]).start(tasks()).finish()
+        collector(engine, rewards=[raises]).collect(tasks()).finish()
     assert time.monotonic() - begin < 60
 
 
@@ -295,7 +300,7 @@ def test_an_episode_that_leaves_ends_the_rollout_and_does_not_hang_it(
             raise AssertionError
 
     with pytest.raises((SystemExit, concurrent.futures.CancelledError)):
-        collector(episode=Leaves(), stall_timeout=20.0).start(tasks()).finish()
+        collector(episode=Leaves(), stall_timeout=20.0).collect(tasks()).finish()
 
 
 def test_an_error_of_an_episode_is_the_runs_error(collector: Any) -> None:
@@ -304,7 +309,7 @@ def test_an_error_of_an_episode_is_the_runs_error(collector: Any) -> None:
             raise ZeroDivisionError("mistake")
 
     with pytest.raises(ZeroDivisionError, match="mistake"):
-        collector(episode=Breaks()).start(tasks()).finish()
+        collector(episode=Breaks()).collect(tasks()).finish()
 
 
 class Answers(Episode):
@@ -331,7 +336,7 @@ NAN = replace(ROW, logprobs=[0.0, 0.0, math.nan])
 )
 def test_an_episode_that_breaks_its_contract_is_named(answer: Any, message: str, collector: Any) -> None:
     with pytest.raises(ValueError, match=message):
-        collector(episode=Answers(answer)).start(tasks()).finish()
+        collector(episode=Answers(answer)).collect(tasks()).finish()
 
 
 class Hangs(Episode):
@@ -351,10 +356,10 @@ def hangs(**_: Any) -> list[float]:
 def test_a_rollout_without_progress_says_what_it_waits_for(collector: Any) -> None:
     quick = {"stall_timeout": 2.0}
     with pytest.raises(RolloutStalledError, match=r"stall_timeout=2: .*Hangs \(2 groups, the first of prompt 0\)"):
-        collector(episode=Hangs(), **quick).start(tasks()).finish()
+        collector(episode=Hangs(), **quick).collect(tasks()).finish()
     try:
         with pytest.raises(RolloutStalledError, match=r"reward functions hangs \(2 groups"):
-            collector(rewards=[hangs], **quick).start(tasks()).finish()
+            collector(rewards=[hangs], **quick).collect(tasks()).finish()
     finally:
         RELEASED.set()
 
@@ -363,7 +368,7 @@ def test_an_engine_that_hangs_ends_the_rollout(collector: Any) -> None:
     engine = ScriptedEngine()
     engine.hold = lambda request: True
     with pytest.raises(RolloutStalledError, match=r"engine ScriptedEngine \(2 requests, the first for prompt 0"):
-        collector(engine, stall_timeout=0.3).start(tasks()).finish()
+        collector(engine, stall_timeout=0.3).collect(tasks()).finish()
 
 
 def test_slow_progress_is_no_stall(collector: Any) -> None:
@@ -374,17 +379,17 @@ def test_slow_progress_is_no_stall(collector: Any) -> None:
                 group = await ask(task.prompt.request(0, task.sampling, task.turn_seed(0, turn), len(task.attempts)))
             return one_turn(group)
 
-    assert len(collector(episode=Slow(), stall_timeout=2.4).start(tasks()).finish()) == 2
+    assert len(collector(episode=Slow(), stall_timeout=2.4).collect(tasks()).finish()) == 2
 
 
 def test_giving_up_ends_episodes_threads_and_requests(collector: Any) -> None:
     engine, episode = ScriptedEngine(), TwoTurns()
     engine.hold = lambda request: True
     made = collector(engine, episode)
-    made.start(tasks())
+    made.collect(tasks())
     assert until(lambda: len(engine.asked) > 1)
     begin = time.monotonic()
-    made.close()
+    made.close(5.0)
     assert episode.closed and time.monotonic() - begin < 30
 
 
@@ -402,11 +407,11 @@ def test_what_was_sampled_so_far_is_there_for_a_checkpoint_also_of_an_engine_tha
     engine = Paused()
     engine.hold = lambda request: request.token_ids == [3]
     made = collector(engine)
-    collection = made.start(tasks(), begun={})
+    collection = made.collect(tasks(), begun={})
     assert until(lambda: len(engine.asked) == 2 and collection._turns == 1)
     sampled = [[part.finish_reason for part in parts] for parts in collection.sampled().values()]
     assert sampled == [["stop", "stop"], *([] if dies else [["suspended", "suspended"]])]
     resumed = ScriptedEngine()
-    again = collector(resumed).start(tasks(), begun=collection.sampled()).finish()
+    again = collector(resumed).collect(tasks(), begun=collection.sampled()).finish()
     assert len(again) == 2 and [request.token_ids for request in resumed.asked] == [[3]]
     assert [part.finish_reason for part in resumed.asked[0].begun] == ([] if dies else ["suspended"] * 2)

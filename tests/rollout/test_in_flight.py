@@ -106,9 +106,7 @@ class Count(RLCallback):
     def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
         engine = trainer.datamodule.engine
         if isinstance(engine, Scripted):
-            trainer.datamodule._sampler._collector.loop.run(
-                asyncio.sleep(0.01)
-            )  # episodes that were started have begun
+            trainer.datamodule._sampler.loop.run(asyncio.sleep(0.01))  # episodes that were started have begun
             until(engine.waits, 10)
 
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
