@@ -9,16 +9,13 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightrl.engines.background import all_of, patient_result
 from lightrl.engines.base import EngineDiedError
 from lightrl.environments.episodes import EnvironmentFailedError, Task
 from lightrl.records import Completion, CompletionGroup, GenerationRequest, Media, SamplingParams, Scores, Trajectory
 from lightrl.rollout.collation import ScoredGroup
-
-if TYPE_CHECKING:
-    from lightrl.rollout.sampler import RolloutSampler
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +28,7 @@ class Collection:
     """Samples and scores the groups of P tasks. Created by `RolloutSampler.collect`; starts immediately.
 
     Args:
-        sampler: The sampler that starts it.
+        sampler: The `RolloutSampler` that starts it.
         tasks: Tasks, one per prompt, at least one.
         begun: Earlier partial completions, by `_key` of the request. None disables recording.
         trained: Whether the completions are trained on. Requests must then use the tasks' sampling distribution.
@@ -44,7 +41,7 @@ class Collection:
 
     def __init__(
         self,
-        sampler: RolloutSampler,
+        sampler: Any,
         tasks: Sequence[Task],
         *,
         begun: Mapping[int, list[Completion]] | None = None,
