@@ -47,7 +47,7 @@ class Updates:
         max_grad_norm: Maximum joint gradient norm of policy and critic. None disables clipping.
         max_skipped_updates: Number of consecutive updates with a non-finite loss or gradient that stops the run.
         off_policy_correction: Apply `OffPolicyCorrection` to rollouts sampled by older policies. No effect if the loss
-            already reads the engine's log-probs.
+            declares that it reads the engine's log-probs.
     """
 
     minibatch_size: int | None = None

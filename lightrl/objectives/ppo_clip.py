@@ -103,7 +103,7 @@ class PolicyLoss(ABC):
         replaces_old_logprobs: Whether it uses the engine's log-probs as the old ones, which are then not computed.
         engine_use: How it uses the engine's log-probs. "unused" doesn't read them. "compared" reads them, but the
             importance ratio to the engine's policy is not a factor of the loss. "ratio" includes that factor, so a
-            correction would apply it twice. None is undeclared; a loss that reads them then counts as "ratio".
+            correction would apply it twice. None is undeclared; correcting a loss that reads them is then an error.
     """
 
     PROMISES = ("zero_advantage_is_zero_loss", "needs_whole_trajectories", "replaces_old_logprobs", "engine_use")
