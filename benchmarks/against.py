@@ -2,9 +2,9 @@
 
     python benchmarks/against.py origin/main --cases a b c --threads 1 2
 
-The other commit is checked out into a temporary git worktree, and both sides run the `tiny_step.py` of this checkout, each
-with its own package, on the model and prompts that it describes. A ratio above 1 says that this checkout is faster;
-with the same commit on both sides it shows the noise of the machine. `rollout` is the part of a step that
+The other commit is checked out into a temporary git worktree, and both sides run the `tiny_step.py` of this checkout,
+each with its own package, on the model and prompts that it describes. A ratio above 1 says that this checkout is
+faster; with the same commit on both sides it shows the noise of the machine. `rollout` is the part of a step that
 samples and scores.
 """
 

@@ -131,7 +131,7 @@ def test_exports_hold_the_tokenizer_that_the_policy_is_trained_with(model: str, 
     for folder in ("live", "later", "loaded"):
         assert AutoTokenizer.from_pretrained(tmp_path / folder).chat_template == own.chat_template
     shutil.rmtree(tmp_path / "own")
-    with pytest.raises(ValueError, match="own': no such directory"):
+    with pytest.raises(ValueError, match="own'"):
         export(str(tmp_path / "run.ckpt"), str(tmp_path / "late"))
 
 

@@ -103,7 +103,7 @@ def test_doctor_reads_the_rows_of_supervised_runs(config: Callable[..., str], mo
     config()
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "1+1=", "sum": "2"}\n' * 5)
     for name, kind, text in (
-        ("rows.jsonl", "problem", "the completion must be a string"),
+        ("rows.jsonl", "problem", "must be a string or a nonempty list"),
         ("nowhere.jsonl", "problem", "no such file"),
         ("pairs.jsonl", "ok", "5 examples, 2 batches of 2"),
     ):

@@ -292,8 +292,9 @@ def join_experience(
         *("token_ids", "attention_mask", "group_ids", "trajectory_ids", "turn_ids", "engine_logprobs"),
         *("temperature", "supports", "routes", "inputs", "supervised"),
     )
-    experience = Experience(
+    return Experience(
         **{name: getattr(rollouts, name) for name in names},
+        host=dict(rollouts.host),
         response_mask=mask,
         advantages=advantages,
         returns=found.returns,
@@ -309,7 +310,6 @@ def join_experience(
         row_extras=outputs.row_extras,
         metrics=measured,
     )
-    return experience.with_host_of(rollouts)
 
 
 def rollout_metrics(rollouts: Rollouts, outputs: ModelOutputs, raw_rewards: Tensor, rows: Tensor) -> dict[str, Tensor]:

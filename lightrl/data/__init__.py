@@ -10,8 +10,7 @@ if TYPE_CHECKING:
     from lightrl.data.arithmetic import ArithmeticRows
     from lightrl.data.curriculum import PromptCurriculum
     from lightrl.data.preferences import PreferenceDataModule, PreferenceSource
-    from lightrl.data.prompt_sets import PromptSet
-    from lightrl.data.prompts import PromptMixture, PromptSource
+    from lightrl.data.prompts import PromptMixture, PromptSet, PromptSource
     from lightrl.data.reasoning_gym import ReasoningGymRows, ReasoningGymTask
     from lightrl.data.rows import RowSource
     from lightrl.data.sft import SFTDataModule, SFTSource
@@ -35,6 +34,6 @@ __all__ = [
 
 __getattr__ = lazy_names(
     __name__,
-    ("templates", "rows", "prompts", "prompt_sets", "curriculum", "arithmetic", "reasoning_gym", "sft", "preferences"),
+    ("templates", "rows", "prompts", "curriculum", "arithmetic", "reasoning_gym", "sft", "preferences"),
     __all__,
 )

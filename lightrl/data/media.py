@@ -3,103 +3,35 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import io
-import math
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import unquote, urlparse
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
-from lightrl.data.files import one_line
-from lightrl.data.rows import KINDS, MediaError, MediaSource
+from lightrl.data.rows import COLUMNS, KINDS, MediaError, MediaSource
+from lightrl.data.templates import as_strings, conversation
 from lightrl.records import Media
 
 ADDRESSES = ("url", "path", "bytes", "data", "base64")
-_SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width")
-OPTIONS: dict[str, tuple[str, ...]] = {
-    "image": _SIZES,
-    "video": (*_SIZES, "total_pixels", "fps", "nframes", "min_frames", "max_frames", "video_start", "video_end"),
-    "audio": (),
-}
-"""Supported options of a media item by kind, with the names and meanings of qwen-vl-utils."""
+"""Keys of a content block with the media item, in addition to its kind."""
+_PLACE = object()
+_PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
 
 
-class Grid(NamedTuple):
-    """Patch sizes of a model. Sides of images and frames in pixels, and frame counts, are multiples of them."""
-
-    image: int = 1
-    video: int = 1
-    frames: int = 1
-
-
-@dataclass
-class Optioned:
-    """A media item with its options."""
-
-    value: Any
-    options: dict[str, float]
-
-
-def options_of(kind: str, given: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the validated options of a media item.
-
-    Args:
-        kind: Kind of the item.
-        given: Keys of its block, without the type and the item itself.
-
-    Raises:
-        MediaError: If an option is not in `OPTIONS`, or options are incompatible.
-    """
-    options = {name: value for name, value in given.items() if value is not None}
-    options.pop("detail", None) if options.get("detail") == "auto" else None
-    for name, value in options.items():
-        if name not in OPTIONS[kind]:
-            known = f" Supported: {', '.join(OPTIONS[kind])}." if OPTIONS[kind] else ""
-            raise MediaError(f"{name}={value!r} of {_a(kind)}: not supported. Remove it.{known}")
-        least = name in ("video_start", "video_end")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not (value > 0 or (least and value == 0)):
-            raise MediaError(f"{name}={value!r} of {_a(kind)}: must be a number above 0. Fix it.")
-    for one, other in (("fps", "nframes"), ("resized_height", "max_pixels"), ("resized_height", "min_pixels")):
-        if one in options and other in options:
-            raise MediaError(f"{one} and {other} of {_a(kind)}: mutually exclusive. Remove one.")
-    if ("resized_height" in options) != ("resized_width" in options):
-        raise MediaError(f"resized_height or resized_width of {_a(kind)}: each requires the other. Set both.")
-    for low, high in (("min_pixels", "max_pixels"), ("min_frames", "max_frames"), ("video_start", "video_end")):
-        if low in options and high in options and options[low] > options[high]:
-            raise MediaError(
-                f"{low}={options[low]:g} of {_a(kind)}: must be at most {high}={options[high]:g}. Lower it."
-            )
-    return options
-
-
-def _a(kind: str) -> str:
-    return f"a {kind}" if kind == "video" else f"an {kind}"
-
-
-def _split(kind: str, value: Any) -> tuple[Any, dict[str, float]]:
-    """Separates a media item from its options, which may be in the item's dictionary."""
-    value, options = (value.value, value.options) if isinstance(value, Optioned) else (value, {})
-    if isinstance(value, Mapping):
-        medium = ("type", kind, "array", "sampling_rate", *ADDRESSES)
-        options = options_of(kind, {**{k: v for k, v in value.items() if k not in medium}, **options})
-        value = value[kind] if value.get(kind) is not None else {k: v for k, v in value.items() if k in medium}
-    return value, options
-
-
-def decode(found: Sequence[tuple[str, Any]], source: MediaSource, grid: Grid = Grid()) -> Media:  # noqa: B008
+def decode(found: Sequence[tuple[str, Any]], source: MediaSource) -> Media:
     """Decodes media.
 
     Args:
         found: (kind, value) of each item in prompt order. A value is a PIL image, an array, a path, a `file://` URL,
             bytes, base64 (also as a data URL), or a value of a `datasets` feature. A video can also be a list of
-            frames. Options of an item override the source's limits.
+            frames.
         source: Limits, and the root of relative paths.
-        grid: Grid of the model.
 
     Raises:
         MediaError: If an item can't be read. The message names the item and the reason.
@@ -108,41 +40,38 @@ def decode(found: Sequence[tuple[str, Any]], source: MediaSource, grid: Grid = G
     for kind, value in found:
         number = 1 + len({"image": media.images, "video": media.videos, "audio": media.audios}[kind])
         try:
-            value, options = _split(kind, value)
+            value = _item(kind, value)
             if kind == "image":
-                media.images.append(_sized(_image(value, root), options, source.max_pixels, grid.image))
+                media.images.append(_capped(_image(value, root), source.max_pixels))
             elif kind == "video":
-                frames, times = _video(value, root, source, options, grid)
-                media.videos.append(frames)
+                frames, times = _video(value, root, source)
+                media.videos.append(np.stack([np.asarray(_capped(frame, source.max_pixels)) for frame in frames]))
                 media.video_times.append(times)
             else:
                 samples, rate = _audio(value, root)
                 media.audios.append(samples)
                 media.sampling_rates.append(rate)
-        except MediaError as error:
-            raise MediaError(f"{kind} {number}: {error}") from error
         except Exception as error:  # PIL, OpenCV, and NumPy raise many error types for broken files
-            raise MediaError(f"{kind} {number} can't be read: {one_line(error)}.") from error
+            raise MediaError(f"{kind} {number} can't be read: {error}") from error
     return media
 
 
 def require_present(found: Sequence[tuple[str, Any]], source: MediaSource) -> None:
     """Raises a `MediaError` if a media file doesn't exist. Decodes nothing."""
     root = source.media_root()
-    numbers = dict.fromkeys(KINDS, 0)
     for kind, value in found:
-        numbers[kind] += 1
-        try:
-            value, _ = _split(kind, value)
-        except MediaError as error:
-            raise MediaError(f"{kind} {numbers[kind]}: {error}") from error
-        frames = value if kind == "video" and isinstance(value, list | tuple) else [value]
-        for item in frames:
-            try:
-                if not (isinstance(item, Mapping) and item.get("array") is not None):
-                    _content(item, root)
-            except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: unknown ~user
-                raise MediaError(f"{kind} {numbers[kind]}: {error}") from error
+        value = _item(kind, value)
+        for item in value if kind == "video" and isinstance(value, list | tuple) else [value]:
+            if not (isinstance(item, Mapping) and item.get("array") is not None):
+                _content(item, root)
+
+
+def _item(kind: str, value: Any) -> Any:
+    """Returns a media item without its content block."""
+    if not isinstance(value, Mapping):
+        return value
+    require_keys(kind, value, kind, "array", "sampling_rate", *ADDRESSES)
+    return value if value.get(kind) is None else value[kind]
 
 
 # ---- bytes -------------------------------------------------------------------------------------------------------
@@ -151,10 +80,7 @@ def require_present(found: Sequence[tuple[str, Any]], source: MediaSource) -> No
 def _content(value: Any, root: Path) -> bytes | Path | None:
     """Returns the bytes or the file of a value, or None if it contains pixels."""
     if isinstance(value, Mapping):  # from datasets, undecoded, or a content block's address
-        inner = next((value[key] for key in ("bytes", "path", "url") if value.get(key) is not None), None)
-        if inner is None:
-            raise MediaError(f"a dictionary with {sorted(value)} lacks a file. Set bytes, path, or url.")
-        return _content(inner, root)
+        return _content(next((value[key] for key in ADDRESSES if value.get(key) is not None), None), root)
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     if isinstance(value, Path):
@@ -164,31 +90,15 @@ def _content(value: Any, root: Path) -> bytes | Path | None:
 
 def _of_text(text: str, root: Path) -> bytes | Path:
     if text.startswith("data:"):
-        return _base64(text.partition(",")[2])
+        return base64.b64decode(text.partition(",")[2])
     if text.startswith("file://"):
         return _existing(Path(unquote(urlparse(text).path)))
     if text.startswith(("http://", "https://")):
         raise MediaError(f"{text[:80]!r}: downloads during training are not supported. Save the file and use its path.")
-    path = root / Path(text).expanduser() if len(text) < 4096 and "\0" not in text else None
-    try:
-        if path is not None and path.is_file():
-            return path
-    except OSError:  # the name is too long, so it is base64
-        pass
-    try:
-        return _base64(text)
-    except MediaError:
-        return _existing(root / text[:200])
-
-
-def _base64(text: str) -> bytes:
-    try:
-        data = base64.b64decode("".join(text.split()), validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise MediaError(f"{text[:40]!r} is not valid base64.") from error
-    if len(data) < 16:
-        raise MediaError(f"{text[:40]!r} is too short for a base64 image.")
-    return data
+    path = root / Path(text).expanduser()
+    if "." in text or (len(text) < 256 and path.is_file()):  # base64 has no dots
+        return _existing(path)
+    return base64.b64decode("".join(text.split()), validate=True)
 
 
 def _existing(path: Path) -> Path:
@@ -210,9 +120,7 @@ def _image(value: Any, root: Path) -> Any:
         content = _content(value, root)
         if content is None:
             return Image.fromarray(_pixels(value))
-        from lightrl.rewards.encoding import open_image
-
-        image = open_image(io.BytesIO(content) if isinstance(content, bytes) else content)
+        image = Image.open(io.BytesIO(content) if isinstance(content, bytes) else content)
     image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I;16"):
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
@@ -262,117 +170,21 @@ def _capped(image: Any, max_pixels: int | None) -> Any:
     return image.resize((min(width, max(1, bound // height)), min(height, max(1, bound // width))))
 
 
-def _sized(image: Any, options: Mapping[str, float], max_pixels: float | None, factor: int) -> Any:
-    """Resizes an image according to its options, or to at most `max_pixels`."""
-    if not any(name in options for name in _SIZES):
-        return _capped(image, None if max_pixels is None else int(max_pixels))
-    width, height = image.size
-    height, width = options.get("resized_height", height), options.get("resized_width", width)
-    most = options.get("max_pixels", 16384 * factor**2)
-    height, width = _smart_size(height, width, factor, options.get("min_pixels", min(4 * factor**2, most)), most)
-    return image if (width, height) == image.size else image.resize((width, height))
-
-
-def _smart_size(height: float, width: float, factor: int, least: float, most: float) -> tuple[int, int]:
-    """Returns sides that are multiples of `factor`, with about the same aspect ratio and an area in [least, most].
-
-    Source: https://github.com/QwenLM/Qwen3-VL/tree/main/qwen-vl-utils (`smart_resize`).
-    """
-    rows, columns = (max(factor, round(side / factor) * factor) for side in (height, width))
-    if rows * columns > most:
-        scale = (height * width / most) ** 0.5
-        rows, columns = (max(factor, int(side / scale / factor) * factor) for side in (height, width))
-    elif rows * columns < least:
-        scale = (least / (height * width)) ** 0.5
-        rows, columns = (math.ceil(side * scale / factor) * factor for side in (height, width))
-    return rows, columns
-
-
 # ---- videos ------------------------------------------------------------------------------------------------------
 
 
-def _video(
-    value: Any, root: Path, source: MediaSource, options: Mapping[str, float], grid: Grid
-) -> tuple[np.ndarray[Any, Any], list[float]]:
-    """Returns (F, H, W, 3) uint8 frames and the time of each frame in seconds."""
+def _video(value: Any, root: Path, source: MediaSource) -> tuple[list[Any], list[float]]:
+    """Returns RGB frames and the time of each frame in seconds."""
     content = _content(value, root)
     if content is None:
-        if len(value) == 0:
-            raise MediaError("the video has no frames. Remove it.")
-        rate = options.get("fps", source.frame_rate)  # rate of the given frames
-        if _picks_frames(options):
-            picked = _picked(len(value), rate, source, {"fps": rate, **options}, grid)
-        else:
-            picked = _spread(len(value), len(value), source.max_frames)
-        frames, times = [_image(value[i], root) for i in picked], [i / rate for i in picked]
-    else:
-        frames, times = _video_file(content, source, options, grid)
-    most: float | None = source.max_pixels
-    if any(name in options for name in (*_SIZES, "total_pixels")) and "resized_height" not in options:
-        least = options.get("min_pixels", 128 * grid.video**2)
-        share = options.get("total_pixels", 115200 * grid.video**2) / len(frames) * 2  # two frames per temporal patch
-        bound = max(min(768 * grid.video**2, share), int(1.05 * least))
-        most = min(options.get("max_pixels", bound), bound)
-        options = {**options, "max_pixels": most, "min_pixels": min(least, most)}
-    frames = [_sized(frame, options, most, grid.video) for frame in frames]
-    if len({frame.size for frame in frames}) > 1:
-        raise MediaError(f"frames have different sizes {sorted({frame.size for frame in frames})}. Resize them.")
-    return np.stack([np.asarray(frame) for frame in frames]), times
-
-
-def _spread(total: int, wanted: int, limit: int) -> list[int]:
-    """Returns evenly spaced frame indices, including the first and the last."""
-    return [int(i) for i in np.linspace(0, total - 1, max(1, min(wanted, limit))).round()]
-
-
-def _picks_frames(options: Mapping[str, float]) -> bool:
-    return any(name in options for name in OPTIONS["video"] if name not in (*_SIZES, "total_pixels"))
-
-
-def _picked(total: int, rate: float, source: MediaSource, options: Mapping[str, float], grid: Grid) -> list[int]:
-    """Returns the indices of the frames to use of a video.
-
-    Args:
-        total: Number of frames.
-        rate: Frames per second.
-        source: Default settings.
-        options: Options of the video.
-        grid: Grid of the model.
-
-    Source: https://github.com/QwenLM/Qwen3-VL/tree/main/qwen-vl-utils (`smart_nframes`).
-    """
-    if not _picks_frames(options):
-        return _spread(total, round(total / rate * source.frame_rate), source.max_frames)
-    first = math.ceil(options.get("video_start", 0) * rate)
-    last = min(math.floor(options.get("video_end", total / rate) * rate), total - 1)
-    count, step = last - first + 1, grid.frames
-    if count < 1:
-        raise MediaError(
-            f"video_start={options.get('video_start', 0):g}: the video ends at {total / rate:g} s. Lower it."
-        )
-    if "nframes" in options:
-        wanted = round(options["nframes"] / step) * step
-        if not step <= wanted <= count:
-            raise MediaError(f"nframes={options['nframes']:g}: the video has {count} frames. Use {step} to {count}.")
-    else:
-        least = math.ceil(options.get("min_frames", 4) / step) * step
-        most = max(step, int(options.get("max_frames", source.max_frames) / step) * step)
-        wanted = int(min(max(count / rate * options.get("fps", source.frame_rate), least), most, count))
-        wanted = max(1, wanted // step * step)
-    return [int(i) for i in np.linspace(first, last, wanted).round()]
-
-
-def _video_file(
-    content: bytes | Path, source: MediaSource, options: Mapping[str, float], grid: Grid
-) -> tuple[list[Any], list[float]]:
-    from PIL import UnidentifiedImageError
-
-    from lightrl.rewards.encoding import open_image
+        picked = _spread(len(value), len(value), source.max_frames)
+        return [_image(value[i], root) for i in picked], [i / source.frame_rate for i in picked]
+    from PIL import Image, UnidentifiedImageError
 
     try:
-        moving = open_image(io.BytesIO(content) if isinstance(content, bytes) else content)
+        moving = Image.open(io.BytesIO(content) if isinstance(content, bytes) else content)
     except UnidentifiedImageError:
-        return _with_opencv(content, source, options, grid)
+        return _with_opencv(content, source)
     frames, starts, clock = [], [], 0.0
     for number in range(getattr(moving, "n_frames", 1)):  # GIF, WebP, APNG
         moving.seek(number)
@@ -380,19 +192,17 @@ def _video_file(
         starts.append(clock)
         clock += moving.info.get("duration", 1000 / source.frame_rate) / 1000
     rate = len(frames) / clock if clock else source.frame_rate
-    picked = _picked(len(frames), rate, source, options, grid)
+    picked = _spread(len(frames), round(len(frames) / rate * source.frame_rate), source.max_frames)
     return [frames[i] for i in picked], [starts[i] for i in picked]
 
 
-def _with_opencv(
-    content: bytes | Path, source: MediaSource, options: Mapping[str, float], grid: Grid
-) -> tuple[list[Any], list[float]]:
-    try:
-        import cv2
-    except ImportError as error:
-        raise MediaError(
-            "video files require OpenCV. Run pip install opencv-python-headless, or use frames."
-        ) from error
+def _spread(total: int, wanted: int, limit: int) -> list[int]:
+    """Returns evenly spaced frame indices, including the first and the last."""
+    return [int(i) for i in np.linspace(0, total - 1, max(1, min(wanted, limit))).round()]
+
+
+def _with_opencv(content: bytes | Path, source: MediaSource) -> tuple[list[Any], list[float]]:
+    import cv2
     from PIL import Image
 
     with tempfile.NamedTemporaryFile(suffix=".video") as file:
@@ -403,7 +213,7 @@ def _with_opencv(
         total, rate = int(reader.get(cv2.CAP_PROP_FRAME_COUNT)), reader.get(cv2.CAP_PROP_FPS) or source.frame_rate
         if total < 1:
             raise MediaError(f"{content if isinstance(content, Path) else 'bytes'}: OpenCV can't read the video.")
-        picked = _picked(total, rate, source, options, grid)
+        picked = _spread(total, round(total / rate * source.frame_rate), source.max_frames)
         frames: dict[int, Any] = {}
         for number in range(picked[-1] + 1):
             good = reader.grab()
@@ -426,29 +236,166 @@ def _audio(value: Any, root: Path) -> tuple[np.ndarray[Any, Any], int]:
         value, rate = value["array"], int(value.get("sampling_rate") or 0)
     elif (content := _content(value, root)) is not None:
         value, rate = _wave(content)
-    with np.errstate(over="ignore"):  # checked below
-        samples = np.asarray(value, dtype=np.float32)
-    if samples.ndim == 2:
-        samples = samples.mean(int(samples.shape[0] > samples.shape[1]))
-    if samples.ndim != 1 or not samples.size:
-        raise MediaError(f"an array of shape {samples.shape} is not audio. Use (samples,) floats.")
-    if not np.isfinite(samples).all():
-        raise MediaError("samples are not finite in float32. Use floats in [-1, 1].")
-    if rate < 0:
-        raise MediaError(f"sampling_rate={rate}: must not be negative. Set it in Hz, or remove it.")
-    return samples, rate
+    samples = np.asarray(value, dtype=np.float32)
+    return samples.mean(int(samples.shape[0] > samples.shape[1])) if samples.ndim == 2 else samples, rate
 
 
 def _wave(content: bytes | Path) -> tuple[np.ndarray[Any, Any], int]:
     import wave
 
-    try:
-        with wave.open(io.BytesIO(content) if isinstance(content, bytes) else str(content)) as file:
-            width, channels, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()
-            data = file.readframes(file.getnframes())
-    except wave.Error as error:
-        raise MediaError(f"{error}: unsupported audio file. Use WAV files or arrays.") from error
+    with wave.open(io.BytesIO(content) if isinstance(content, bytes) else str(content)) as file:
+        width, channels, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()
+        data = file.readframes(file.getnframes())
     if width not in (2, 4):
         raise MediaError(f"a WAV file with {8 * width} bits per sample is not supported. Use 16 or 32 bits.")
     samples = np.frombuffer(data, dtype="<i2" if width == 2 else "<i4").reshape(-1, channels)
     return samples.astype(np.float32).mean(1) / np.float32(1 << (8 * width - 1)), rate
+
+
+# ---- positions of media in a prompt ------------------------------------------------------------------------------
+
+
+def placed(
+    prompt: Any,
+    row: Mapping[str, Any],
+    source: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    processor: Any,
+) -> tuple[Any, str | None, list[tuple[str, Any]]]:
+    """Implements `arranged` for a `ConversationSource` and a `MediaProcessor`."""
+    columns = source.media_columns
+    if columns is None:
+        columns = {name: kind for name, kind in COLUMNS.items() if kind in processor.placeholders}
+    template = bool(tokenizer.chat_template) and source.chat_template is not False
+    plain = isinstance(prompt, str) and not template and source.chat_template is not True
+    marks = {}
+    if plain and any(row.get(name) is not None for name in columns):
+        marks = {token: kind for kind in columns.values() if (token := processor.token(kind))}
+    prompt, found = shown(prompt, row, columns, marks)
+    if plain:
+        if found:
+            prompt = "".join(str(block.get("text") or processor.token(block["type"])) for block in prompt[0]["content"])
+        return prompt, source.system_prompt, found
+    if not found and not processor.wants_blocks:
+        return as_strings(prompt), source.system_prompt, []
+    messages = conversation(prompt, source.system_prompt)
+    for message in messages:
+        if isinstance(message["content"], str):
+            message["content"] = [{"type": "text", "text": message["content"]}]
+    return messages, None, found
+
+
+def shown(
+    prompt: Any, row: Mapping[str, Any], columns: Mapping[str, str], marks: Mapping[str, str] | None = None
+) -> tuple[Any, list[tuple[str, Any]]]:
+    """Inserts placeholders for all media into a prompt and returns the media in their order.
+
+    Media are in content blocks (`{"type": "image", "image": ...}`) or columns. Column media are assigned in order to
+    content blocks without data (`{"type": "image"}`) and the markers `<image>`, `<video>`, and `<audio>` in texts. If
+    there are none, they are inserted before the first user message's text, images first.
+
+    Args:
+        prompt: A string or a conversation.
+        row: The example, for its media columns.
+        columns: Media kinds by column.
+        marks: Media kinds by additional marker, such as the model's placeholders in a rendered string.
+
+    Returns:
+        The string if it has no media, otherwise a conversation with blocks without data; and (kind, value) of each
+        media item.
+
+    Raises:
+        MediaError: If the numbers of media and placeholders differ.
+    """
+    waiting: dict[str, list[Any]] = {}
+    for name, kind in columns.items():
+        if name in row:
+            waiting.setdefault(kind, []).extend(_several(kind, row[name]))
+    offered = {kind: len(values) for kind, values in waiting.items()}
+    places = {**{f"<{kind}>": kind for kind in KINDS if kind in waiting}, **(marks or {})}
+    found: list[tuple[str, Any]] = []
+    messages = conversation(prompt)
+    for message in messages:
+        message["content"] = _blocks(message["content"], places, found)
+    asked = {kind: sum(k == kind and v is _PLACE for k, v in found) for kind in KINDS}
+    if not found and any(offered.values()):
+        first = next((m for m in messages if m["role"] == "user"), messages[0])
+        front = [(kind, value) for kind in KINDS for value in waiting.get(kind, ())]
+        first["content"] = [*({"type": kind} for kind, _ in front), *first["content"]]
+        return messages, front
+    for kind in KINDS:
+        if asked[kind] != offered.get(kind, 0):
+            raise MediaError(
+                f"the prompt has {asked[kind]} placeholder(s) for {offered.get(kind, 0)} {kind}(s). Make them equal."
+            )
+    queues = {kind: iter(values) for kind, values in waiting.items()}
+    found = [(kind, next(queues[kind]) if value is _PLACE else value) for kind, value in found]
+    return (messages, found) if found or not isinstance(prompt, str) else (prompt, [])
+
+
+def _several(kind: str, value: Any) -> list[Any]:
+    """Returns the media items of a cell as a list."""
+    if value is None:
+        return []
+    if isinstance(value, np.ndarray):
+        many = value.ndim > {"image": 3, "video": 4, "audio": 1}[kind] or value.dtype == object
+        return list(value) if many else [value]
+    if not isinstance(value, list | tuple):
+        return [value]
+    depth, leaf = 0, value
+    while isinstance(leaf, list | tuple | np.ndarray) and len(leaf):
+        depth, leaf = depth + 1, leaf[0]
+    if isinstance(leaf, int | float | np.number):  # Arrow returns arrays as lists
+        return list(value) if depth > {"image": 3, "video": 4, "audio": 1}[kind] else [value]
+    if kind == "video" and depth == 1 and not _is_video(leaf):
+        return [value]  # frames of one video
+    return [item for item in value if item is not None]
+
+
+def _is_video(leaf: Any) -> bool:
+    """Whether an element of a list is a whole video rather than a frame."""
+    if isinstance(leaf, Mapping):
+        leaf = leaf.get("path") or leaf.get("url") or leaf.get("bytes")
+    if isinstance(leaf, str | Path):
+        return not (str(leaf).lower().endswith(_PICTURES) or str(leaf).startswith("data:image/"))
+    return isinstance(leaf, bytes) and not leaf.startswith((b"\x89PNG", b"\xff\xd8", b"BM"))
+
+
+def require_keys(kind: str, block: Mapping[str, Any], *names: str) -> None:
+    """Raises a `MediaError` if a media item has other keys than these, such as `max_pixels`."""
+    other = sorted(block.keys() - {"type", "text", "detail", *names})
+    if other:
+        raise MediaError(f"{other[0]} of {kind}: not supported for a single item. Remove it.")
+
+
+def _blocks(content: Any, places: Mapping[str, str], found: list[tuple[str, Any]]) -> list[dict[str, Any]]:
+    """Returns a message's content as blocks without data. Appends its media to `found` (`_PLACE` for column media).
+
+    Args:
+        content: A string or blocks.
+        places: Media kinds by marker in texts, for column media.
+        found: (kind, value) of the media so far.
+    """
+    if isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    blocks: list[dict[str, Any]] = []
+    for given in content:
+        block = {key: value for key, value in given.items() if value is not None}
+        kind = next((kind for kind in KINDS if kind in block["type"]), None)
+        if kind is not None:
+            names = (kind, f"{kind}_url", f"input_{kind}", *ADDRESSES)
+            number = block.get("index")
+            if number not in (None, sum(other == kind and v is _PLACE for other, v in found)):
+                raise MediaError(f"index={number!r} of {kind}: must follow the column's order. Reorder the blocks.")
+            require_keys(kind, block, "index", *names)
+            found.append((kind, next((block[name] for name in names if name in block), _PLACE)))
+            blocks.append({"type": kind})
+            continue
+        text = str(block.get("text", ""))
+        for part in re.split(f"({'|'.join(map(re.escape, places))})", text) if places else [text]:
+            if part in places:
+                found.append((places[part], _PLACE))
+                blocks.append({"type": places[part]})
+            elif part:
+                blocks.append({"type": "text", "text": part})
+    return blocks

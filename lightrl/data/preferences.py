@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from itertools import takewhile
 from typing import Any, Literal, NamedTuple
 
 import torch
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lightrl.compat.arguments import at_least, one_of
-from lightrl.data.processing import columns_with_media
-from lightrl.data.rows import COLUMNS, RowSource, selected
-from lightrl.data.sft import SFTDataModule, SFTSource, check_positions
+from lightrl.data.processing import ConversationSource
+from lightrl.data.rows import columns_of, entered, with_progress
+from lightrl.data.sft import SFTDataModule, SFTSource
 from lightrl.data.sft_loader import SFTLoader
-from lightrl.data.templates import ChatTemplate, as_messages, load_tokenizer
-from lightrl.models.loading import positions_of, require_vocabulary
+from lightrl.data.templates import load_tokenizer
+from lightrl.models.loading import require_vocabulary
 from lightrl.models.turns import text_ids
 from lightrl.ops.masking import pad_rows
-
-MAX_MARGIN = 1e6
-"""Maximum margin in units of score."""
 
 
 class PreferencePair(NamedTuple):
@@ -36,8 +32,10 @@ class PreferencePair(NamedTuple):
 
 
 @dataclass
-class PreferenceSource(RowSource):
-    """Dataset of preference pairs. Accepts the arguments of `RowSource` and the following.
+class PreferenceSource(ConversationSource):
+    """Dataset of preference pairs. Accepts the arguments of `ConversationSource` and the following.
+
+    Media are not supported.
 
     Args:
         prompt_column: Column with the prompt, a string or a conversation. With None, `chosen` and `rejected` are whole
@@ -46,11 +44,6 @@ class PreferenceSource(RowSource):
             turn.
         rejected_column: Column with the rejected completion.
         margin_column: Column with the margin of the chosen completion, in units of score. Defaults to margins of 0.
-        system_prompt: Content of a system turn before every conversation. Requires a chat template.
-        chat_template: See `PromptSource`. Token IDs are the same as in RL.
-        template_kwargs: Additional variables of the chat template. Columns override them per example, as in
-            `SFTSource`.
-        tools_column: Column with tools, as in `SFTSource`.
         rendering: Input format of the reward model in PPO. "tokens" is prompt, completion, and end of turn, tokenized
             as during sampling, for `RewardModelSpec(tokenizer="policy")`. "text" is prompt and completion as one text
             without end of turn, for `RewardModelSpec(tokenizer="own")` without a separate chat template.
@@ -62,150 +55,74 @@ class PreferenceSource(RowSource):
     chosen_column: str = "chosen"
     rejected_column: str = "rejected"
     margin_column: str | None = None
-    system_prompt: str | None = None
-    chat_template: ChatTemplate = "auto"
-    template_kwargs: dict[str, Any] = field(default_factory=dict)
-    tools_column: str | None = "tools"
     rendering: Literal["tokens", "text"] = "tokens"
     max_tokens: int | None = None
     overlong: Literal["drop", "error"] = "drop"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        one_of("PreferenceSource.rendering", self.rendering, "tokens", "text")
-        one_of("PreferenceSource.overlong", self.overlong, "drop", "error")
-        at_least("PreferenceSource.max_tokens", self.max_tokens, 2, or_none="for no limit")
-        if self.streaming:
-            raise ValueError(
-                "PreferenceSource.streaming=True: not supported. Set it to false; `limit` bounds the data."
-            )
-
-    def tokenized(
-        self, tokenizer: PreTrainedTokenizerBase, positions: tuple[int, bool] | None = None
-    ) -> list[PreferencePair]:
-        """Returns all tokenized pairs, except for overlong ones. Warns about pairs with equal sides.
+    def tokenized(self, tokenizer: PreTrainedTokenizerBase) -> list[PreferencePair]:
+        """Returns all tokenized pairs, except for overlong ones.
 
         Args:
             tokenizer: Tokenizer that renders and tokenizes.
-            positions: Position limit of the model from `positions_of`. Longer pairs raise an error or a warning.
 
         Raises:
-            ValueError: If a column is missing, a margin is not in [0, 1e6], the prompts of a pair differ, or no pair is
-                valid.
+            ValueError: If a column is missing, a margin is negative, the prompts of a pair differ, or all pairs are
+                overlong.
         """
-        columns: tuple[str, ...] = ("prompt_column", "chosen_column", "rejected_column", "margin_column")
-        if self.tools_column != "tools":
-            columns = (*columns, "tools_column")
-        optional = (*self._rows_of(None, self.chosen_column).rendering_columns, *COLUMNS)
-        data, good = self.usable_rows(columns, self._check, optional)
-        if len(good) < len(data):
-            data = selected(data, good)
-        chosen, rejected = (self._side(tokenizer, data, c) for c in (self.chosen_column, self.rejected_column))
-        margins = [self._margin(data[i]) for i in range(len(data))]
-        pairs = [PreferencePair(*pair) for pair in zip(chosen, rejected, margins, strict=True)]
-        fitting = {int(good[i]): pair for i, pair in enumerate(pairs) if self._fits(int(good[i]), pair)}
-        kept = list(fitting.values())
-        if len(kept) < len(pairs):
-            dropped = len(pairs) - len(kept)
+        data, names = self.read(), ("prompt_column", "chosen_column", "rejected_column", "margin_column")
+        self.require_columns(columns_of(data), *names, *([] if self.tools_column == "tools" else ["tools_column"]))
+        kept = []
+        for i in with_progress(range(len(data)), len(data), self.label):
+            with self.named(i):
+                pair = self._pair(tokenizer, entered(data[i]))
+                length = max(len(pair.chosen), len(pair.rejected))
+                if self.max_tokens is None or length <= self.max_tokens:
+                    kept.append(pair)
+                elif self.overlong == "error":
+                    raise ValueError(
+                        f"max_tokens={self.max_tokens}: the pair has {length} tokens. Raise it, or remove the pair."
+                    )
+        if len(kept) < len(data):
+            dropped = len(data) - len(kept)
             rank_zero_info(
-                f"{self.label}: dropped {dropped} of {len(pairs)} pairs longer than {self.max_tokens} tokens."
+                f"{self.label}: dropped {dropped} of {len(data)} pairs longer than {self.max_tokens} tokens."
             )
         if not kept:
             raise ValueError(f"max_tokens={self.max_tokens}: every pair in {self.label} is longer. Raise it.")
-        check_positions(self, {i: max(map(len, pair[:2])) for i, pair in fitting.items()}, positions)
-        equal = [i for i, pair in fitting.items() if pair.chosen == pair.rejected]
-        if equal:
-            message = (
-                f"chosen_column={self.chosen_column!r} and rejected_column={self.rejected_column!r}: equal in "
-                f"{len(equal)} of {len(kept)} pairs (first: {self.where(equal[0])}), which provide no training signal. "
-            )
-            if len(equal) == len(kept):
-                raise ValueError(message + "Check the column names.")
-            rank_zero_warn(message + "Remove them.")
         return kept
 
-    def _side(self, tokenizer: PreTrainedTokenizerBase, data: Any, column: str) -> list[list[int]]:
-        """Returns the token IDs of the chosen or rejected sequences, rendered as in SFT."""
-
-        source = self._rows_of(data, column)
-        if self.rendering == "tokens":
-            return [row[0] + row[1] for row in source.tokenized(tokenizer)]
-        texts = []
-        for i in range(len(data)):
-            try:
-                encoded, _, pieces = source.pieces(tokenizer, source.read_row(data, i))
-            except ValueError as error:
-                raise ValueError(f"{self.label}, row {i}: {error}") from error
-            text = "".join(piece.text + piece.end for piece in pieces).removesuffix(pieces[-1].end)
-            texts.append(encoded.text + text)
-        return [text_ids(tokenizer, text) for text in texts]
-
-    def _rows_of(self, data: Any, column: str) -> SFTSource:
-        """Returns an `SFTSource` whose completions are in `column`."""
-
-        def rows() -> Any:
-            return data
-
-        rows.__name__ = self.label
-        options: dict[str, Any] = {"prompt_column": self.prompt_column, "completion_column": column}
-        if self.prompt_column is None:
-            options = {"messages_column": column}
-        return SFTSource(
-            rows=rows,
-            system_prompt=self.system_prompt,
-            chat_template=self.chat_template,
-            template_kwargs=self.template_kwargs,
-            tools_column=self.tools_column,
-            **options,
-        )
-
-    def _check(self, row: Mapping[str, Any]) -> None:
-        """Raises a `ValueError` if a pair is invalid."""
-        if media := columns_with_media(row):
+    def _pair(self, tokenizer: PreTrainedTokenizerBase, row: Mapping[str, Any]) -> PreferencePair:
+        """Tokenizes an example."""
+        sides = [self._side(column) for column in (self.chosen_column, self.rejected_column)]
+        prompts = [side.lesson(row)[0] for side in sides]
+        if prompts[0] != prompts[1]:
             raise ValueError(
-                f": columns {sorted(media)} contain media, which reward models don't support. Remove them."
+                f"{self.chosen_column!r} and {self.rejected_column!r} have different prompts. Make them equal except "
+                "for the last turn."
             )
-        try:
-            sources = [self._rows_of(None, c) for c in (self.chosen_column, self.rejected_column)]
-            sides = [source.lesson(row) for source in sources]
-            sources[0].rendering(row)
-            if not isinstance(sides[0][0], str):
-                as_messages(sides[0][0])
-            if sides[0][0] != sides[1][0]:
-                raise ValueError(
-                    f"{self.chosen_column!r} and {self.rejected_column!r} have different prompts. Make them equal "
-                    "except for the last turn."
-                )
-            self._margin(row)
-        except ValueError as error:
-            raise ValueError(f": {error}") from error
-
-    def _margin(self, row: Mapping[str, Any]) -> float:
-        if self.margin_column is None:
-            return 0.0
-        try:
-            margin = float(str(row.get(self.margin_column)))  # CSV cells are strings
-        except ValueError:
-            margin = math.nan
-        if not abs(margin) <= MAX_MARGIN:
-            raise ValueError(
-                f"{self.margin_column}={row.get(self.margin_column)!r}: must be a number from 0 to {MAX_MARGIN:g}."
-            )
-        if margin < 0:
+        margin = 0.0 if self.margin_column is None else float(row[self.margin_column])  # CSV cells are strings
+        if not 0 <= margin < math.inf:
             raise ValueError(
                 f"{self.margin_column}={margin}: must not be negative. Swap the chosen and rejected completions."
             )
-        return margin
+        chosen, rejected = (self._tokens(tokenizer, side, row) for side in sides)
+        return PreferencePair(chosen, rejected, margin)
 
-    def _fits(self, i: int, pair: PreferencePair) -> bool:
-        length = max(len(pair.chosen), len(pair.rejected))
-        if self.max_tokens is None or length <= self.max_tokens:
-            return True
-        if self.overlong == "error":
-            raise ValueError(
-                f"max_tokens={self.max_tokens}: {self.where(i)} has {length} tokens. Raise it, or remove the pair."
-            )
-        return False
+    def _tokens(self, tokenizer: PreTrainedTokenizerBase, side: SFTSource, row: Mapping[str, Any]) -> list[int]:
+        """Returns the token IDs of the chosen or rejected sequence, rendered as in SFT."""
+        if self.rendering == "tokens":
+            tokens, _ = side.encode_example(tokenizer, row)
+            return tokens[0] + tokens[1]
+        encoded, _, pieces = side.pieces(tokenizer, row)
+        text = "".join(piece.text + piece.end for piece in pieces).removesuffix(pieces[-1].end)
+        return text_ids(tokenizer, encoded.text + text)
+
+    def _side(self, column: str) -> SFTSource:
+        """Returns an `SFTSource` whose completions are in `column`."""
+        shared = {each.name: getattr(self, each.name) for each in fields(ConversationSource)}
+        if self.prompt_column is None:
+            return SFTSource(**shared, messages_column=column)
+        return SFTSource(**shared, prompt_column=self.prompt_column, completion_column=column)
 
 
 class PreferenceLoader(SFTLoader):
@@ -247,7 +164,7 @@ class PreferenceDataModule(SFTDataModule):
         seed: Random seed of the order, 0 or more.
 
     Raises:
-        ValueError: If a file, column, or tokenizer is missing, there is less than one batch, or a sequence is too long.
+        ValueError: If a file, column, or tokenizer is missing, or there is less than one batch.
     """
 
     _loader_class = PreferenceLoader
@@ -266,4 +183,4 @@ class PreferenceDataModule(SFTDataModule):
         spec = module.model_spec
         self.tokenizer = load_tokenizer(self.tokenizer_path or spec.path, chat_template=spec.chat_template)
         require_vocabulary(self.tokenizer, spec.path)
-        return lambda source: source.tokenized(self.tokenizer, positions_of(spec.path))
+        return lambda source: source.tokenized(self.tokenizer)

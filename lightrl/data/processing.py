@@ -1,37 +1,39 @@
-"""Encoding of prompts: locates media, renders and tokenizes text, and runs the media processor."""
+"""Rendering and tokenization of prompts, and opened prompt sources, which check and truncate examples."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import re
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from datasets import IterableDataset
+from lightning.pytorch.utilities import rank_zero_info
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from lightrl.data.rows import COLUMNS, KINDS, Encoded, MediaError, MediaSource
-from lightrl.data.templates import (
-    ChatTemplate,
-    as_messages,
-    as_tools,
-    conversation,
-    encode,
-    render_prompt,
+from lightrl.data.rows import (
+    COLUMNS,
+    Encoded,
+    MediaError,
+    MediaSource,
+    columns_of,
+    entered,
+    plain_rows,
+    shuffled_order,
+    with_progress,
 )
-from lightrl.models.turns import placeholder_ids
+from lightrl.data.templates import ChatTemplate, as_strings, as_tools, encode, render_prompt, require_unrendered
+from lightrl.models.turns import TOKEN_INPUT, placeholder_ids
 
 if TYPE_CHECKING:
     from lightrl.data.processor import MediaProcessor
 
+SHUFFLE_BUFFER = 10_000
 VARIABLES = ("template_kwargs", "chat_template_kwargs")
 """Columns with per-example variables of the chat template. Later ones take precedence."""
-
-_PLACE = object()
-_PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
 
 
 def load_processor(path: str, tokenizer: PreTrainedTokenizerBase, **kwargs: Any) -> MediaProcessor | None:
@@ -116,10 +118,7 @@ def row_variables(row: Mapping[str, Any], template_kwargs: Mapping[str, Any]) ->
     for name in VARIABLES:
         own = row.get(name)
         if isinstance(own, str) and own.strip():
-            with contextlib.suppress(ValueError):
-                own = json.loads(own)
-        if own and not isinstance(own, Mapping):
-            raise ValueError(f"{name}={str(own)[:80]!r}: must be a dictionary or JSON text of one. Fix the column.")
+            own = json.loads(own)
         variables.update(own or {})
     return variables
 
@@ -149,7 +148,7 @@ def encode_prompt(
     if found and processor is not None:
         from lightrl.data.media import decode
 
-        return processor(text, decode(found, source, processor.grid), templated=templated), templated
+        return processor(text, decode(found, source), templated=templated), templated
     token_ids = encode(tokenizer, text, templated=templated)
     for kind, placeholder in processor.placeholders.items() if processor is not None else ():
         if placeholder in token_ids:
@@ -169,195 +168,247 @@ def arranged(
 
     See `encode_prompt` for the arguments and errors.
     """
-    require_read(row, source, processor)
-    columns: Mapping[str, str] = {}
-    system_prompt = source.system_prompt
-    if source.media_columns is not None:
-        columns = source.media_columns
-    elif processor is not None:
-        columns = {name: kind for name, kind in COLUMNS.items() if kind in processor.placeholders}
-    found: list[tuple[str, Any]] = []
-    template = bool(getattr(tokenizer, "chat_template", None)) and source.chat_template is not False
-    plain = isinstance(prompt, str) and not template and source.chat_template is not True
-    if columns or not isinstance(prompt, str):
-        marks = {}
-        if plain and processor is not None and any(row.get(name) is not None for name in columns):
-            marks = {token: kind for kind in columns.values() if (token := processor.token(kind))}
-        prompt, found = shown(prompt, row, columns, marks)
+    require_supported(row, source, {} if processor is None else processor.placeholders)
+    if isinstance(prompt, str) and tokenizer.chat_template and source.chat_template is not False:
+        require_unrendered(tokenizer, prompt, source.chat_template)
     if processor is None:
-        if found:
-            raise MediaError(f"the prompt has {len(found)} media items, but the model is text-only. Remove them.")
-        prompt = _as_strings(prompt)
-    if plain and processor is not None and found:
-        prompt = "".join(str(block.get("text") or processor.token(block["type"])) for block in prompt[0]["content"])
-    elif processor is not None and not plain:
-        if processor.wants_blocks or found:
-            prompt, system_prompt = _as_blocks(prompt, system_prompt), None
-        else:
-            prompt = _as_strings(prompt)
-    return prompt, system_prompt, found
+        return as_strings(prompt), source.system_prompt, []
+    from lightrl.data.media import placed
+
+    return placed(prompt, row, source, tokenizer, processor)
 
 
-def require_read(row: Mapping[str, Any], source: MediaSource, processor: MediaProcessor | None) -> None:
+def require_supported(row: Mapping[str, Any], source: MediaSource, supported: Container[str]) -> None:
     """Raises a `ValueError` if a column contains media of a kind that the model doesn't support."""
-    if source.media_columns is not None:
-        return
-    taken = {} if processor is None else processor.placeholders
-    for name, kind in columns_with_media(row).items():
-        if kind not in taken:
-            used = {column: own for column, own in COLUMNS.items() if own in taken and column in row}
+    for name, kind in (COLUMNS if source.media_columns is None else source.media_columns).items():
+        value = row.get(name)
+        empty = value is None or (isinstance(value, list | tuple) and all(item is None for item in value))
+        if kind not in supported and not empty:
             raise ValueError(
                 f"column {name!r} contains media of kind {kind!r}, which the model does not support. Use a model that "
-                f"supports it, or set media_columns: {used} to ignore the column."
+                "supports it, or set media_columns without the column ({} ignores all)."
             )
 
 
-def columns_with_media(row: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the media kinds of the default media columns that are not empty in this example."""
-    return {name: kind for name, kind in COLUMNS.items() if _several(kind, row.get(name))}
+# ---- opened sources --------------------------------------------------------------------------------------------------
 
 
-def _as_blocks(prompt: Any, system_prompt: str | None) -> list[dict[str, Any]]:
-    """Converts a prompt to a conversation with lists of content blocks."""
-    messages = conversation(prompt, system_prompt)
-    for message in messages:
-        if isinstance(message["content"], str):
-            message["content"] = [{"type": "text", "text": message["content"]}]
-    return messages
+@dataclass(frozen=True)
+class Reading:
+    """Rendering and order of examples. See `PromptSource.load` for the fields."""
+
+    tokenizer: PreTrainedTokenizerBase
+    seed: int = 0
+    shuffle: bool = True
+    processor: MediaProcessor | None = None
+    room: tuple[int, int] | None = None
 
 
-def _as_strings(prompt: Any) -> Any:
-    """Converts a text-only conversation to string contents."""
-    if isinstance(prompt, str):
-        return prompt
-    messages = as_messages(prompt)
-    for message in messages:
-        if not isinstance(message["content"], str):
-            message["content"] = "".join(block["text"] for block in message["content"])
-    return messages
+class Drawn(NamedTuple):
+    """A prompt: dataset index, example, raw prompt, and the encoded prompt, truncated if necessary."""
+
+    index: int
+    row: dict[str, Any]
+    raw: Any
+    encoded: Encoded
 
 
-# ---- positions of media in a prompt ------------------------------------------------------------------------------
+class OpenSource(ABC):
+    """A source with its tokenizer and processor. Renders examples and applies the length limit."""
+
+    def __init__(self, spec: Any, columns: Sequence[str], reading: Reading) -> None:
+        tools = [] if spec.tools_column == "tools" else ["tools_column"]  # a missing column "tools" is ignored
+        self.spec = spec
+        self.columns = list(columns)
+        self.reading = reading
+        self.processor = reading.processor
+        self.counts = {"dropped": 0, "truncated": 0}
+        self.longest: int | None = spec.max_prompt_tokens  # None if unknown
+        named = spec.require_columns(columns, "prompt_column", "media_columns", *tools)
+        media = COLUMNS if spec.media_columns is None else spec.media_columns
+        self.read_columns = [*named, *media, *spec.rendering_columns]
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Returns the number of prompts per pass. Streams raise a `ValueError`."""
+
+    @abstractmethod
+    def draw(self, j: int) -> Callable[[], Drawn]:
+        """Returns a function that creates the j-th prompt of this source, j = 0, 1, ..., in any thread."""
+
+    def row(self, number: int) -> Callable[[], Drawn]:
+        """Returns a function that creates the prompt at this position in the dataset's order. Not for streams."""
+        raise NotImplementedError
+
+    def index(self, number: int) -> int:
+        """Returns the dataset index of the prompt at this position. Not for streams."""
+        raise NotImplementedError
+
+    def values(self, column: str) -> list[Any] | None:
+        """Returns the values of a column in the dataset's order, or None for a stream."""
+        return None
+
+    def length(self, index: int, row: Mapping[str, Any]) -> int:
+        """Checks an example and returns its length in tokens.
+
+        Doesn't decode media without a length limit, but checks whether their files exist, and returns 0.
+        """
+        spec, prompt, reading = self.spec, row.get(self.spec.prompt_column), self.reading
+        with self.spec.named(index):
+            if self.processor is not None and (spec.max_prompt_tokens is None or spec.overlong == "truncate_left"):
+                from lightrl.data.media import require_present
+
+                arranged_prompt, system, found = arranged(prompt, row, spec, reading.tokenizer, self.processor)
+                spec.render(reading.tokenizer, arranged_prompt, system, row)
+                require_present(found, spec)
+                return 0
+            length = len(self.encode(row).token_ids)
+            if not length:
+                raise ValueError(f"the prompt {prompt!r} has no tokens. Remove it.")
+            longest, new_tokens = reading.room or (length, 0)
+            if spec.max_prompt_tokens is None and length + new_tokens > longest:
+                raise ValueError(
+                    f"the prompt has {length} tokens; with max_new_tokens={new_tokens} this exceeds the model's "
+                    f"maximum length of {longest}. Set max_prompt_tokens and overlong, or lower max_new_tokens."
+                )
+            if spec.overlong == "error" and length > (spec.max_prompt_tokens or length):
+                raise ValueError(
+                    f"max_prompt_tokens={spec.max_prompt_tokens}: the prompt has {length} tokens. Raise it, or set "
+                    'overlong to "drop" or "truncate_left".'
+                )
+        return length
+
+    def keeps(self, length: int) -> bool:
+        """Returns whether `overlong` keeps an example of this length, and counts dropped ones."""
+        spec = self.spec
+        if spec.overlong != "drop" or length <= (spec.max_prompt_tokens or length):
+            return True
+        self.counts["dropped"] += 1
+        return False
+
+    def encode(self, row: Mapping[str, Any]) -> Encoded:
+        """Encodes an example without truncation."""
+        spec = self.spec
+        return encode_prompt(row.get(spec.prompt_column), row, spec, self.reading.tokenizer, self.processor)[0]
+
+    def make(self, index: int, row: dict[str, Any]) -> Drawn:
+        """Creates the prompt of an example, truncated if necessary.
+
+        Raises:
+            MediaError: If media are invalid or truncation would remove media.
+        """
+        with self.spec.named(index):
+            encoded = self.encode(row)
+            limit = self.spec.max_prompt_tokens
+            if limit is not None and len(encoded.token_ids) > limit:
+                cut = len(encoded.token_ids) - limit
+                if cut > encoded.cuttable:
+                    raise MediaError(
+                        f"max_prompt_tokens={limit}: the prompt has {len(encoded.token_ids)} tokens and can't be "
+                        "truncated without removing media. Raise it, or lower max_pixels or max_frames."
+                    )
+                self.counts["truncated"] += 1
+                encoded.token_ids, encoded.media.token_ids = encoded.token_ids[cut:], encoded.media.token_ids[cut:]
+                encoded.text = str(self.reading.tokenizer.decode(encoded.token_ids))
+                for name, value in encoded.inputs.items():
+                    if name.endswith(TOKEN_INPUT):
+                        encoded.inputs[name] = value[:, cut:]
+        return Drawn(index, row, row[self.spec.prompt_column], encoded)
 
 
-def shown(
-    prompt: Any, row: Mapping[str, Any], columns: Mapping[str, str], marks: Mapping[str, str] | None = None
-) -> tuple[Any, list[tuple[str, Any]]]:
-    """Inserts placeholders for all media into a prompt and returns the media in their order.
+class _MapRows(OpenSource):
+    """A source with a length and random access."""
 
-    Media are in content blocks (`{"type": "image", "image": ...}`) or columns. Column media are assigned in order to
-    content blocks without data (`{"type": "image"}`) and the markers `<image>`, `<video>`, and `<audio>` in texts. If
-    there are none, they are inserted before the first user message's text, images first.
-
-    Args:
-        prompt: A string or a conversation.
-        row: The example, for its media columns.
-        columns: Media kinds by column.
-        marks: Media kinds by additional marker, such as the model's placeholders in a rendered string.
-
-    Returns:
-        The string if it has no media, otherwise a conversation with blocks without data; and (kind, value) of each
-        media item.
-
-    Raises:
-        MediaError: If the numbers of media and placeholders differ.
-    """
-    waiting: dict[str, list[Any]] = {}
-    for name, kind in columns.items():
-        if name in row:
-            waiting.setdefault(kind, []).extend(_several(kind, row[name]))
-    offered = {kind: len(values) for kind, values in waiting.items()}
-    places = {**{f"<{kind}>": kind for kind in KINDS if kind in waiting}, **(marks or {})}
-    found: list[tuple[str, Any]] = []
-    options: list[dict[str, float]] = []
-    messages = conversation(prompt)
-    for message in messages:
-        message["content"] = _blocks(message["content"], places, found, options)
-    asked = {kind: sum(k == kind and v is _PLACE for k, v in found) for kind in KINDS}
-    if not found and any(offered.values()):
-        first = next((m for m in messages if m["role"] == "user"), messages[0])
-        front = [(kind, value) for kind in KINDS for value in waiting.get(kind, ())]
-        first["content"] = [*({"type": kind} for kind, _ in front), *first["content"]]
-        return messages, front
-    for kind in KINDS:
-        if asked[kind] != offered.get(kind, 0):
-            raise MediaError(
-                f"the prompt has {asked[kind]} placeholder(s) for {offered.get(kind, 0)} {kind}(s). Make them equal."
+    def __init__(self, spec: Any, data: Any, reading: Reading) -> None:
+        super().__init__(spec, columns_of(data), reading)
+        self.data = data
+        self.kept: list[int] = []
+        longest = 0
+        rows = with_progress(plain_rows(data, self.read_columns), len(data), spec.label)
+        for index, row in enumerate(rows):
+            length = self.length(index, row)
+            if self.keeps(length):
+                self.kept.append(index)
+                longest = max(longest, length)
+        limit = spec.max_prompt_tokens
+        if self.counts["dropped"]:
+            rank_zero_info(
+                f"{spec.label}: dropped {self.counts['dropped']} of {len(data)} prompts longer than "
+                f"max_prompt_tokens={limit}."
             )
-    queues = {kind: iter(values) for kind, values in waiting.items()}
-    found = [(kind, next(queues[kind]) if value is _PLACE else value) for kind, value in found]
-    if any(options):
-        from lightrl.data.media import Optioned
+        if not self.kept:
+            raise ValueError(f"{spec.label}: every prompt is longer than max_prompt_tokens={limit}. Raise it.")
+        if self.processor is None:  # media may not have been decoded
+            self.longest = min(longest, limit or longest)
+        self._order: tuple[int, np.ndarray[Any, Any]] = (-1, np.arange(len(self.kept)))
 
-        found = [(kind, Optioned(v, own) if own else v) for (kind, v), own in zip(found, options, strict=True)]
-    return (messages, found) if found or not isinstance(prompt, str) else (prompt, [])
+    def __len__(self) -> int:
+        return len(self.kept)
 
+    def draw(self, j: int) -> Callable[[], Drawn]:
+        epoch, position = divmod(j, len(self.kept))
+        if self.reading.shuffle and self.spec.shuffle and self._order[0] != epoch:
+            self._order = (epoch, shuffled_order(len(self.kept), self.reading.seed, epoch))
+        return self.row(int(self._order[1][position]))
 
-def _several(kind: str, value: Any) -> list[Any]:
-    """Returns the media items of a cell as a list."""
-    if value is None:
-        return []
-    if isinstance(value, np.ndarray):
-        many = value.ndim > {"image": 3, "video": 4, "audio": 1}[kind] or value.dtype == object
-        return list(value) if many else [value]
-    if not isinstance(value, list | tuple):
-        return [value]
-    depth, leaf = 0, value
-    while isinstance(leaf, list | tuple | np.ndarray) and len(leaf):
-        depth, leaf = depth + 1, leaf[0]
-    if isinstance(leaf, int | float | np.number):  # Arrow returns arrays as lists
-        return list(value) if depth > {"image": 3, "video": 4, "audio": 1}[kind] else [value]
-    if kind == "video" and depth == 1 and not _is_video(leaf):
-        return [value]  # frames of one video
-    return [item for item in value if item is not None]
+    def row(self, number: int) -> Callable[[], Drawn]:
+        return lambda: self._made(self.kept[number])
 
+    def index(self, number: int) -> int:
+        return self.kept[number]
 
-def _is_video(leaf: Any) -> bool:
-    """Whether an element of a list is a whole video rather than a frame."""
-    if isinstance(leaf, Mapping):
-        leaf = leaf.get("path") or leaf.get("url") or leaf.get("bytes")
-    if isinstance(leaf, str | Path):
-        return not (str(leaf).lower().endswith(_PICTURES) or str(leaf).startswith("data:image/"))
-    return isinstance(leaf, bytes) and not leaf.startswith((b"\x89PNG", b"\xff\xd8", b"BM"))
+    def values(self, column: str) -> list[Any] | None:
+        values = [row.get(column) for row in plain_rows(self.data, [column])]
+        return [values[index] for index in self.kept]
+
+    def _made(self, index: int) -> Drawn:
+        with self.spec.named(index):  # `datasets` decodes its media here
+            row = entered(self.data[index])
+        return self.make(index, row)
 
 
-def _blocks(
-    content: Any, places: Mapping[str, str], found: list[tuple[str, Any]], options: list[dict[str, float]]
-) -> list[dict[str, Any]]:
-    """Returns a message's content as blocks without data.
+class _StreamRows(OpenSource):
+    """A source that is only read forward."""
 
-    Appends its media to `found` (`_PLACE` for column media) and their options to `options`.
+    def __init__(self, spec: Any, data: IterableDataset, reading: Reading) -> None:
+        super().__init__(spec, list(next(iter(data), {})), reading)
+        shuffle = reading.shuffle and spec.shuffle
+        self.data = data.shuffle(seed=reading.seed, buffer_size=SHUFFLE_BUFFER) if shuffle else data
+        self.next_j = 0
+        self.stream = self._endless()
 
-    Args:
-        content: A string or blocks.
-        places: Media kinds by marker in texts, for column media.
-        found: (kind, value) of the media so far.
-        options: Options of the media so far.
-    """
-    if isinstance(content, str):
-        content = [{"type": "text", "text": content}]
-    blocks: list[dict[str, Any]] = []
-    for given in content:
-        block = {key: value for key, value in given.items() if value is not None}
-        kind = next((kind for kind in KINDS if kind in str(block.get("type", ""))), None)
-        if kind is not None:
-            from lightrl.data.media import ADDRESSES, options_of
+    def __len__(self) -> int:
+        raise ValueError(
+            f"streaming=True: evaluation needs a length, which {self.spec.label} lacks. Set streaming=False, with "
+            "`limit` or a slice of the split."
+        )
 
-            names = (kind, str(block.get("type")), f"{kind}_url", f"input_{kind}", *ADDRESSES)
-            value = next((block[name] for name in names if name in block), _PLACE)
-            number = block.pop("index", None)  # of the item in the column
-            if number not in (None, sum(other == kind and v is _PLACE for other, v in found)):
-                raise MediaError(f"index={number!r} of {kind}: must follow the column's order. Reorder the blocks.")
-            options.append(options_of(kind, {k: v for k, v in block.items() if k not in ("type", *names)}))
-            found.append((kind, value))
-            blocks.append({"type": kind})
-            continue
-        text = str(block.get("text", ""))
-        for part in re.split(f"({'|'.join(map(re.escape, places))})", text) if places else [text]:
-            if part in places:
-                found.append((places[part], _PLACE))
-                options.append({})
-                blocks.append({"type": places[part]})
-            elif part:
-                blocks.append({"type": "text", "text": part})
-    return blocks
+    def draw(self, j: int) -> Callable[[], Drawn]:
+        if j < self.next_j:
+            self.next_j, self.stream = 0, self._endless()
+        while True:
+            index, row = next(self.stream)
+            self.next_j += 1
+            if self.next_j > j:
+                return lambda: self.make(index, row)
+
+    def _endless(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yields (index within the pass, example) over endless passes, each in a different order."""
+        epoch = 0
+        while True:
+            self.data.set_epoch(epoch)
+            kept = 0
+            for index, row in enumerate(map(entered, self.data)):
+                if self.keeps(self.length(index, row)):
+                    kept += 1
+                    yield index, row
+            if not kept:
+                limit = self.spec.max_prompt_tokens
+                raise ValueError(f"max_prompt_tokens={limit}: every prompt of {self.spec.label} is longer. Raise it.")
+            epoch += 1
+
+
+def open_source(spec: Any, reading: Reading) -> OpenSource:
+    """Opens a source."""
+    data = spec.read()
+    return _StreamRows(spec, data, reading) if isinstance(data, IterableDataset) else _MapRows(spec, data, reading)

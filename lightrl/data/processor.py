@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from lightrl.data.media import Grid, decode
+from lightrl.data.media import decode
 from lightrl.data.rows import KINDS, Encoded, MediaError, MediaSource
 from lightrl.data.templates import encode, render_prompt
 from lightrl.models.turns import TOKEN_INPUT, begins_with_bos
@@ -45,35 +45,13 @@ class MediaProcessor:
         if self._loaded is None:
             from transformers import AutoProcessor
 
-            try:
-                self._loaded = AutoProcessor.from_pretrained(self.path, **self._kwargs)
-            except ImportError as error:
-                raise ValueError(
-                    f"Can't load the processor of {self.path!r}, which prompts with media need: "
-                    f"{str(error).strip().splitlines()[0]} Install the missing package (for torchvision, a build that "
-                    "matches torch)."
-                ) from error
-            if not hasattr(self._loaded, "tokenizer"):
-                raise ValueError(
-                    f"{self.path!r} has no processor (preprocessor_config.json). Add it, or use text-only prompts."
-                )
+            self._loaded = AutoProcessor.from_pretrained(self.path, **self._kwargs)
             self._loaded.tokenizer = self.tokenizer
         return self._loaded
 
     def token(self, kind: str) -> str | None:
         """Returns the placeholder of one media item in a prompt's text."""
         return getattr(self.processor, f"{kind}_token", None)
-
-    @property
-    def grid(self) -> Grid:
-        """Grid of the model's patches."""
-        images, videos = (getattr(self.processor, f"{kind}_processor", None) for kind in ("image", "video"))
-        sides = [getattr(p, "patch_size", None) for p in (images, videos)]
-        cells = [
-            side * (getattr(p, "merge_size", None) or 1) if isinstance(side, int) else 1
-            for side, p in zip(sides, (images, videos), strict=True)
-        ]
-        return Grid(cells[0], cells[1], getattr(videos, "temporal_patch_size", None) or 1)
 
     @property
     def wants_blocks(self) -> bool:
@@ -129,7 +107,7 @@ class MediaProcessor:
         token = self.token("image")
         if token is None:
             raise MediaError(f"{type(self.processor).__name__} does not support images. Use a vision-language model.")
-        media = decode([("image", value) for value in values], MediaSource(rows=[{}]), self.grid)
+        media = decode([("image", value) for value in values], MediaSource(rows=[{}]))
         out = self._run(token * len(values), {"images": [media.images]}, templated=True)
         offsets = out.get("text_replacement_offsets")
         if not offsets or len(offsets[0]) != len(values):
@@ -166,13 +144,7 @@ class MediaProcessor:
 
     def _check_places(self, kind: str, token_ids: list[int], count: int) -> None:
         token = self.token(kind)
-        if token is None:
-            if count:
-                raise MediaError(
-                    f"{type(self.processor).__name__} does not support {kind}s. Remove the {count} {kind}(s)."
-                )
-            return
-        places = token_ids.count(self.tokenizer.convert_tokens_to_ids(token))
+        places = 0 if token is None else token_ids.count(self.tokenizer.convert_tokens_to_ids(token))
         if places != count:
             raise MediaError(f"the prompt has {places} placeholder(s) {token!r} for {count} {kind}(s). Fix the prompt.")
 

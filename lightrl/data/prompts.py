@@ -7,22 +7,146 @@ k prompts resumes at prompt k, on any number of ranks, and checkpoints store onl
 from __future__ import annotations
 
 import copy
-import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
-from lightrl.compat.arguments import at_least, one_of
-from lightrl.data.opened_sources import Reading, open_source
-from lightrl.data.processing import ConversationSource
-from lightrl.data.prompt_sets import PromptSet
+from lightrl.data.processing import ConversationSource, Drawn, OpenSource, Reading, open_source
+from lightrl.data.rows import shuffled_order
+from lightrl.records import Prompts
 
 if TYPE_CHECKING:
     from lightrl.data.processor import MediaProcessor
+
+MIX_BLOCK = 1000
+
+
+class PromptSet:
+    """Prompts by index, from one or more sources. Created by `PromptSource.load` and `PromptMixture.load`.
+
+    A streaming source has no length and is read only forward. A resumed run skips all earlier examples, every rank
+    reads every example, and shuffling uses a buffer of 10,000 examples.
+
+    Args:
+        sources: Opened sources.
+        weights: Weights of the sources, above 0.
+        seed: Random seed of the mixture's order.
+    """
+
+    success_reward: float | None = None
+    """Minimum reward of a successful trajectory, for sets whose next prompts depend on it (`observe`)."""
+
+    def __init__(self, sources: Sequence[OpenSource], weights: Sequence[float], *, seed: int) -> None:
+        self.sources = list(sources)
+        self._seed = seed
+        self._shares = _block_shares(weights)
+        self._pattern: tuple[int, np.ndarray[Any, Any]] = (-1, np.zeros(0, dtype=np.int64))
+        self._pool: ThreadPoolExecutor | None = None
+        self.columns = list(dict.fromkeys(name for source in sources for name in source.columns))
+
+    def observe(self, visits: Sequence[tuple[int, float]], cursor: int) -> dict[str, float]:
+        """Records success rates of a rollout and returns metrics. See `CurriculumSet`."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Returns the observed success rates, equal on all ranks."""
+        return None
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores the state of `state_dict`."""
+
+    def __len__(self) -> int:
+        """Returns the number of prompts in all sources, without dropped examples.
+
+        Raises:
+            ValueError: If a source is a stream.
+        """
+        return sum(len(source) for source in self.sources)
+
+    def require_free(self, names: Iterable[str]) -> None:
+        """Raises a `ValueError` if a column has a reserved name.
+
+        Args:
+            names: Names of the arguments that LightRL passes to reward functions and environments.
+        """
+        for source in self.sources:
+            hidden = sorted({*names} & {*source.columns} - {source.spec.prompt_column})
+            if hidden:
+                raise ValueError(
+                    f"{source.spec.label}: column {hidden[0]!r}: the name is reserved for an argument that LightRL "
+                    "passes to reward functions and environments. Rename the column."
+                )
+
+    @cached_property
+    def max_prompt_tokens(self) -> int | None:
+        """Maximum prompt length in tokens; None if unknown (streams and media without a limit)."""
+        limits = [source.longest for source in self.sources]
+        return None if None in limits else max(limit for limit in limits if limit is not None)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Number of `dropped` examples and `truncated` prompts so far, on this rank."""
+        names = ("dropped", "truncated")
+        return {name: sum(source.counts[name] for source in self.sources) for name in names}
+
+    def batch(self, cursor: int, count: int, *, rank: int = 0, world_size: int = 1) -> Prompts:
+        """Returns this rank's prompts from `cursor ... cursor + count - 1`, every `world_size`-th one from `rank`.
+
+        Args:
+            cursor: Global index of the first prompt.
+            count: Number of prompts across all ranks, a multiple of `world_size`.
+            rank: Rank of this process.
+            world_size: Number of processes.
+        """
+        picks = [self._place(k) for k in range(cursor + rank, cursor + count, world_size)]
+        return self._collect([self.sources[s].draw(j) for s, j in picks])
+
+    def rows(self, numbers: Sequence[int]) -> Prompts:
+        """Returns the prompts with these indices in the concatenated datasets."""
+        ends = np.cumsum([len(source) for source in self.sources])
+        drawn = []
+        for number in numbers:
+            s = int(np.searchsorted(ends, number, side="right"))
+            drawn.append(self.sources[s].row(int(number - (ends[s - 1] if s else 0))))
+        return self._collect(drawn)
+
+    def _place(self, k: int) -> tuple[int, int]:
+        """Returns prompt k as (source, index within the source)."""
+        if len(self._shares) == 1:
+            return 0, k
+        block, position = divmod(k, MIX_BLOCK)
+        if self._pattern[0] != block:
+            sources = np.repeat(np.arange(len(self._shares)), self._shares)
+            self._pattern = (block, sources[shuffled_order(MIX_BLOCK, self._seed, block)])
+        pattern = self._pattern[1]
+        source = int(pattern[position])
+        return source, block * self._shares[source] + int(np.count_nonzero(pattern[:position] == source))
+
+    def _collect(self, draws: list[Callable[[], Drawn]]) -> Prompts:
+        """Creates the prompts. Decodes media in threads, because decoding and resizing release the GIL."""
+        sees = any(source.processor is not None for source in self.sources)
+        if sees and len(draws) > 1:
+            self._pool = self._pool or ThreadPoolExecutor(min(8, os.cpu_count() or 1), "lightrl-media")
+            drawn = list(self._pool.map(lambda draw: draw(), draws))
+        else:
+            drawn = [draw() for draw in draws]
+        encoded = [d.encoded for d in drawn]
+        return Prompts(
+            token_ids=[e.token_ids for e in encoded],
+            texts=[e.text for e in encoded],
+            columns={name: [d.row.get(name) for d in drawn] for name in self.columns},
+            indices=[d.index for d in drawn],
+            inputs=[e.inputs for e in encoded],
+            raw=[d.raw for d in drawn],
+            media=[e.media for e in encoded] if sees else [],
+        )
 
 
 @dataclass
@@ -34,8 +158,8 @@ class PromptSource(ConversationSource):
             functions receive all columns, including this one.
         max_prompt_tokens: Maximum prompt length in tokens, including the template. Defaults to no limit.
         overlong: How to handle longer prompts, which `PromptSet.counts` counts. "drop" skips the example and "error"
-            stops the run; both tokenize all examples at the start. "truncate_left" keeps the last `max_prompt_tokens`
-            tokens, and never removes media or the text after it (see `on_media_error`).
+            stops the run; both decode all media at the start. "truncate_left" keeps the last `max_prompt_tokens`
+            tokens, and never removes media or the text after it.
         shuffle: Whether to reshuffle training prompts in every pass.
     """
 
@@ -44,11 +168,6 @@ class PromptSource(ConversationSource):
     overlong: Literal["drop", "truncate_left", "error"] = "drop"
     shuffle: bool = True
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least("PromptSource.max_prompt_tokens", self.max_prompt_tokens, 1, or_none="for no limit")
-        one_of("PromptSource.overlong", self.overlong, "drop", "truncate_left", "error")
-
     def load(
         self,
         tokenizer: PreTrainedTokenizerBase,
@@ -56,8 +175,6 @@ class PromptSource(ConversationSource):
         seed: int = 0,
         shuffle: bool = True,
         processor: MediaProcessor | None = None,
-        check_column: str | None = None,
-        check_row: Callable[[Mapping[str, Any]], None] | None = None,
         room: tuple[int, int] | None = None,
     ) -> PromptSet:
         """Loads the prompts.
@@ -67,12 +184,10 @@ class PromptSource(ConversationSource):
             seed: Random seed of the order, 0 or more.
             shuffle: Whether to reshuffle in every pass. Requires `PromptSource.shuffle`.
             processor: Processor from `load_processor`, or None for a text model.
-            check_column: Column that `check_row` needs.
-            check_row: Function that raises a `ValueError` for an invalid example.
             room: Maximum sequence length of the engine and maximum completion length in tokens, or None if unknown.
                 Without `max_prompt_tokens`, a text prompt that leaves too little room is an error.
         """
-        reading = Reading(tokenizer, seed, shuffle, processor, check_column, check_row, room)
+        reading = Reading(tokenizer, seed, shuffle, processor, room)
         return PromptSet([open_source(self, reading)], [1.0], seed=seed)
 
 
@@ -92,11 +207,7 @@ class PromptMixture:
     weights: list[float] | None = None
 
     def __post_init__(self) -> None:
-        if not self.sources:
-            raise ValueError("PromptMixture.sources=[]: there are no sources. Add at least one.")
-        if self.weights is not None and (
-            len(self.weights) != len(self.sources) or not all(0 < w < math.inf for w in self.weights)
-        ):
+        if self.weights is not None and (len(self.weights) != len(self.sources) or not min(self.weights) > 0):
             raise ValueError(
                 f"PromptMixture.weights={self.weights}: needs one weight above 0 for each of the {len(self.sources)} "
                 "sources. Remove sources with weight 0."
@@ -119,15 +230,23 @@ def prompt_source(prompts: Any, argument: str) -> PromptSource | PromptMixture:
         return prompts
     if isinstance(prompts, str | os.PathLike):
         return PromptSource(path=os.fspath(prompts))
-    rows = isinstance(prompts, list) and all(isinstance(row, dict) for row in prompts)
-    if (rows or isinstance(prompts, Dataset)) and len(prompts) == 0:
-        raise ValueError(f"{argument}=[]: there are no examples. Add at least one.")
-    if rows or isinstance(prompts, Dataset | IterableDataset):
+    if isinstance(prompts, list | Dataset | IterableDataset):
         return PromptSource(rows=prompts)
     raise ValueError(
         f"{argument}={repr(prompts)[:80]}: unsupported type. Use a PromptSource or PromptMixture, a path or dataset "
         "ID, a list of dictionaries, or a datasets.Dataset."
     )
+
+
+def _block_shares(weights: Sequence[float]) -> list[int]:
+    """Returns each source's number of prompts per `MIX_BLOCK`, by largest remainders, at least one."""
+    exact = np.asarray(weights, dtype=np.float64) / sum(weights) * MIX_BLOCK
+    shares = np.maximum(np.floor(exact).astype(int), 1)
+    while shares.sum() != MIX_BLOCK:
+        step = 1 if shares.sum() < MIX_BLOCK else -1
+        gap = np.where(shares + step >= 1, step * (exact - shares), -np.inf)
+        shares[int(np.argmax(gap))] += step
+    return [int(share) for share in shares]
 
 
 RENDERING = ("system_prompt", "chat_template", "template_kwargs")

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from datasets import Dataset
 
-from lightrl.compat.arguments import install_command
+from lightrl.compat.arguments import require_packages
 
 ATTEMPTS = 20
 """Maximum number of generated items per training example, since evaluation questions are skipped."""
@@ -70,10 +70,6 @@ class ReasoningGymRows:
             tasks = {tasks: {}}
         if isinstance(tasks, Mapping):
             tasks = [ReasoningGymTask(name, dict(settings or {})) for name, settings in tasks.items()]
-        if not tasks:
-            raise ValueError("tasks=[]: there is nothing to generate. Add at least one generator.")
-        if split not in ("train", "eval"):
-            raise ValueError(f"split={split!r}: unknown split. Use 'train' or 'eval'.")
         self.tasks: Sequence[ReasoningGymTask] = list(tasks)
         self.size = size
         self.seed = seed
@@ -141,18 +137,9 @@ def gym_dataset(name: str, settings: str, seed: int, size: int) -> Any:
     Raises:
         ValueError: If `reasoning-gym` is not installed or has no such generator.
     """
-    try:
-        import reasoning_gym
-    except ImportError as error:
-        raise ValueError(
-            f"ReasoningGymRows: reasoning-gym is not installed. Install it: {install_command('reasoning-gym')}."
-        ) from error
-    from reasoning_gym.factory import DATASETS
+    require_packages("ReasoningGymRows", "reasoning-gym", "reasoning_gym")
+    import reasoning_gym
 
-    if name not in DATASETS:
-        raise ValueError(
-            f"tasks={name!r}: no such generator in reasoning-gym. Use one of {', '.join(sorted(DATASETS))}."
-        )
     return reasoning_gym.create_dataset(name, seed=seed, size=size, **json.loads(settings))
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import csv
+import gzip
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from datasets import (
@@ -23,25 +27,23 @@ from datasets import (
     load_dataset_builder,
     load_from_disk,
 )
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 
-from lightrl.compat.arguments import at_least, one_of
-from lightrl.data.files import (
-    BUILDERS,
-    BrokenFileError,
-    iterate_files,
-    nth_line,
-    one_line,
-    read_files,
-    suffix_of,
-    with_progress,
-)
 from lightrl.records import Media
+
+with suppress(ImportError):
+    from PIL import EpsImagePlugin
+
+    EpsImagePlugin.gs_binary = False  # PostScript images are programs, which PIL would run, also for `datasets`
+
+T = TypeVar("T")
 
 # For the command line: tries text first, otherwise a quoted "007" would become a number.
 Text = str | Any
 Row = dict[str, str | list[dict[str, Text]] | list[Text] | dict[str, Text] | Any]
 
+BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+"""Builder names in `datasets` by file suffix."""
 
 COLUMNS = {
     "image": "image",
@@ -56,17 +58,16 @@ COLUMNS = {
 KINDS = ("image", "video", "audio")
 
 
-class RowError(ValueError):
-    """An invalid example, such as a column of a wrong type, a conversation without roles, or an empty prompt."""
-
-
-class MediaError(RowError):
+class MediaError(ValueError):
     """A missing, broken, or unsupported media item."""
 
 
 @dataclass
 class RowSource:
     """Dataset of examples. Set exactly one of `path` and `rows`.
+
+    An invalid example, such as a conversation without roles, is an error that names it. All examples are checked before
+    training, and those of a stream when they are read.
 
     Args:
         path: JSONL, JSON, CSV (optionally gzipped), or Parquet file, a directory of such files or from
@@ -80,9 +81,6 @@ class RowSource:
         streaming: Whether to read examples one by one, without downloading the dataset first. A stream has no length
             and no random access. See `PromptSet` for the limitations.
         load_kwargs: Additional arguments of `datasets.load_dataset`, such as `revision`.
-        on_bad_row: How to handle invalid examples, such as a conversation without roles or an empty prompt. "error"
-            stops and reports file, row, and value. "drop" skips and counts them. All examples are checked before
-            training, and those of a stream when they are read.
     """
 
     path: str | None = None
@@ -92,16 +90,11 @@ class RowSource:
     limit: int | None = None
     streaming: bool = False
     load_kwargs: dict[str, Any] = field(default_factory=dict)
-    on_bad_row: Literal["error", "drop"] = "error"
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.rows is None):
             given = "neither" if self.path is None else f"path={self.path!r} and rows"
             raise ValueError(f"{type(self).__name__}: got {given}. Set exactly one of path and rows.")
-        if isinstance(self.rows, list | Dataset) and len(self.rows) == 0:
-            raise ValueError(f"{type(self).__name__}.rows=[]: there are no examples. Add at least one.")
-        at_least(f"{type(self).__name__}.limit", self.limit, 1, or_none="for all rows")
-        one_of(f"{type(self).__name__}.on_bad_row", self.on_bad_row, "error", "drop")
 
     @property
     def label(self) -> str:
@@ -114,110 +107,50 @@ class RowSource:
         Raises:
             ValueError: If the file or dataset does not exist, is invalid, or is empty.
         """
-        data = self._from_path(self.path) if self.path is not None else self._from_rows()
+        data: Any = self.rows() if callable(self.rows) else self.rows
+        if self.path is not None:
+            data = self._from_path(self.path)
         if isinstance(data, DatasetDict | IterableDatasetDict):
-            if self.split not in data:
-                raise ValueError(f"split={self.split!r}: no such split in {self.label}. Use one of {list(data)}.")
             data = data[self.split]
         if isinstance(data, IterableDataset):
             return data if self.limit is None else data.take(self.limit)
         if len(data) == 0:
             raise ValueError(f"split={self.split!r}: {self.label} has no rows. Check the file and the split.")
-        return data if self.limit is None else selected(data, range(min(self.limit, len(data))))
+        if self.limit is None:
+            return data
+        return data.select(range(min(self.limit, len(data)))) if isinstance(data, Dataset) else data[: self.limit]
 
     def where(self, row: int) -> str:
         """Returns the location of an example for error messages: source, row, and the line of a JSONL file."""
         local = None if self.path is None else Path(self.path).expanduser()
         line = None
-        if local is not None and local.is_file() and "[" not in self.split and not self.streaming:
-            line = nth_line(local, row)
+        if local is not None and not self.streaming and suffix_of(local) == ".jsonl" and "[" not in self.split:
+            line = next((line for line, _ in islice(_entries(local), row, None)), None)
         return f"{self.label}, row {row}" + ("" if line is None else f" (line {line})")
 
-    def drops(self, error: ValueError) -> bool:
-        """Returns whether to drop an example with this error instead of raising it."""
-        return self.on_bad_row == "drop"
-
-    def good_rows(self, data: Any, columns: Iterable[str], check: Callable[[Mapping[str, Any]], None]) -> Sequence[int]:
-        """Returns the indices of the valid examples.
-
-        Args:
-            data: Examples from `read`, with a length.
-            columns: Columns that `check` reads.
-            check: Function that raises a `ValueError` for an invalid example.
-
-        Raises:
-            RowError: If an example is invalid with `on_bad_row="error"`, or all are invalid.
-        """
-        bad: dict[int, str] = {}
-        for number, row in enumerate(plain_rows(data, columns)):
-            try:
-                check(row)
-            except ValueError as error:
-                if not self.drops(error):
-                    kind = type(error) if isinstance(error, RowError) else RowError
-                    raise kind(f"{self.where(number)}{error}") from error
-                bad[number] = str(error)
-        if not bad:
-            return range(len(data))
-        first = next(iter(bad))
-        message = f"{len(bad)} of {len(data)} examples are invalid; the first: {self.where(first)}{bad[first]}"
-        if len(bad) == len(data):
-            raise RowError(f"no example is left: {message}")
-        rank_zero_warn(f"Dropped: {message}")
-        return [number for number in range(len(data)) if number not in bad]
-
-    def usable_rows(
-        self, arguments: Iterable[str], check: Callable[[Mapping[str, Any]], None], optional: Iterable[str] = ()
-    ) -> tuple[Any, Sequence[int]]:
-        """Loads all examples and the indices of the valid ones, for training in whole passes.
-
-        Args:
-            arguments: Arguments of this source that name columns. Skips those that are None.
-            check: See `good_rows`.
-            optional: Columns that `check` reads if they exist.
-
-        Raises:
-            ValueError: If the dataset has no length or lacks a column.
-        """
-        data = self.read()
-        if isinstance(data, IterableDataset):
-            raise ValueError(
-                f"streaming=True: training in whole passes needs a length, which {self.label} lacks. Set streaming: "
-                "false."
-            )
-        named = {argument: column for argument in arguments if (column := getattr(self, argument)) is not None}
-        columns = columns_of(data)
-        for argument, column in named.items():
-            require_columns(columns, [column], self.label, argument)
-        return data, self.good_rows(data, [*named.values(), *optional], check)
-
-    def stream_rows(self, data: IterableDataset) -> Iterator[dict[str, Any]]:
-        """Iterates over a stream. Errors report the number of examples read."""
-        count = 0
+    @contextmanager
+    def named(self, row: int) -> Iterator[None]:
+        """Adds the location of an example to errors."""
         try:
-            for row in data:
-                yield entered(row)
-                count += 1
-        except BrokenFileError:
-            raise
-        except Exception as error:
-            raise ValueError(f"{self.label}: reading failed after {count} examples: {one_line(error)}") from error
+            yield
+        except Exception as error:  # templates, tokenizers, and decoders raise many types
+            message = f"{self.where(row)}: {error if isinstance(error, ValueError) else repr(error)}"
+            raise (MediaError if isinstance(error, MediaError) else ValueError)(message) from error
 
-    def _from_rows(self) -> Any:
-        data: Any = self.rows() if callable(self.rows) else self.rows
-        if isinstance(data, IterableDataset | IterableDatasetDict | DatasetDict):
-            return data
-        if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
-            raise ValueError(
-                f"rows={self.label}: got a {type(data).__name__}. Return a list of dictionaries or a Dataset."
-            )
-        if not isinstance(data, Dataset):
-            for number in range(len(data)):
-                if not isinstance(data[number], Mapping):
-                    raise RowError(
-                        f"rows={self.label}: row {number} is {str(data[number])[:80]!r}. Make each row a dictionary."
-                    )
-        return data
+    def require_columns(self, columns: Iterable[str], *arguments: str) -> list[str]:
+        """Returns the columns that these arguments name, if any.
+
+        Raises:
+            ValueError: If the dataset lacks a column.
+        """
+        have, named = list(columns), list[str]()
+        for argument in arguments:
+            value = getattr(self, argument)
+            for column in [value] if isinstance(value, str) else value or ():
+                if column not in have:
+                    raise ValueError(f"{argument}={column!r}: {self.label} has no such column. Use one of {have}.")
+                named.append(column)
+        return named
 
     def _from_path(self, path: str) -> Any:
         local = Path(path).expanduser()
@@ -228,71 +161,102 @@ class RowSource:
                     f"path={path!r}: unsupported file type. Use {', '.join(BUILDERS)}, or gzipped text files."
                 )
             files = {self.split.split("[")[0]: [str(local)]}  # any split name refers to this file
-            if builder != "parquet" and self._reads_itself:
-                return self._from_files(files)
-            return self._load(builder, data_files=files)
-        if local.is_dir():
-            if any((local / marker).exists() for marker in ("dataset_dict.json", "state.json")):
-                with self._named_errors():
-                    return load_from_disk(str(local))
-            with self._named_errors():
-                found = load_dataset_builder(str(local), name=self.name, **self.load_kwargs)
-            files = {name: [str(file) for file in part] for name, part in (found.config.data_files or {}).items()}
-            plain = found.config.features is None and not getattr(found.config, "field", None)
-            kinds = {BUILDERS.get(suffix_of(file)) for part in files.values() for file in part}
-            if plain and kinds in ({"json"}, {"csv"}) and self._reads_itself:
-                return self._from_files(files)
-            return self._load(str(local), name=self.name)
-        if suffix_of(local) in BUILDERS or path.startswith((".", "/", "~")) or path.count("/") > 1:
+            return self._load(builder, data_files=files) if builder == "parquet" else self._from_files(files)
+        if not local.is_dir() and (suffix_of(local) in BUILDERS or path.startswith((".", "/", "~"))):
             raise ValueError(f"path={path!r}: no such file or directory (relative to {Path.cwd()}). Fix the path.")
-        return self._load(path, name=self.name)
-
-    @property
-    def _reads_itself(self) -> bool:
-        return set(self.load_kwargs) <= {"sep", "delimiter"}
+        if not local.is_dir():
+            return self._load(path, name=self.name)
+        if any((local / marker).exists() for marker in ("dataset_dict.json", "state.json")):
+            return load_from_disk(str(local))
+        found = load_dataset_builder(str(local), name=self.name, **self.load_kwargs)
+        files = {name: [str(file) for file in part] for name, part in (found.config.data_files or {}).items()}
+        kinds = {BUILDERS.get(suffix_of(file)) for part in files.values() for file in part}
+        return self._from_files(files) if kinds in ({"json"}, {"csv"}) else self._load(str(local), name=self.name)
 
     def _from_files(self, files: Mapping[str, list[str]]) -> Any:
-        """Returns the rows of a split of local JSON or CSV files."""
-        sep = next(iter(self.load_kwargs.values()), ",")
+        """Returns the rows of a split of local JSON or CSV files.
+
+        The readers of `datasets` infer types: "2024-01-01" becomes a date, "007" the number 7, and 2 becomes 2.0 if
+        another example has a fraction. A reward function that compares answers would then reject correct ones.
+        """
+        sep = self.load_kwargs.get("sep", ",")
         name = self.split.split("[")[0]
-        if name not in files and "+" not in name:
-            raise ValueError(f"split={self.split!r}: no such split in {self.label}. Use one of {list(files)}.")
         if self.streaming:
-            if name != self.split:
-                raise ValueError(f"split={self.split!r}: streams don't support slices. Set limit, or streaming: false.")
-            return IterableDataset.from_generator(iterate_files, gen_kwargs={"files": files[name], "sep": sep})
+            return IterableDataset.from_generator(read_files, gen_kwargs={"files": files[name], "sep": sep})
         if name == self.split:
-            return read_files(files[name], sep)
-        found = {split: read_files(part, sep) for split, part in files.items()}
-        lengths = {split: len(part) for split, part in found.items()}
-        parts = ReadInstruction.from_spec(self.split).to_absolute(lengths)
-        chosen = [found[part.splitname].select(range(part.from_, part.to)) for part in parts]
-        return chosen[0] if len(chosen) == 1 else [row for part in chosen for row in part]
+            return list(read_files(files[name], sep))
+        found = {split: list(read_files(part, sep)) for split, part in files.items()}
+        parts = ReadInstruction.from_spec(self.split).to_absolute({split: len(part) for split, part in found.items()})
+        return [row for part in parts for row in found[part.splitname][part.from_ : part.to]]
 
     def _load(self, builder: str, **kwargs: Any) -> Any:
-        with self._named_errors():
-            return load_dataset(builder, split=self.split, streaming=self.streaming, **kwargs, **self.load_kwargs)
-
-    @contextmanager
-    def _named_errors(self) -> Iterator[None]:
-        """Converts the errors of `datasets` to a `ValueError`."""
         try:
-            yield
+            return load_dataset(builder, split=self.split, streaming=self.streaming, **kwargs, **self.load_kwargs)
         except Exception as error:
-            raise ValueError(
-                f"path={self.path!r}, split={self.split!r}: can't be read as a local path or from the Hub: "
-                f"{one_line(error)}. Check the name, the network, and that HF_HOME is writable."
-            ) from error
+            raise ValueError(f"path={self.path!r}, split={self.split!r}: {error}") from error
+
+
+def read_files(files: Iterable[str], sep: str = ",") -> Iterator[dict[str, Any]]:
+    """Iterates over the rows of JSONL, JSON, or CSV files, optionally gzipped.
+
+    Args:
+        files: Paths of the files. CSV cells are strings, or None if empty.
+        sep: Separator of CSV cells.
+
+    Raises:
+        ValueError: If a file is invalid. The message names the file and the line.
+    """
+    for file in files:
+        yield from (row for _, row in _entries(Path(file), sep))
+
+
+def _entries(file: Path, sep: str = ",") -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields (line number, row)."""
+    line = 0
+    opened: Any = gzip.open if file.suffix.lower() == ".gz" else open
+    try:
+        with opened(file, "rt", encoding="utf-8-sig", newline="") as text:
+            if suffix_of(file) == ".csv":
+                csv.field_size_limit(2**31 - 1)
+                reader = csv.DictReader(text, delimiter=sep, strict=True)
+                for row in reader:
+                    line = reader.line_num
+                    if None in row or None in row.values():
+                        raise ValueError("has more or fewer cells than the header")
+                    yield line, {name: cell or None for name, cell in row.items()}
+                return
+            whole = text.read(64).lstrip().startswith("[")
+            text.seek(0)
+            for line, part in enumerate([text.read()] if whole else text, 1):
+                rows = [] if part.isspace() else json.loads(part)
+                for row in rows if isinstance(rows, list) else [rows]:
+                    if not isinstance(row, dict):
+                        raise ValueError(f"{json.dumps(row)[:80]} is not an object")
+                    yield line, row
+    except (ValueError, OSError, EOFError, csv.Error) as error:
+        raise ValueError(f"{file}, line {line}: {error}. Fix or remove it.") from error
+
+
+def suffix_of(file: str | Path) -> str:
+    """Returns a file's lowercase suffix, without the `.gz` of text files."""
+    name = Path(str(file).lower())
+    inner = Path(name.stem).suffix
+    return inner if name.suffix == ".gz" and inner in (".json", ".jsonl", ".csv") else name.suffix
+
+
+def with_progress(items: Iterable[T], total: int, label: str) -> Iterator[T]:
+    """Iterates over items and logs progress every ten seconds."""
+    last = time.monotonic()
+    for count, item in enumerate(items):
+        if time.monotonic() - last > 10:
+            last = time.monotonic()
+            rank_zero_info(f"{label}: read {count:,} of {total:,} examples.")
+        yield item
 
 
 def columns_of(data: Any) -> list[str]:
     """Returns the columns of a dataset with a length, including those that only some rows have."""
     return list(getattr(data, "column_names", None) or dict.fromkeys(name for row in data for name in row))
-
-
-def selected(data: Any, numbers: Iterable[int]) -> Any:
-    """Returns the rows with these indices."""
-    return data.select(numbers) if hasattr(data, "select") else [data[number] for number in numbers]
 
 
 @dataclass
@@ -309,8 +273,6 @@ class MediaSource(RowSource):
             model's processor.
         max_frames: Maximum number of evenly spaced frames per video.
         frame_rate: Frames per second to read from video files. Also the assumed rate of videos given as frames.
-        on_media_error: How to handle examples with media that is missing, broken, or doesn't match the prompt. "error"
-            stops the run and reports the example. "drop" uses the next example, and `PromptSet.counts` counts it.
     """
 
     media_columns: dict[str, Literal["image", "video", "audio"]] | None = None
@@ -318,46 +280,6 @@ class MediaSource(RowSource):
     max_pixels: int | None = None
     max_frames: int = 32
     frame_rate: float = 2.0
-    on_media_error: Literal["error", "drop"] = "error"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        name = type(self).__name__
-        for column, kind in (self.media_columns or {}).items():
-            one_of(f"{name}.media_columns[{column!r}]", kind, *KINDS)
-        for argument in ("max_pixels", "max_frames", "frame_rate"):
-            value = getattr(self, argument)
-            if value is None and argument == "max_pixels":
-                continue
-            if not isinstance(value, int | float) or not 0 < value < float("inf"):
-                raise ValueError(f"{name}.{argument}={value}: must be above 0. Set a positive number.")
-        if self.media_folder is not None and not Path(self.media_folder).expanduser().is_dir():
-            raise ValueError(
-                f"{name}.media_folder={self.media_folder!r}: no such directory (relative to {Path.cwd()}). Create it."
-            )
-        one_of(f"{name}.on_media_error", self.on_media_error, "error", "drop")
-
-    def drops(self, error: ValueError) -> bool:
-        """Applies `on_media_error` to media errors and `on_bad_row` to all others."""
-        return self.on_media_error == "drop" if isinstance(error, MediaError) else super().drops(error)
-
-    def read_row(self, data: Any, number: int) -> dict[str, Any]:
-        """Reads an example. `datasets` decodes its media.
-
-        Raises:
-            MediaError: If the media can't be decoded.
-        """
-        if not isinstance(data, Dataset):
-            return entered(data[number])
-        from lightrl.rewards.encoding import open_image
-
-        try:
-            for picture in _pictures(data, number):
-                open_image(picture).close()  # rejects non-images before `datasets` opens them
-            row = data[number]
-        except Exception as error:  # PIL raises many error types for broken files
-            raise MediaError(f"{self.where(number)}: {one_line(error)}") from error
-        return entered(row)
 
     def media_root(self) -> Path:
         """Returns the root of relative paths."""
@@ -365,19 +287,6 @@ class MediaSource(RowSource):
             return Path(self.media_folder).expanduser()
         local = Path(self.path).expanduser() if self.path is not None else Path()
         return local.parent if local.is_file() else Path()
-
-
-def _pictures(data: Dataset, number: int) -> Iterator[Any]:
-    """Yields a row's image files that `datasets` has not decoded, as buffers or paths."""
-    kinds = {name: getattr(feature, "feature", feature) for name, feature in data.features.items()}  # also of lists
-    names = [name for name, kind in kinds.items() if isinstance(kind, Image)]
-    rows = data.select_columns(names).with_format("arrow")[number : number + 1].to_pylist() if names else []
-    for found in (found for row in rows for found in row.values()):
-        for value in found if isinstance(found, list) else [found]:
-            if value is not None and value["bytes"] is not None:
-                yield io.BytesIO(value["bytes"])
-            elif value is not None and Path(value["path"]).is_file():
-                yield value["path"]
 
 
 @dataclass
@@ -397,7 +306,7 @@ class Encoded:
 def plain_rows(data: Any, columns: Iterable[str]) -> Iterator[Mapping[str, Any]]:
     """Iterates over some columns of all rows, with media as bytes or paths. Reads batches if possible, for speed."""
     if not isinstance(data, Dataset):
-        yield from (entered(data[number]) for number in with_progress(range(len(data)), "Check"))
+        yield from map(entered, data)
         return
     names = [name for name in dict.fromkeys(columns) if name in data.column_names]
     part = data.select_columns(names).with_format(None)
@@ -431,14 +340,6 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _without_nulls(each) for key, each in value.items() if each is not None}
     return value
-
-
-def require_columns(columns: Iterable[str], wanted: Iterable[str], label: str, argument: str) -> None:
-    """Raises a `ValueError` if the dataset `label` lacks a column. `argument` is the argument that names the column."""
-    have = list(columns)
-    missing = [name for name in wanted if name not in have]
-    if missing:
-        raise ValueError(f"{argument}={missing[0]!r}: {label} has no such column. Use one of {have}.")
 
 
 def shuffled_order(num_rows: int, seed: int, epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -9,14 +9,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 from lightning.pytorch import LightningDataModule
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 from transformers import PreTrainedTokenizerBase
 
-from lightrl.compat.arguments import at_least, one_of
-from lightrl.data.files import with_progress
 from lightrl.data.processing import ConversationSource, arranged, encode_prompt, load_processor
 from lightrl.data.prompts import rendered_like
-from lightrl.data.rows import Encoded, MediaError, RowError, RowSource
+from lightrl.data.rows import Encoded, MediaError, columns_of, entered, with_progress
 from lightrl.data.sft_loader import Row, SFTLoader
 from lightrl.data.templates import (
     apply_template,
@@ -26,7 +24,7 @@ from lightrl.data.templates import (
     load_tokenizer,
     shows_call,
 )
-from lightrl.models.loading import positions_of, require_vocabulary
+from lightrl.models.loading import require_vocabulary
 from lightrl.models.turns import end_of_turn, ended_turn
 
 if TYPE_CHECKING:
@@ -87,22 +85,7 @@ class SFTSource(ConversationSource):
     max_tokens: int | None = None
     overlong: Literal["drop", "truncate", "error"] = "drop"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least("SFTSource.max_tokens", self.max_tokens, 2, or_none="for no limit")
-        one_of("SFTSource.train_on", self.train_on, "last", "all")
-        one_of("SFTSource.overlong", self.overlong, "drop", "truncate", "error")
-        if self.streaming:
-            raise ValueError(
-                "SFTSource.streaming=True: not supported in SFT. Set it to false; `limit` bounds the data."
-            )
-
-    def tokenized(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        processor: MediaProcessor | None = None,
-        positions: tuple[int, bool] | None = None,
-    ) -> SFTRows:
+    def tokenized(self, tokenizer: PreTrainedTokenizerBase, processor: MediaProcessor | None = None) -> SFTRows:
         """Returns all examples as (prompt tokens, completion tokens), except for overlong ones.
 
         The completion spans the first to the last trained turn. If it contains other turns, a third item masks the
@@ -112,53 +95,32 @@ class SFTSource(ConversationSource):
             tokenizer: Tokenizer that renders and tokenizes.
             processor: Processor from `load_processor`, or None for a text model. Processes media here for their tokens,
                 and again for each batch.
-            positions: Position limit of the model from `positions_of`. Longer examples raise an error or a warning.
         """
-        wanted = ["messages_column"] if self.messages_column else ["prompt_column", "completion_column"]
-        wanted += ["tools_column"] if self.tools_column != "tools" else []
-        data, good = self.usable_rows(wanted, self._check, self.rendering_columns)
-        first: RowError | None = None
-        numbers, kept, bad = [], [], len(data) - len(good)
-        for i in with_progress(good, self.label):
-            try:
-                encoded, _ = self._encode(tokenizer, i, self.read_row(data, i), processor)
-            except RowError as error:
-                if not self.drops(error):
-                    raise
-                bad += 1
-                first = first or error
-                continue
-            row = self._fit(i, encoded)
+        data = self.read()
+        columns = ["messages_column"] if self.messages_column else ["prompt_column", "completion_column"]
+        self.require_columns(columns_of(data), *columns, *([] if self.tools_column == "tools" else ["tools_column"]))
+
+        def encoded(i: int) -> tuple[Row, dict[str, Any]]:
+            with self.named(i):
+                return self.encode_example(tokenizer, entered(data[i]), processor)
+
+        def inputs(i: int) -> dict[str, Any]:
+            return encoded(i)[1]
+
+        numbers, kept = [], []
+        for i in with_progress(range(len(data)), len(data), self.label):
+            row = self._fit(i, encoded(i)[0])
             if row is not None:
                 numbers.append(i)
                 kept.append(row)
-        check_positions(self, {i: len(row[0]) + len(row[1]) for i, row in zip(numbers, kept, strict=True)}, positions)
         if len(kept) < len(data):
-            long = len(data) - len(kept) - bad
+            long = len(data) - len(kept)
             rank_zero_info(
-                f"{self.label}: dropped {long} of {len(data)} examples longer than max_tokens={self.max_tokens} and "
-                f"{bad} invalid ones."
+                f"{self.label}: dropped {long} of {len(data)} examples longer than max_tokens={self.max_tokens}."
             )
-        if first is not None:
-            rank_zero_warn(f"Dropped: {bad} of {len(data)} examples are invalid, such as {first}")
         if not kept:
-            why = "" if first is None else f" ({bad} of {len(data)} are invalid, such as {first})"
-            raise RowError(f"max_tokens={self.max_tokens}: no example of {self.label} is left{why}. Raise it.")
-        if processor is None:
-            return SFTRows(kept)
-
-        def inputs(i: int) -> dict[str, Any]:
-            return self._encode(tokenizer, i, self.read_row(data, i), processor)[1]
-
-        return SFTRows(kept, [partial(inputs, i) for i in numbers])
-
-    def _check(self, row: Mapping[str, Any]) -> None:
-        """Raises a `ValueError` if an example is invalid, without rendering it."""
-        try:
-            self.lesson(row)
-            self.rendering(row)
-        except ValueError as error:
-            raise ValueError(f": {error}") from error
+            raise ValueError(f"max_tokens={self.max_tokens}: every example of {self.label} is longer. Raise it.")
+        return SFTRows(kept, [] if processor is None else [partial(inputs, i) for i in numbers])
 
     def lesson(self, row: Mapping[str, Any]) -> tuple[Any, list[dict[str, Any]], list[bool]]:
         """Returns the prompt, the messages from the first to the last trained turn, and their training mask."""
@@ -168,19 +130,12 @@ class SFTSource(ConversationSource):
             completion = row.get(self.completion_column)
             if isinstance(completion, str):
                 completion = [{"role": "assistant", "content": completion}]
-            if not isinstance(completion, Sequence) or not completion:
-                raise ValueError(
-                    "the completion must be a string or messages that end with an assistant turn, got "
-                    f"{str(completion)[:80]!r}."
-                )
             messages = as_messages(completion)
         trained = self._trained(messages)
         first, last = trained.index(True), len(trained) - trained[::-1].index(True)
         prompt: Any = messages[:first] if self.messages_column else row.get(self.prompt_column)
         if first and not self.messages_column:
             prompt = [*conversation(prompt), *messages[:first]]
-        if not prompt:
-            raise ValueError("the prompt is empty. Add a message before the first trained turn.")
         return prompt, messages[first:last], trained[first:last]
 
     def _trained(self, messages: Sequence[Mapping[str, Any]]) -> list[bool]:
@@ -208,20 +163,11 @@ class SFTSource(ConversationSource):
             raise ValueError("no turn is trained: assistant turns are missing, or all have train: false. Enable one.")
         return trained
 
-    def _encode(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        i: int,
-        row: Mapping[str, Any],
-        processor: MediaProcessor | None = None,
+    def encode_example(
+        self, tokenizer: PreTrainedTokenizerBase, row: Mapping[str, Any], processor: MediaProcessor | None = None
     ) -> tuple[Row, dict[str, Any]]:
         """Returns an example's token IDs, with trained turns tokenized separately, and its model inputs."""
-        try:
-            encoded, templated, pieces = self.pieces(tokenizer, row, processor)
-        except MediaError as error:
-            raise MediaError(f"{self.where(i)}: {error}") from error
-        except ValueError as error:
-            raise RowError(f"{self.where(i)}: {error}") from error
+        encoded, templated, pieces = self.pieces(tokenizer, row, processor)
         completion: list[int] = []
         mask: list[bool] = []
         for piece in pieces:
@@ -298,11 +244,10 @@ class SFTSource(ConversationSource):
 
 def _flag(message: Mapping[str, Any]) -> bool | None:
     """Returns whether a message is marked as trained, or None if unmarked."""
-    given = {name: message[name] for name in FLAGS if message.get(name) is not None}
-    for name, value in given.items():
-        if value not in (0, 1):
-            raise ValueError(f"{name}={value!r} of a message: must be a boolean, 0, or 1. Fix it.")
-    return all(given.values()) if given else None
+    given = [message[name] for name in FLAGS if message.get(name) is not None]
+    if any(value not in (0, 1) for value in given):
+        raise ValueError(f"{FLAGS}={given} of a message: must be a boolean, 0, or 1. Fix it.")
+    return all(given) if given else None
 
 
 def _in_form(message: Mapping[str, Any], blocks: bool) -> dict[str, Any]:
@@ -368,30 +313,6 @@ def _raise_lost(name: str, part: str, body: str) -> NoReturn:
     )
 
 
-def check_positions(source: RowSource, lengths: Mapping[int, int], positions: tuple[int, bool] | None) -> None:
-    """Warns about examples beyond a model's context length, or raises an error if it has no positions for them.
-
-    Args:
-        source: Source of the examples.
-        lengths: Number of tokens by example index.
-        positions: Position limit from `positions_of`.
-    """
-    if positions is None:
-        return
-    longest, refused = positions
-    long = [number for number, length in lengths.items() if length > longest]
-    if not long:
-        return
-    first = f"{source.where(long[0])}: {lengths[long[0]]} tokens"
-    way_out = f"Set max_tokens={longest} and overlong."
-    if refused:
-        raise ValueError(f"{first}, but the model has positions for {longest}. {way_out}")
-    rank_zero_warn(
-        f"{source.label}: {len(long)} of {len(lengths)} examples exceed the model's context length of {longest} tokens "
-        f"(first: {first}), beyond which quality degrades. {way_out}"
-    )
-
-
 class SFTDataModule(LightningDataModule):
     """Data module for SFT, with the same token IDs as in RL. Only completion tokens are trained.
 
@@ -403,7 +324,7 @@ class SFTDataModule(LightningDataModule):
         seed: Random seed of the order, 0 or more.
 
     Raises:
-        ValueError: If a file, column, or tokenizer is missing, there is less than one batch, or an example is too long.
+        ValueError: If a file, column, or tokenizer is missing, or there is less than one batch.
     """
 
     _loader_class: type[SFTLoader] = SFTLoader
@@ -420,8 +341,8 @@ class SFTDataModule(LightningDataModule):
         self.tokenizer_path = tokenizer
         self.train = train
         self.val = None if val is None else rendered_like(val, train)
-        self.batch_size = at_least("batch_size", batch_size, 1)
-        self.seed = at_least("seed", seed, 0)
+        self.batch_size = batch_size
+        self.seed = seed
         self._loaders: dict[str, SFTLoader] = {}
 
     def setup(self, stage: str) -> None:
@@ -444,7 +365,7 @@ class SFTDataModule(LightningDataModule):
         self.tokenizer = load_tokenizer(self.tokenizer_path or path, chat_template=template)
         require_vocabulary(self.tokenizer, path)
         processor = load_processor(path, self.tokenizer)
-        return lambda source: source.tokenized(self.tokenizer, processor, positions_of(path))
+        return lambda source: source.tokenized(self.tokenizer, processor)
 
     def train_dataloader(self) -> SFTLoader:
         """Returns the loader of the training data."""

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from lightrl.data.rows import shuffled_order
 from lightrl.ops.masking import pad_rows
-
-if TYPE_CHECKING:
-    pass
 
 Row = tuple[list[int], list[int]] | tuple[list[int], list[int], list[bool]]
 """Prompt tokens, completion tokens, and a mask of the trained completion tokens unless all are trained."""

@@ -7,22 +7,14 @@ import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
 
-from huggingface_hub.constants import HF_HUB_OFFLINE
-from huggingface_hub.errors import (
-    GatedRepoError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-)
 from jinja2 import TemplateError
 from lightning.pytorch.utilities import rank_zero_warn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from lightrl.data.files import one_line
 from lightrl.models.spec import read_chat_template
 from lightrl.models.turns import text_ids
 
@@ -38,9 +30,6 @@ _MARK = "Qc{}n"
 """Placeholder for the name of a tool call."""
 _TOOL_MARK = "Qt{}n"
 """Placeholder for the name of a tool."""
-_LEAST_FRAME = 4
-"""Minimum number of characters to recognize plain text around a turn."""
-_BLOCK_KINDS = ("text", "image", "video", "audio")
 
 
 def load_tokenizer(path: str, *, chat_template: str | None = None, **kwargs: Any) -> PreTrainedTokenizerBase:
@@ -55,48 +44,22 @@ def load_tokenizer(path: str, *, chat_template: str | None = None, **kwargs: Any
         **kwargs: Additional arguments of `AutoTokenizer.from_pretrained`.
 
     Raises:
-        ValueError: If the template is invalid, the tokenizer doesn't exist, or it has no end-of-sequence token.
+        ValueError: If the template or the tokenizer is missing or invalid.
     """
     template = None if chat_template is None else read_chat_template(chat_template, "chat_template")
     local = Path(path).expanduser()
-    if not local.is_dir() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
-        raise ValueError(f"model path {path!r}: no such directory (relative to {Path.cwd()}). Fix the path.")
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(local) if local.is_dir() else path, **kwargs)
-    except OSError as error:
-        raise ValueError(f"model path {path!r}: {why_not_there(error)}") from error
-    except ValueError as error:
-        raise ValueError(f"model path {path!r}: can't load a tokenizer: {one_line(error)}") from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model path {path!r}: can't load a tokenizer: {error}") from error
     if template is not None:
         tokenizer.chat_template = template
         tokenizer.name_or_path = ""  # renderers use it to detect a family's original template
-    if tokenizer.eos_token_id is None:
-        raise ValueError(f"The tokenizer of {path!r} has no end-of-sequence token. Set eos_token in its config.")
     if tokenizer.pad_token_id is None:
         unknown = tokenizer.unk_token if tokenizer.unk_token_id is not None else None
         tokenizer.pad_token = unknown or tokenizer.eos_token
         rank_zero_warn(f"The tokenizer of {path!r} has no pad token. Padding with {tokenizer.pad_token!r}.")
     return tokenizer
-
-
-def why_not_there(error: BaseException) -> str:
-    """Explains why transformers found no model in a directory or on the Hub, from the causes of its error."""
-    causes: list[BaseException] = []
-    cause: BaseException | None = error
-    while cause is not None and cause not in causes:
-        causes.append(cause)
-        cause = cause.__cause__ or cause.__context__
-    if any(isinstance(each, GatedRepoError | RepositoryNotFoundError) for each in causes):
-        return "the Hub has no such repository, or it is private. Check the name, or log in with `hf auth login`."
-    if any(isinstance(each, LocalEntryNotFoundError) for each in causes):
-        why = "is disabled (HF_HUB_OFFLINE)" if HF_HUB_OFFLINE else "is unreachable"
-        return (
-            f"not a directory (relative to {Path.cwd()}) and not in the Hugging Face cache, and the Hub {why}. Pass a "
-            "directory, or download the model first: `hf download NAME`."
-        )
-    if "valid JSON" in str(error):
-        return str(error)
-    return "not found, neither as a directory nor on the Hub. Check the name."
 
 
 def render_prompt(
@@ -120,10 +83,9 @@ def render_prompt(
         tools: JSON schemas from `as_tools`, for conversations.
 
     Raises:
-        ValueError: If the template is missing or omits tools or tool calls, or the prompt is invalid or already
-            rendered.
+        ValueError: If the template is missing or omits tools or tool calls, or the prompt is invalid.
     """
-    has_template = bool(getattr(tokenizer, "chat_template", None))
+    has_template = bool(tokenizer.chat_template)
     if isinstance(prompt, str) and (chat_template is False or (chat_template == "auto" and not has_template)):
         if system_prompt is not None or tools:
             name = "tools" if system_prompt is None else "system_prompt"
@@ -139,7 +101,6 @@ def render_prompt(
             "Use an instruction-tuned model's tokenizer, set actor.chat_template (Jinja text or a file), or use "
             "strings as prompts."
         )
-    require_unrendered(tokenizer, prompt, chat_template)
     unknown = sorted({str(message["role"]) for message in messages} - ROLES)
     for role in unknown:
         if role not in str(tokenizer.chat_template):
@@ -150,8 +111,7 @@ def render_prompt(
     if messages[-1]["role"] != "assistant":
         return apply_template(tokenizer, messages, tools, **{"add_generation_prompt": True, **variables}), True
     variables = {"add_generation_prompt": False, "continue_final_message": True, **variables}
-    text = apply_template(tokenizer, messages, tools, **variables)
-    return _with_one_block(tokenizer, messages, tools, text, dict(template_kwargs or {})), True
+    return apply_template(tokenizer, messages, tools, **variables), True
 
 
 def apply_template(
@@ -279,42 +239,12 @@ def _texts(value: Any) -> Iterator[str]:
         yield value.strip()
 
 
-def _with_one_block(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Any,
-    text: str,
-    variables: Mapping[str, Any],
-) -> str:
-    """Removes an empty reasoning block before a last turn that starts with one.
-
-    Templates that insert `<think></think>` before a turn without reasoning also do so if the turn starts with
-    `<think>`.
-    """
-    content = messages[-1]["content"]
-    if isinstance(content, list) and all(block.get("type") == "text" for block in content):
-        content = "".join(block["text"] for block in content)
-    opening = re.match(r"\s*<(\w+)>", content) if isinstance(content, str) else None
-    if opening is None or f"</{opening[1]}>" in content:
-        return text
-    tag = f"<{opening[1]}>"
-    begun = apply_template(tokenizer, messages[:-1], tools, **{"add_generation_prompt": True, **variables})
-    begun = re.sub(rf"{tag}\s*(</{opening[1]}>\s*)?$", "", begun)
-    return begun + content if text.count(tag) > (begun + content).count(tag) else text
-
-
-def require_unrendered(tokenizer: PreTrainedTokenizerBase, prompt: Any, chat_template: ChatTemplate) -> None:
+def require_unrendered(tokenizer: PreTrainedTokenizerBase, prompt: str, chat_template: ChatTemplate) -> None:
     """Raises a `ValueError` if a string to be rendered already contains text of the chat template."""
-    if not isinstance(prompt, str) or chat_template is False or not getattr(tokenizer, "chat_template", None):
-        return
-    frame = _frame(tokenizer)
-    found = next((token for token in frame.tokens if token in prompt), None)
-    if found is None and frame.start and prompt.startswith(frame.start):
-        found = frame.start
-    if found is None and frame.head and prompt.lstrip().startswith(frame.head):
-        found = frame.head
-    if found is None and frame.tail and prompt.rstrip().endswith(frame.tail):
-        found = frame.tail
+    tokens, head = _markers(tokenizer, str(tokenizer.chat_template))
+    found = next((token for token in tokens if token in prompt), None)
+    if found is None and len(head) >= 4 and prompt.lstrip().startswith(head):
+        found = head
     if found is not None:
         raise ValueError(
             f"chat_template={chat_template!r}: the string contains {found!r} of the chat template, so it is already "
@@ -322,59 +252,20 @@ def require_unrendered(tokenizer: PreTrainedTokenizerBase, prompt: Any, chat_tem
         )
 
 
-@dataclass(frozen=True)
-class _Frame:
-    """Text of a chat template around turns: special tokens, the BOS token, and the texts before and after user content
-    ("" if shorter than four characters)."""
-
-    tokens: tuple[str, ...]
-    start: str
-    head: str
-    tail: str
-
-
-_FRAMES: WeakKeyDictionary[PreTrainedTokenizerBase, dict[str, _Frame]] = WeakKeyDictionary()
-
-
-def _frame(tokenizer: PreTrainedTokenizerBase) -> _Frame:
-    frames = _FRAMES.setdefault(tokenizer, {})
-    template = str(tokenizer.chat_template)
-    if template not in frames:
-        frames[template] = _measured_frame(tokenizer)
-    return frames[template]
-
-
-def _measured_frame(tokenizer: PreTrainedTokenizerBase) -> _Frame:
-    def rendered(turns: Sequence[tuple[str, str]], **options: Any) -> str:
-        messages: list[dict[str, Any]] = [{"role": role, "content": content} for role, content in turns]
-        for form in (messages, [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]):
-            try:
-                text = str(tokenizer.apply_chat_template(form, tokenize=False, **options))
-            except Exception:  # a template may raise anything
-                continue
-            if all(content in text for _, content in turns):
-                return text
-        return ""
-
-    special = special_tokens(tokenizer)
-    asked = rendered([("user", "Qu8")], add_generation_prompt=True)
-    answered = rendered([("user", "Qu8"), ("assistant", "Qa9"), ("user", "Qu9")])
-    edges = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token}
-    head, _, tail = asked.partition("Qu8")
-    head, tail = (head.strip().splitlines() or [""])[-1].strip(), tail.strip()
-    start = tokenizer.bos_token or ""
-    return _Frame(
-        tokens=tuple(sorted(token for token in special - edges if token in asked + answered)),
-        start=start if asked.startswith(start) else "",
-        head=head.removeprefix(start) if len(head.removeprefix(start)) >= _LEAST_FRAME else "",
-        tail=tail if len(tail) >= _LEAST_FRAME else "",
-    )
-
-
-def special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
-    """Returns the texts of the special tokens."""
+@lru_cache(maxsize=4)
+def _markers(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[list[str], str]:
+    """Returns the special tokens that a chat template writes, and its text right before a user's turn."""
+    mark, text = "Qu8", ""
+    for content in (mark, [{"type": "text", "text": mark}]):
+        with contextlib.suppress(Exception):  # a template may raise anything
+            user = [{"role": "user", "content": content}]
+            text = str(tokenizer.apply_chat_template(user, tokenize=False, add_generation_prompt=True))
+        if mark in text:
+            break
     added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    return {token for token in {*added, *tokenizer.all_special_tokens} if len(token) > 1}
+    plain = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token}
+    head = text.partition(mark)[0].strip().rpartition("\n")[2]
+    return [token for token in added - plain if token in text], head.removeprefix(tokenizer.bos_token or "").strip()
 
 
 def conversation(prompt: Any, system_prompt: str | None = None) -> list[dict[str, Any]]:
@@ -388,21 +279,14 @@ def as_messages(prompt: Any) -> list[dict[str, Any]]:
 
     Removes keys with None. `content` is "" in turns with only tool calls or reasoning. Calls are in `tool_calls` with
     arguments as an object, and reasoning is in `reasoning_content`.
-
-    Raises:
-        ValueError: If `prompt` is not a conversation.
     """
-    if not isinstance(prompt, Sequence) or isinstance(prompt, str | bytes) or not prompt:
-        raise ValueError(f"A prompt must be a string or a nonempty list of messages, got {_short(prompt)}.")
+    if not isinstance(prompt, list | tuple) or not prompt:
+        raise ValueError(f"messages={str(prompt)[:80]}: must be a string or a nonempty list. Fix the column.")
     return [_as_message(message) for message in prompt]
 
 
-def _as_message(given: Any) -> dict[str, Any]:
-    if not isinstance(given, Mapping) or "role" not in given:
-        raise ValueError(f"A message must be a dictionary with role and content, got {_short(given)}.")
+def _as_message(given: Mapping[str, Any]) -> dict[str, Any]:
     message = {key: value for key, value in given.items() if value is not None}
-    if not isinstance(message.get("role"), str) or not message["role"]:
-        raise ValueError(f"A message's role must be a string, got {_short(given['role'])}.")
     for name in _THOUGHTS:
         if isinstance(message.get(name), str):
             message.setdefault("reasoning_content", message.pop(name))
@@ -412,26 +296,35 @@ def _as_message(given: Any) -> dict[str, Any]:
         message["tool_calls"] = [_as_call(call) for call in calls]
     if "content" not in message:
         if not calls and "reasoning_content" not in message:
-            raise ValueError(f"A message must be a dictionary with role and content, got {_short(given)}.")
+            raise ValueError(f"A message must be a dictionary with role and content, got {str(given)[:80]}.")
         message["content"] = ""
-    _require_content(message["content"])
     return message
 
 
-def _as_call(given: Any) -> dict[str, Any]:
+def _as_call(given: Mapping[str, Any]) -> dict[str, Any]:
     """Normalizes a call to {"type": "function", "function": {"name": ..., "arguments": {...}}}. Keeps its ID."""
-    call = {key: value for key, value in given.items() if value is not None} if isinstance(given, Mapping) else {}
+    call = {key: value for key, value in given.items() if value is not None}
     function = call.pop("function", call)
-    name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(name, str) or not name:
-        raise ValueError(f"tool_calls: a call must have a function with a name, got {_short(given)}.")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError):
             parsed = json.loads(arguments)
             arguments = parsed if isinstance(parsed, dict) else arguments
     outer = {} if function is call else call
-    return {"type": "function", **outer, "function": {"name": name, "arguments": arguments or {}}}
+    return {"type": "function", **outer, "function": {"name": function["name"], "arguments": arguments or {}}}
+
+
+def as_strings(prompt: Any) -> Any:
+    """Converts a text-only conversation to string contents."""
+    if isinstance(prompt, str):
+        return prompt
+    messages = as_messages(prompt)
+    for message in messages:
+        if not isinstance(message["content"], str):
+            if any("text" not in block for block in message["content"]):
+                raise ValueError("the prompt has media, but the model is text-only. Remove them.")
+            message["content"] = "".join(block["text"] for block in message["content"])
+    return messages
 
 
 def as_tools(value: Any) -> list[dict[str, Any]]:
@@ -444,56 +337,17 @@ def as_tools(value: Any) -> list[dict[str, Any]]:
         ValueError: If `value` has another form.
     """
     if isinstance(value, str) and value.strip():
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise ValueError(f"tools: {_short(value)} is not valid JSON ({error}). Fix it.") from error
+        value = json.loads(value)
     if not value:
         return []
     tools = [tool if isinstance(tool, Mapping) and "function" in tool else {"function": tool} for tool in value]
     for tool in tools:
-        if not isinstance(tool["function"], Mapping) or not isinstance(tool["function"].get("name"), str):
+        if not isinstance(tool["function"], Mapping) or "name" not in tool["function"]:
             raise ValueError(
-                f"tools: {_short(tool['function'])} is not a JSON schema of a named function. Fix it, or set "
+                f"tools: {str(tool['function'])[:80]} is not a JSON schema of a named function. Fix it, or set "
                 "tools_column: null if the column contains something else."
             )
     return [{"type": "function", **tool} for tool in tools]
-
-
-def _require_content(content: Any) -> None:
-    if isinstance(content, str):
-        return require_text(content)
-    if not isinstance(content, Sequence) or isinstance(content, bytes):
-        raise ValueError(f"A message's content must be a string or a list of blocks, got {_short(content)}.")
-    for block in content:
-        kind = block.get("type") if isinstance(block, Mapping) else None
-        if not isinstance(kind, str) or not any(known in kind for known in _BLOCK_KINDS):
-            raise ValueError(
-                f"A content block must be a dictionary whose type is one of {', '.join(_BLOCK_KINDS)}, got "
-                f"{_short(block)}."
-            )
-        if kind == "text":
-            if not isinstance(block.get("text"), str):
-                raise ValueError(f"A text block must contain a text, got {_short(block)}.")
-            require_text(block["text"])
-
-
-def require_text(text: str) -> None:
-    """Raises a `ValueError` if a string contains an unpaired surrogate, which tokenizers don't support."""
-    if text.isascii():
-        return
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{text[error.start]!r} at position {error.start} is an unpaired surrogate (usually an emoji cut in half). "
-            "Remove it."
-        ) from error
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return f"{text if len(text) <= 80 else text[:77] + '...'} of type {type(value).__name__}"
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, templated: bool) -> list[int]:
@@ -502,10 +356,8 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, templated: bool) ->
     A templated text already contains its special tokens. A plain text gets those that the tokenizer adds at the start,
     but no end-of-sequence token.
     """
-    require_text(text)
     plain = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     if templated:
         return plain
     ids = text_ids(tokenizer, text)
-    eos = getattr(tokenizer, "eos_token_id", None)
-    return ids[:-1] if ids[-1:] == [eos] and ids[-1 - len(plain) : -1] == plain else ids
+    return ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] and ids[-1 - len(plain) : -1] == plain else ids

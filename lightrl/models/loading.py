@@ -28,7 +28,6 @@ from lightrl.models.turns import placeholder_ids
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 CONFIG_KEYS = ("trust_remote_code", "revision", "token", "cache_dir", "local_files_only", "subfolder", "code_revision")
 WEIGHTS = {".safetensors", ".bin", ".gguf", ".pt", ".pth"}
-TABLES = ("biogpt", "codegen", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "openai-gpt", "opt")  # learned positions
 FIXED = "fixed"  # `rope_type` of rotary embeddings that don't depend on the batch
 
 
@@ -320,16 +319,6 @@ def longest_sequence(config: Any) -> int | None:
     """Returns the maximum sequence length in tokens from the config; None if it is not specified."""
     longest: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     return longest
-
-
-def positions_of(path: str) -> tuple[int, bool] | None:
-    """Returns `longest_sequence` of a model, and whether longer sequences are an error; None if unknown.
-
-    They are an error for models with a table of positions. With rotary embeddings, quality decreases.
-    """
-    config = _readable_config(path)
-    longest = None if config is None else longest_sequence(config)
-    return None if longest is None else (longest, config.get_text_config().model_type in TABLES)
 
 
 # ---- rotary embeddings -------------------------------------------------------------------------------------------

@@ -136,11 +136,6 @@ class MicroBatch:
             ValueError: A loss is not per token. A mean inside `compute_loss` would grow with the number of
                 micro-batches.
         """
-        if not isinstance(losses, Mapping):
-            found = f"a tensor of shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
-            raise ValueError(
-                f"compute_loss: returned {found}. Return a dictionary of (b, T) losses by name, and metrics."
-            )
         mask = self.rows.response_mask
         total = torch.zeros((), device=mask.device)
         for name, loss in losses.items():

@@ -152,11 +152,6 @@ def per_token(**settings: Any) -> Any:
     return field(metadata={"per": "token"}, **settings)
 
 
-def per_batch(**settings: Any) -> Any:
-    """Declares a `RowBatch` field with one value per batch, the default for fields."""
-    return field(metadata={"per": "batch"}, **settings)
-
-
 def per_row(**settings: Any) -> Any:
     """Declares a `RowBatch` field with one entry per row: (B, ...) tensors, lists of B, or dictionaries of them.
 
@@ -196,11 +191,6 @@ class RowBatch:
     def host_rows(self) -> HostRows:
         """Returns the tensors from which layouts are planned, in host memory."""
         return HostRows(*(self.on_host(name) for name in HOST_NAMES))
-
-    def with_host_of(self: R, other: RowBatch) -> R:
-        """Returns the record with the other's host copies of tensors that both share."""
-        copies = other.host_copies().items()
-        return self.with_host({n: copy for n, copy in copies if getattr(self, n, None) is getattr(other, n)})
 
     def with_host(self: R, host: dict[str, Tensor]) -> R:
         """Returns the record with these host copies of its tensors."""
@@ -325,7 +315,7 @@ class Rollouts(RowBatch):
     rewards: Tensor = per_row()
     reward_parts: dict[str, Tensor] = per_row()
     truncated: Tensor = per_row()
-    policy_version: int = per_batch()
+    policy_version: int
     trajectory_ids: Tensor = per_row(default=None)  # filled in below
     turn_ids: Tensor | None = per_token(default=None)
     turn_rewards: dict[str, Tensor] = per_token(default_factory=dict)

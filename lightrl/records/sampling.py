@@ -61,34 +61,6 @@ class SamplingParams:
     json_schema: dict[str, Any] | None = None
     extra: dict[str, Any] | None = None
 
-    def __post_init__(self) -> None:
-        checks = {
-            "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
-            "min_new_tokens": (0 <= self.min_new_tokens <= self.max_new_tokens, "between 0 and max_new_tokens"),
-            "temperature": (
-                self.temperature == 0 or 1e-6 <= self.temperature <= 1e6,
-                "0 (greedy), or from 1e-6 to 1e6",
-            ),
-            "fire_temperature": (
-                self.fire_temperature is None or 1e-6 <= self.fire_temperature <= 1e6,
-                "from 1e-6 to 1e6, or null to disable it",
-            ),
-            "top_p": (0 < self.top_p <= 1, "in (0, 1]; 1 disables it"),
-            "top_k": (self.top_k >= 0, "0 (disabled) or more"),
-            "min_p": (0 <= self.min_p < 1, "in [0, 1); 0 disables it"),
-            "repetition_penalty": (
-                1e-3 <= self.repetition_penalty <= 1e3,
-                "from 1e-3 to 1e3; 1 disables it",
-            ),
-            "stop": ("" not in (self.stop or []), "non-empty strings"),
-            "stop_token_ids": (all(token >= 0 for token in self.stop_token_ids or []), "token IDs, 0 or more"),
-        }
-        for name, (ok, allowed) in checks.items():
-            if not ok:
-                raise ValueError(f"SamplingParams.{name}={getattr(self, name)!r}: must be {allowed}.")
-        if self.regex is not None and self.json_schema is not None:
-            raise ValueError("SamplingParams.regex with json_schema: only one is supported. Remove one of them.")
-
     @property
     def masked_tokens(self) -> int:
         """Number of tokens at the start of each completion whose distribution the trainer doesn't compute."""
@@ -373,10 +345,6 @@ class CompletionGroup:
         completion = self.completions[place]
         return completion.policy_versions or [self.policy_version] * len(completion.token_ids)
 
-    @property
-    def suspended(self) -> bool:
-        return any(completion.finish_reason == "suspended" for completion in self.completions)
-
 
 @dataclass
 class Prompts:
@@ -407,8 +375,9 @@ class Prompts:
     def __getitem__(self, rows: slice | Sequence[int]) -> Prompts:
         """Selects prompts as another `Prompts`."""
         pick = range(len(self))[rows] if isinstance(rows, slice) else rows
+        names = [each.name for each in fields(self) if each.name != "columns"]
         return Prompts(
-            **{name: [values[i] for i in pick] if (values := getattr(self, name)) else [] for name in self._lists()},
+            **{name: [values[i] for i in pick] if (values := getattr(self, name)) else [] for name in names},
             columns={name: [values[i] for i in pick] for name, values in self.columns.items()},
         )
 
@@ -423,11 +392,6 @@ class Prompts:
             media=self.media[i] if self.media else Media(),
             name=f"prompt {i} (dataset row {self.indices[i]})" if self.indices else f"prompt {i}",
         )
-
-    @classmethod
-    def _lists(cls) -> list[str]:
-        """Names of attributes with one entry per prompt: all except `columns`."""
-        return [f.name for f in fields(cls) if f.name != "columns"]
 
 
 StopReason = Literal["stop", "length", "turns", "tokens", "time", "failure"]

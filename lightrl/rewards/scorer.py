@@ -191,10 +191,13 @@ class RewardScorer:
         """
         used = set(self.names)
         if self.rewards_by_label is not None:
-            if labels is not None:
-                used = set().union(*(self.rewards_by_label[label] for label in labels))
-            else:
+            if labels is None:
                 used = used.intersection(*self.rewards_by_label.values())
+            else:
+                used = set()
+                for label in labels:
+                    self.check_label(label, f"{source}: an example")
+                    used.update(self.rewards_by_label[label])
         for function in self._functions:
             if function.name not in used:
                 continue
@@ -209,20 +212,14 @@ class RewardScorer:
                     "default, or assign functions to examples with rewards_by_label."
                 )
 
-    def check_label(self, row: Mapping[str, Any]) -> None:
-        """Raises a `ValueError` if `rewards_by_label` has no entry for the label of an example."""
-        if self.rewards_by_label is None:
-            return
-        label = row.get(self.label_column)
-        try:
-            known = label in self.rewards_by_label
-        except TypeError:  # a list
-            known = False
-        if not known:
+    def check_label(self, label: Any, where: str) -> None:
+        """Raises a `ValueError` if `rewards_by_label` has no entry for the label of the example at `where`."""
+        labels = list(self.rewards_by_label or ())
+        if label not in labels:
             raise ValueError(
-                f"has label {label!r} (column {self.label_column!r}), which is not in rewards_by_label (labels: "
-                f"{', '.join(map(repr, self.rewards_by_label))}). "
-                "Add the label, with an empty list to leave its examples unscored, or remove these examples."
+                f"{where} has label {label!r} (column {self.label_column!r}), which is not in rewards_by_label "
+                f"(labels: {', '.join(map(repr, labels))}). Add the label, with an empty list to leave its examples "
+                "unscored, or remove these examples."
             )
 
     def close(self, timeout: float = 5.0) -> None:
@@ -252,10 +249,7 @@ class RewardScorer:
         self._require_labels(rows)
         labels = rows[self.label_column]
         for index, label in enumerate(labels):
-            try:
-                self.check_label({self.label_column: label})
-            except ValueError as error:
-                raise ValueError(f"row {index} (prompt {str(rows['prompts'][index])[:60]!r}) {error}") from error
+            self.check_label(label, f"row {index} (prompt {str(rows['prompts'][index])[:60]!r})")
         return [self.rewards_by_label[label] for label in labels]
 
     def _require_labels(self, columns: Collection[str]) -> None:

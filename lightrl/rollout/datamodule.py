@@ -16,13 +16,11 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightrl.compat.lightning import run_seed
 from lightrl.data.processing import load_processor
-from lightrl.data.prompt_sets import PromptSet
-from lightrl.data.prompts import PromptMixture, PromptSource, prompt_source
+from lightrl.data.prompts import PromptMixture, PromptSet, PromptSource, prompt_source
 from lightrl.data.templates import load_tokenizer
 from lightrl.distributed.strategies import gather_objects
 from lightrl.engines.base import Engine
 from lightrl.environments.episodes import Episode, SingleTurn
-from lightrl.models.loading import positions_of
 from lightrl.records import Prompts, Rollouts, SamplingParams, SupervisedBatch
 from lightrl.rewards.base import RewardSpec
 from lightrl.rewards.scorer import OWN_NAMES, RewardScorer
@@ -174,7 +172,7 @@ class RolloutDataModule(LightningDataModule):
         self._load_prompts(stage)
         if stage == "fit" and self.ptx is not None and self._ptx_loader is None:
             order = {"seed": self.seed, "rank": self.rank, "world_size": self.world_size}
-            self._ptx_loader = self.ptx.loader(self.tokenizer, self.processor, positions_of(spec.path), **order)
+            self._ptx_loader = self.ptx.loader(self.tokenizer, self.processor, **order)
         self._attach_host(module)
         if stage == "fit":
             for check in self.host.checks():
@@ -201,8 +199,6 @@ class RolloutDataModule(LightningDataModule):
                 seed=self.seed,
                 shuffle=training,
                 processor=self.processor,
-                check_column=scorer.label_column if scorer is not None and labelled else None,
-                check_row=scorer.check_label if scorer is not None and labelled else None,
                 room=self._room(self.sampling if training else self.eval_sampling),
             )
             opened.require_free([*OWN_NAMES, *of_episodes, *(["prompt"] if of_episodes else [])])

@@ -10,8 +10,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightrl.compat.arguments import imported
-from lightrl.data.prompt_sets import PromptSet
-from lightrl.data.prompts import PromptMixture, PromptSource, prompt_source, rendered_like
+from lightrl.data.prompts import PromptMixture, PromptSet, PromptSource, prompt_source, rendered_like
 from lightrl.records import Prompts, Rollouts, SamplingParams
 from lightrl.rewards.scorer import RewardScorer
 

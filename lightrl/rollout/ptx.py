@@ -19,7 +19,7 @@ class PTXSource(SFTSource):
 
     batch_size: int = 32
 
-    def loader(self, tokenizer: Any, processor: Any, positions: Any, **order: Any) -> SFTLoader:
+    def loader(self, tokenizer: Any, processor: Any, **order: Any) -> SFTLoader:
         """Returns a loader of the examples. `order` contains `seed`, `rank`, and `world_size` (see `SFTLoader`)."""
-        rows = self.tokenized(tokenizer, processor, positions)
+        rows = self.tokenized(tokenizer, processor)
         return SFTLoader(rows, self.batch_size, tokenizer.pad_token_id, **order)

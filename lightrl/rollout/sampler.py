@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightrl.data.prompt_sets import PromptSet
+from lightrl.data.prompts import PromptSet
 from lightrl.distributed.strategies import gather_objects
 from lightrl.engines.background import BackgroundLoop
 from lightrl.environments.episodes import Episode, Task, request_seed

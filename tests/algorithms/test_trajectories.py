@@ -78,6 +78,8 @@ FEW: list[tuple[Any, Any, Any]] = [
     *((RLOO, make, SequenceMean) for make in LOSSES),
     *((RLOO, PPOClip, make) for make in AGGREGATIONS),
 ]
+
+
 class Compare(PPOLightningModule):
     """Computes the gradient of every combination for whole and for cut trajectories."""
 

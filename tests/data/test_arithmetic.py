@@ -7,8 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from lightrl.data.arithmetic import ArithmeticRows
 from lightrl.data.prompts import PromptSource
 
@@ -34,21 +32,6 @@ def test_rows_depend_on_the_seed_alone() -> None:
     assert ArithmeticRows(size=50, seed=1)()["prompt"] == ArithmeticRows(size=50, seed=1)()["prompt"]
     assert ArithmeticRows(size=50, seed=1)()["prompt"] != ArithmeticRows(size=50, seed=2)()["prompt"]
     assert ArithmeticRows(size=10, seed=1)()["prompt"] == ArithmeticRows(size=50, seed=1)()["prompt"][:10]
-
-
-def test_other_numbers_of_digits() -> None:
-    row = ArithmeticRows(digits=1, num_eval=20)()[0]
-    assert len(row["prompt"]) == 4
-    assert len(row["answer"]) == 2
-    assert len(ArithmeticRows(digits=1, num_eval=20)()) == 80
-
-
-@pytest.mark.parametrize(
-    "bad", [{"digits": 0}, {"digits": 4}, {"split": "test"}, {"num_eval": 10_000}, {"size": 0}, {"size": 9_745}]
-)
-def test_bad_arguments_are_named(bad: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(bad))):
-        ArithmeticRows(**bad)
 
 
 def test_the_tokenizer_of_the_quickstart_gives_one_token_per_character(tokenizer: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightrl.data.preferences import PreferenceDataModule, PreferenceLoader, PreferenceSource
+from lightrl.data.preferences import PreferenceLoader, PreferenceSource
 from lightrl.data.prompts import PromptSource
 
 ROWS = [{"prompt": "1+1=", "chosen": "2", "rejected": "23"}, {"prompt": "9=", "chosen": "009", "rejected": "5"}]
@@ -62,11 +62,8 @@ def test_margins(tokenizer: Any) -> None:
     rows = [{**row, "better_by": i + 0.5} for i, row in enumerate(ROWS)]
     pairs = PreferenceSource(rows=rows, margin_column="better_by").tokenized(tokenizer)
     assert loader(pairs, 2).collate(pairs)["margin"].tolist() == [0.5, 1.5]
-    for bad in (None, "much", float("nan"), True):
-        with pytest.raises(ValueError, match="row 1: better_by="):
-            PreferenceSource(rows=[rows[0], {**rows[1], "better_by": bad}], margin_column="better_by").tokenized(
-                tokenizer
-            )
+    with pytest.raises(ValueError, match="row 0: better_by=-1.0"):
+        PreferenceSource(rows=[{**rows[0], "better_by": -1}], margin_column="better_by").tokenized(tokenizer)
 
 
 def say(role: str, content: str) -> dict[str, str]:
@@ -106,24 +103,10 @@ def test_bad_rows_are_named(tokenizer: Any) -> None:
     for argument in ("prompt_column", "chosen_column", "rejected_column", "margin_column"):
         with pytest.raises(ValueError, match=rf"{argument}='x': .* no such column"):
             PreferenceSource(rows=ROWS, **{argument: "x"}).tokenized(tokenizer)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="rows="):
-        PreferenceSource(rows=[]).tokenized(tokenizer)
     tokenizer.chat_template = TEMPLATE
     apart = {"chosen": [say("user", "1"), say("assistant", "2")], "rejected": [say("user", "2"), say("assistant", "2")]}
     with pytest.raises(ValueError, match="row 0: 'chosen' and 'rejected' have different prompts"):
         PreferenceSource(rows=[apart], prompt_column=None).tokenized(tokenizer)
-    with pytest.raises(ValueError, match="row 0: the completion must be a string or messages"):
-        PreferenceSource(rows=[{"prompt": "1", "chosen": 2, "rejected": "3"}], rendering="text").tokenized(tokenizer)
-
-
-def test_bad_arguments_are_named() -> None:
-    for bad in ({"rendering": "both"}, {"overlong": "truncate"}, {"max_tokens": 1}, {"streaming": True}):
-        with pytest.raises(ValueError, match=next(iter(bad))):
-            PreferenceSource(rows=ROWS, **bad)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="batch_size=0"):
-        PreferenceDataModule(PreferenceSource(rows=ROWS), batch_size=0)
-    with pytest.raises(ValueError, match="seed=-1: must be at least 0"):
-        PreferenceDataModule(PreferenceSource(rows=ROWS), seed=-1)
 
 
 def test_long_pairs(tokenizer: Any) -> None:
@@ -131,7 +114,7 @@ def test_long_pairs(tokenizer: Any) -> None:
     assert len(PreferenceSource(rows=ROWS, max_tokens=7).tokenized(tokenizer)) == 2
     (kept,) = PreferenceSource(rows=ROWS, max_tokens=6).tokenized(tokenizer)
     assert kept.chosen == [13, 18, 4, 4, 13, 1]
-    with pytest.raises(ValueError, match="max_tokens=6: .*row 0 has 7 tokens"):
+    with pytest.raises(ValueError, match="row 0: max_tokens=6: .* 7 tokens"):
         PreferenceSource(rows=ROWS, max_tokens=6, overlong="error").tokenized(tokenizer)
     with pytest.raises(ValueError, match="max_tokens=5: every pair"):
         PreferenceSource(rows=ROWS, max_tokens=5).tokenized(tokenizer)
@@ -144,27 +127,3 @@ def test_ranks_share_the_pairs_and_an_idle_one_says_so(tokenizer: Any) -> None:
     prompts = [[int(i) for b in rank for i in b["token_ids"][::2, 0][b["valid"]]] for rank in ranks]
     assert prompts == [[4, 6, 8], [5, 7]]  # "0" is 4
     assert ranks[1][1]["valid"].tolist() == [False] and ranks[1][1]["token_ids"].shape[0] == 2
-
-
-def test_pairs_of_equal_sides_are_refused_or_warned_of(tokenizer: Any) -> None:
-    equal = {"prompt": "1+1=", "chosen": "2", "rejected": "2"}
-    with pytest.raises(ValueError, match=r"chosen_column='chosen' and .* equal in 2 of 2 pairs .first: list, row 0"):
-        PreferenceSource(rows=[equal, equal]).tokenized(tokenizer)
-    with pytest.warns(UserWarning, match="equal in 1 of 3 pairs .first: list, row 2"):
-        assert len(PreferenceSource(rows=[*ROWS, equal]).tokenized(tokenizer)) == 3
-
-
-@pytest.mark.parametrize(("margin", "message"), [(-5.0, "margin=-5.0: must not be negative"), (1e30, "margin=1e.30")])
-def test_margins_that_make_no_sense_are_named_by_their_row(tokenizer: Any, margin: float, message: str) -> None:
-    rows = [{**ROWS[0], "margin": 1.0}, {**ROWS[1], "margin": margin}]
-    with pytest.raises(ValueError, match=f"list, row 1: .*{message}"):
-        PreferenceSource(rows=rows, margin_column="margin").tokenized(tokenizer)
-
-
-def test_pairs_beyond_the_positions_are_refused_or_warned_of(tokenizer: Any) -> None:
-    rows = [*ROWS, {**ROWS[0], "rejected": "1" * 20}]
-    with pytest.raises(ValueError, match="list, row 2: 25 tokens, .* positions for 24. Set max_tokens=24"):
-        PreferenceSource(rows=rows).tokenized(tokenizer, (24, True))
-    with pytest.warns(UserWarning, match="1 of 3 examples exceed the model's context length of 24 tokens"):
-        assert len(PreferenceSource(rows=rows).tokenized(tokenizer, (24, False))) == 3
-    assert len(PreferenceSource(rows=rows, max_tokens=24).tokenized(tokenizer, (24, True))) == 2

@@ -74,8 +74,3 @@ def test_a_mixture_holds_its_weights_and_levels(tokenizer) -> None:
     curriculum = PromptCurriculum(PromptSource(rows=rows), class_column="level", classes=["easy", "hard"])
     drawn = curriculum.load(tokenizer).batch(0, 20)
     assert set(drawn.columns["level"]) == {"easy"}
-
-
-def test_an_unknown_generator_is_named() -> None:
-    with pytest.raises(ValueError, match="tasks='chain_summ'"):
-        ReasoningGymRows("chain_summ", size=2)()

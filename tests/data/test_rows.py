@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from datasets import Dataset, DatasetDict
 
-from lightrl.data.prompts import prompt_source
-from lightrl.data.rows import RowSource, require_columns, shuffled_order
+from lightrl.data.rows import RowSource, shuffled_order
 
 ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(5)]
 
@@ -53,21 +52,12 @@ def test_rows_in_memory_and_from_functions(rows: Any) -> None:
     assert [data[i]["answer"] for i in range(len(data))] == ["1", "2"]
 
 
-def test_load_kwargs_reach_the_reader(tmp_path: Path) -> None:
-    path = tmp_path / "rows.csv"
-    path.write_text("prompt;answer\n1+1=;2\n")
-    assert RowSource(path=str(path), load_kwargs={"sep": ";"}).read()[0]["prompt"] == "1+1="
-    assert RowSource(path=str(path)).read().column_names == ["prompt;answer"]
-
-
 def test_splits_of_saved_data_and_slices_of_files(tmp_path: Path) -> None:
     assert len(RowSource(path=str(write("saved_splits", tmp_path)), split="test").read()) == 1
     assert [row["answer"] for row in RowSource(path=str(write("jsonl", tmp_path)), split="train[1:3]").read()] == [
         "2",
         "3",
     ]
-    with pytest.raises(ValueError, match=r"split='dev'.*\['train', 'test'\]"):
-        RowSource(path=str(tmp_path / "rows.saved_splits"), split="dev").read()
 
 
 def test_streaming_gives_an_iterable_and_honours_limit(tmp_path: Path) -> None:
@@ -76,53 +66,23 @@ def test_streaming_gives_an_iterable_and_honours_limit(tmp_path: Path) -> None:
     assert [row["answer"] for row in stream] == ["1", "2"]
 
 
-@pytest.mark.parametrize("path", ["missing.jsonl", "./nowhere", "/no/such/folder", "a/b/c"])
-def test_a_missing_file_is_named(path: str) -> None:
-    with pytest.raises(ValueError, match="path=") as error:
+@pytest.mark.parametrize("path", ["missing.jsonl", "/no/such/folder", "no-such-owner/no-such-set"])
+def test_a_missing_file_or_data_set_is_named(path: str) -> None:
+    with pytest.raises(ValueError, match=path):
         RowSource(path=path).read()
-    assert path in str(error.value)
-
-
-def test_a_hub_name_that_cannot_be_had_is_named() -> None:
-    with pytest.raises(ValueError, match=r"no-such-owner/no-such-set"):
-        RowSource(path="no-such-owner/no-such-set").read()
 
 
 def test_an_unknown_kind_of_file_lists_the_known_ones(tmp_path: Path) -> None:
-    for name in ("rows.xlsx", "rows.parquet.gz", "rows.gz"):
-        (tmp_path / name).write_text("x")
-        with pytest.raises(ValueError, match="path="):
-            RowSource(path=str(tmp_path / name)).read()
+    (tmp_path / "rows.xlsx").write_text("x")
+    with pytest.raises(ValueError, match="path="):
+        RowSource(path=str(tmp_path / "rows.xlsx")).read()
 
 
-@pytest.mark.parametrize("rows", [[], Dataset.from_list([]), list])
-def test_an_empty_data_set_is_refused(rows: Any) -> None:
-    with pytest.raises(ValueError, match="rows"):
-        RowSource(rows=rows).read()
-
-
-@pytest.mark.parametrize("rows", [[], Dataset.from_list([])])
-def test_no_rows_are_refused_before_anything_is_read(rows: Any) -> None:
-    with pytest.raises(ValueError, match=r"RowSource.rows=\[\]"):
-        RowSource(rows=rows)
-    with pytest.raises(ValueError, match=r"eval_prompts.easy=\[\]"):
-        prompt_source(rows, "eval_prompts.easy")
-
-
-def test_bad_arguments() -> None:
-    with pytest.raises(ValueError, match="got neither. Set exactly one of path and rows"):
-        RowSource()
+def test_no_rows_are_rejected() -> None:
+    with pytest.raises(ValueError, match="no rows"):
+        RowSource(rows=list).read()
     with pytest.raises(ValueError, match="exactly one of path and rows"):
         RowSource(path="a", rows=ROWS)
-    with pytest.raises(ValueError, match="limit=0"):
-        RowSource(rows=ROWS, limit=0)
-    with pytest.raises(ValueError, match="rows="):
-        RowSource(rows=lambda: 3).read()
-
-
-def test_missing_columns_list_those_there_are() -> None:
-    with pytest.raises(ValueError, match=r"prompt_column='question': here has no such column. Use one of \['a', 'b'\]"):
-        require_columns(["a", "b"], ["question"], "here", "prompt_column")
 
 
 def test_order_is_a_permutation_that_depends_on_seed_and_epoch() -> None:

@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from transformers import GPT2Config
 
 from lightrl.data.prompts import PromptSource
 from lightrl.data.sft import SFTDataModule, SFTLoader, SFTSource
-from lightrl.models.loading import positions_of
 
 ROWS = [{"prompt": f"{i}+1=", "completion": f"{i + 1}"} for i in range(8)]
 TEMPLATE = (
@@ -30,13 +28,6 @@ def test_only_the_completion_and_its_end_are_learnt(tokenizer: Any) -> None:
     assert batch["attention_mask"].all()
     assert batch["token_ids"].dtype == torch.long
     assert batch["response_mask"].dtype == batch["attention_mask"].dtype == torch.bool
-
-
-def test_rows_are_padded_on_the_right(tokenizer: Any) -> None:
-    batch = SFTLoader([([5], [6, 1]), ([5], [1])], 2, 7, train=False).collate([([5], [6, 1]), ([5], [1])])
-    assert batch["token_ids"].tolist() == [[5, 6, 1], [5, 1, 7]]
-    assert batch["attention_mask"].int().tolist() == [[1, 1, 1], [1, 1, 0]]
-    assert batch["response_mask"].int().tolist() == [[0, 1, 1], [0, 1, 0]]
 
 
 @pytest.mark.parametrize(
@@ -70,7 +61,7 @@ def test_the_prompt_is_the_one_of_reinforcement_learning(tokenizer: Any) -> None
     assert tokenizer.decode(plain[0] + plain[1]) == "1+12<eos>"
 
 
-def test_a_template_that_rewrites_the_prompt_is_refused(tokenizer: Any) -> None:
+def test_a_template_that_rewrites_the_prompt_is_rejected(tokenizer: Any) -> None:
     tokenizer.chat_template = "{{ messages | length }}{% if add_generation_prompt %}>{% endif %}"
     with pytest.raises(ValueError, match="row 0: the chat template renders the prompt differently"):
         SFTSource(rows=ROWS).tokenized(tokenizer)
@@ -84,7 +75,7 @@ def test_overlong_rows(tokenizer: Any) -> None:
     assert cut == [([5, 18], [6, 7, 8]), ([5, 18], [6, 1])]  # what is cut has no end
     with pytest.raises(ValueError, match="max_tokens=7: .*row 0 has 8 tokens"):
         SFTSource(rows=rows, max_tokens=7, overlong="error").tokenized(tokenizer)
-    with pytest.raises(ValueError, match="max_tokens=3: no example"):
+    with pytest.raises(ValueError, match="max_tokens=3: every example"):
         SFTSource(rows=rows, max_tokens=3).tokenized(tokenizer)
 
 
@@ -93,13 +84,8 @@ def test_bad_input_is_named(tokenizer: Any) -> None:
         SFTSource(rows=[{"prompt": "1", "answer": "2"}]).tokenized(tokenizer)
     with pytest.raises(ValueError, match=r"messages_column='chat': .*no such column"):
         SFTSource(rows=ROWS, messages_column="chat").tokenized(tokenizer)
-    with pytest.raises(ValueError, match="row 0: the completion must be a string or messages"):
-        SFTSource(rows=[{"m": [{"role": "user", "content": "1"}]}], messages_column="m").tokenized(tokenizer)
     with pytest.raises(ValueError, match="batch_size=9"):
         SFTLoader(SFTSource(rows=ROWS).tokenized(tokenizer), 9, 0)
-    for bad in ({"max_tokens": 1}, {"overlong": "cut"}, {"streaming": True}):
-        with pytest.raises(ValueError, match=next(iter(bad))):
-            SFTSource(rows=ROWS, **bad)
 
 
 def firsts(loader: SFTLoader) -> list[list[int]]:
@@ -180,20 +166,3 @@ def test_lightning_trains_validates_and_resumes(model_dir: Path, tmp_path: Path)
     trainer.save_checkpoint(tmp_path / "three.ckpt")
     rest, _ = fit(model_dir, tmp_path / "c", 7, resume=str(tmp_path / "three.ckpt"))
     assert part.seen + rest.seen == whole.seen
-
-
-def test_rows_beyond_the_positions_are_refused_or_warned_of(tokenizer: Any, tmp_path: Path) -> None:
-    rows = [{"prompt": "1+1=", "completion": text} for text in ("2", "1" * 30)]
-    with pytest.raises(ValueError, match="list, row 1: 35 tokens, .* positions for 24. Set max_tokens=24"):
-        SFTSource(rows=rows).tokenized(tokenizer, None, (24, True))
-    with pytest.warns(UserWarning, match="1 of 2 examples exceed .* 24 tokens .first: list, row 1: 35 tokens"):
-        assert len(SFTSource(rows=rows).tokenized(tokenizer, None, (24, False))) == 2
-    cut = SFTSource(rows=rows, max_tokens=24, overlong="truncate").tokenized(tokenizer, None, (24, True))
-    assert [len(prompt) + len(completion) for prompt, completion in cut] == [6, 24]
-
-
-def test_positions_are_those_of_the_configuration(tmp_path: Path, model_dir: Path) -> None:
-    assert positions_of(str(model_dir)) == (64, False)
-    GPT2Config(n_positions=16).save_pretrained(tmp_path)
-    assert positions_of(str(tmp_path)) == (16, True)
-    assert positions_of(str(tmp_path / "nothing")) is None

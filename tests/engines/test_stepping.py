@@ -160,7 +160,11 @@ def test_a_paused_engine_stands_still_and_tells_what_has_come(engine: Counting) 
         (group,) = engine.pause()
         late = asyncio.ensure_future(engine.generate(request(1)))
         await asyncio.sleep(0.05)
-        assert group.suspended and engine.pause()[0].completions == group.completions and engine.batches == [[0]]
+        assert (
+            group.completions[0].finish_reason == "suspended"
+            and engine.pause()[0].completions == group.completions
+            and engine.batches == [[0]]
+        )
         engine.resume()
         await late
         task.cancel()

@@ -84,19 +84,13 @@ def test_the_column_of_a_rule_is_looked_for_before_training(reward: Any, model_p
     fit(model_path, prompts=PromptMixture([PromptSource(rows=WITH), PromptSource(rows=WITHOUT)]), rewards=[reward])
 
 
-@pytest.mark.parametrize("label", ["zzz", None, ["m"]])
+@pytest.mark.parametrize("label", ["zzz", None])
 @pytest.mark.parametrize("where", ["prompts", "evaluation"])
-def test_a_label_without_a_recipe_is_named_by_its_row(label: Any, where: str, model_path: str) -> None:
+def test_a_label_without_rewards_is_named(label: Any, where: str, model_path: str) -> None:
     rows = [*WITH, {"prompt": "1+1=", "label": label}]
-    if label == ["m"]:
-        rows = [{**row, "label": [row["label"]] if row["label"] != label else label} for row in rows]
-    settings = placed(where, PromptSource(rows=rows))
-    message = r"list, row 0 has label \['m'\]" if label == ["m"] else rf"list, row 4 has label {label!r}"
-    with pytest.raises(ValueError, match=message):
-        fit(model_path, rewards=RewardScorer([free], rewards_by_label={"m": [("free", 1.0)]}), **settings)
-    if label != ["m"]:
-        settings = placed(where, PromptSource(rows=rows, on_bad_row="drop"))
-        fit(model_path, rewards=RewardScorer([free], rewards_by_label={"m": [("free", 1.0)]}), **settings)
+    with pytest.raises(ValueError, match=rf"list .*an example has label {label!r}"):
+        rewards = RewardScorer([free], rewards_by_label={"m": [("free", 1.0)]})
+        fit(model_path, rewards=rewards, **placed(where, PromptSource(rows=rows)))
 
 
 @pytest.mark.parametrize("where", ["prompts", "evaluation"])
@@ -104,19 +98,17 @@ def test_prompts_that_do_not_fit_the_model_are_found_before_it_loads(where: str,
     longest = TransformersEngine().known_model_len(model_path)
     assert longest is not None
     rows = [{"prompt": "1" * length} for length in (longest - 30, longest - 6, longest - 5)]
-    message = rf"list, row 2, column 'prompt': the prompt has {longest - 5} tokens; with max_new_tokens=6 .*max_prompt"
+    message = rf"list, row 2: the prompt has {longest - 5} tokens; with max_new_tokens=6 .*max_prompt"
     with pytest.raises(ValueError, match=message):
         fit(model_path, rewards=[free], **placed(where, rows))
     short = TransformersEngine(max_model_len=20)
-    with pytest.raises(ValueError, match="row 1, .*has 15 tokens.*maximum length of 20"):
+    with pytest.raises(ValueError, match="row 1: .*has 15 tokens.*maximum length of 20"):
         fit(model_path, engine=short, prompts=[{"prompt": "1" * 14}, {"prompt": "1" * 15}])
     fit(model_path, engine=TransformersEngine(max_model_len=20), prompts=[{"prompt": "1" * 14}] * 4)
-    source = PromptSource(rows=rows, on_bad_row="drop")
-    fit(model_path, rewards=[free], **placed(where, source))
 
 
 def test_prompts_without_tokens_are_found_before_the_model_loads(model_path: str) -> None:
-    with pytest.raises(ValueError, match="list, row 1, column 'prompt': the prompt '日本語' has no tokens"):
+    with pytest.raises(ValueError, match="list, row 1: the prompt '日本語' has no tokens"):
         fit(model_path, prompts=[{"prompt": "日本語1"}, {"prompt": "日本語"}])
 
 
@@ -124,9 +116,9 @@ def test_conversations_are_looked_at_with_what_their_template_adds(tokenizer: An
     tokenizer.chat_template = "{% for m in messages %}({{ m['content'] }})" + "+" * 30 + "{% endfor %}"
     rows = [{"prompt": [{"role": "user", "content": "1" * n}]} for n in (10, 40)]
     assert len(PromptSource(rows=rows).load(tokenizer, room=(80, 8))) == 2
-    with pytest.raises(ValueError, match="row 1, column 'prompt': the prompt has 72 tokens"):
+    with pytest.raises(ValueError, match="row 1: the prompt has 72 tokens"):
         PromptSource(rows=rows).load(tokenizer, room=(79, 8))
     assert len(PromptSource(rows=rows, max_prompt_tokens=50).load(tokenizer, room=(79, 8))) == 1
     stream = PromptSource(rows=lambda: Dataset.from_list(rows).to_iterable_dataset())
-    with pytest.raises(ValueError, match="row 1, column 'prompt': the prompt has 72 tokens"):
+    with pytest.raises(ValueError, match="row 1: the prompt has 72 tokens"):
         stream.load(tokenizer, room=(79, 8), shuffle=False).batch(0, 2)

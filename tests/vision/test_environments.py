@@ -110,7 +110,7 @@ def test_a_placeholder_that_the_policy_samples_begins_a_new_row_in_which_it_is_t
     assert ledger.forks == 1 and image not in ledger.request_ids
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3", "llava"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "idefics3"])
 def test_log_probs_of_rows_with_images_between_turns_are_those_sampled(folder_of: Any, family: str) -> None:
     folder = folder_of(family)
     engine = TransformersEngine()

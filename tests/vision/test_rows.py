@@ -14,9 +14,8 @@ from datasets import Dataset, Features, Value
 from datasets import Image as DatasetsImage
 from PIL import Image
 
-from lightrl.data.media import decode
+from lightrl.data.media import decode, shown
 from lightrl.data.preferences import PreferenceSource
-from lightrl.data.processing import shown
 from lightrl.data.prompts import PromptSource
 from lightrl.data.rows import MediaError, MediaSource
 from lightrl.data.sft import SFTSource
@@ -113,7 +112,6 @@ def test_places_are_blocks_marks_or_the_front() -> None:
     [
         ("<image> or <image>?", 1, "2 place"),
         ("<image>?", 2, "1 place"),
-        ("<image>?", 0, "1 place"),
         ("a<image>", None, "1"),
     ],
 )
@@ -150,25 +148,18 @@ def test_prompts_hold_inputs_media_and_tokens_in_the_rows_order(folder_of: Any, 
         assert sizes == [4, 12] and prompts.token_ids[2].count(image) == 16
 
 
-def test_a_broken_file_stops_the_run_or_is_dropped_and_counted(folder_of: Any, tmp_path: Path) -> None:
-    folder = folder_of("idefics3")
-    whole = png(picture(40, 40))
+def test_a_missing_file_stops_the_run_before_training_and_a_broken_one_when_it_is_drawn(
+    folder_of: Any, tmp_path: Path
+) -> None:
+    folder, whole = folder_of("idefics3"), png(picture(40, 40))
     (tmp_path / "broken.png").write_bytes(whole[: len(whole) // 2])
-    names = ["missing.png", picture(16, 16), "broken.png"]
-    rows = [{"prompt": "a", "image": None}, *({"prompt": "it?", "image": name} for name in names)]
-    common = {"rows": rows, "media_folder": str(tmp_path)}
-    with pytest.raises(MediaError, match="row 1: image 1: no such file"):  # before anything is drawn
-        PromptSource(**common).load(folder.tokenizer, processor=folder.processor, shuffle=False)
-    del rows[1]
-    prompts = PromptSource(**common).load(folder.tokenizer, processor=folder.processor, shuffle=False)
-    with pytest.raises(MediaError, match="row 2: .*image 1"):  # its bytes are only read with the row
-        prompts.rows([2])
-    rows.insert(1, {"prompt": "it?", "image": "missing.png"})
-    prompts = PromptSource(**common, on_media_error="drop").load(
-        folder.tokenizer, processor=folder.processor, shuffle=False
-    )
-    for _ in range(2):
-        assert prompts.batch(0, 4).indices == [0, 2, 0, 0] and prompts.counts["dropped"] == 2
+    rows = [{"prompt": "a", "image": None}, *({"prompt": "it?", "image": f"{name}.png"} for name in ("broken", "gone"))]
+    common: dict[str, Any] = {"media_folder": str(tmp_path)}
+    with pytest.raises(MediaError, match="row 2: no such file"):
+        PromptSource(rows=rows, **common).load(folder.tokenizer, processor=folder.processor)
+    prompts = PromptSource(rows=rows[:2], **common).load(folder.tokenizer, processor=folder.processor)
+    with pytest.raises(MediaError, match="row 1: image 1"):
+        prompts.rows([1])
 
 
 POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n(a) print\n%%EOF\n"
@@ -176,25 +167,24 @@ POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n(
 
 @pytest.fixture()
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What was given to Ghostscript."""
+    """Programs that were started, such as Ghostscript."""
     given: list[Any] = []
-    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *args: given.append(args))
+    monkeypatch.setattr("subprocess.check_call", lambda *args, **kwargs: given.append(args))
     return given
 
 
 def test_postscript_is_a_program_and_is_not_run(tmp_path: Path, ran: list[Any]) -> None:
     (tmp_path / "innocent.png").write_bytes(POSTSCRIPT)
-    for kind in ("image", "video"):
-        for value in (POSTSCRIPT, base64.b64encode(POSTSCRIPT).decode(), str(tmp_path / "innocent.png")):
-            with pytest.raises(MediaError, match=rf"{kind} 1 can't be read: .*PostScript \(EPS\)"):
-                decode([(kind, value)], source())
+    for kind, value in (("image", POSTSCRIPT), ("image", str(tmp_path / "innocent.png")), ("video", POSTSCRIPT)):
+        with pytest.raises(MediaError, match=f"{kind} 1 can't be read: "):
+            decode([(kind, value)], source())
     with pytest.raises(ValueError, match="images, row 0"):
         decode_images([base64.b64encode(POSTSCRIPT).decode()])
     assert ran == []
 
 
 @pytest.mark.parametrize("what", ["postscript", "bomb"])
-def test_pictures_that_datasets_would_decode_are_refused_or_dropped(
+def test_pictures_that_datasets_would_decode_are_rejected(
     what: str, folder_of: Any, ran: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A Parquet file of the hub has them as a feature, decoded when a row is read."""
@@ -204,15 +194,10 @@ def test_pictures_that_datasets_would_decode_are_refused_or_dropped(
     images = [{"bytes": png(picture(16, 16)), "path": None}, {"bytes": bad, "path": None}]
     data = Dataset.from_dict({"prompt": ["it?"] * 2, "completion": ["a"] * 2, "image": images}, features=features)
     folder = folder_of("idefics3")
-    with pytest.raises(MediaError, match="row 1: .*(PostScript|DecompressionBombError)"):
+    with pytest.raises(ValueError, match="row 1: "):
         PromptSource(rows=data).load(folder.tokenizer, processor=folder.processor, shuffle=False).rows([1])
-    with pytest.raises(MediaError, match="row 1: .*(PostScript|DecompressionBombError)"):
+    with pytest.raises(ValueError, match="row 1: "):
         SFTSource(rows=data).tokenized(folder.tokenizer, folder.processor)
-    for cap in ({}, {"max_prompt_tokens": 2000, "overlong": "drop"}):
-        prompts = PromptSource(rows=data, on_media_error="drop", **cap).load(
-            folder.tokenizer, processor=folder.processor, shuffle=False
-        )
-        assert prompts.batch(0, 2).indices == [0, 0] and prompts.counts["dropped"] == 1
     assert ran == []
 
 
@@ -224,7 +209,7 @@ def test_over_long_prompts_are_never_cut_through_an_image(folder_of: Any) -> Non
     cut = folder.prompts(rows, max_prompt_tokens=length - 20, overlong="truncate_left")
     assert cut.token_ids[0] == whole.token_ids[0][20:] and cut.token_ids[0].count(image) == 16
     assert cut.inputs[0]["mm_token_type_ids"].shape == (1, length - 20)
-    with pytest.raises(MediaError, match="row 0 .*can't be truncated"):
+    with pytest.raises(MediaError, match="row 0: .*can't be truncated"):
         folder.prompts(rows, max_prompt_tokens=20, overlong="truncate_left")
     assert len(PromptSource(rows=[*rows, {"prompt": "a"}], max_prompt_tokens=30).load(
         folder.tokenizer, processor=folder.processor)) == 1  # fmt: skip
@@ -263,19 +248,8 @@ def test_a_text_model_refuses_blocks(tokenizer: Any) -> None:
     prompts = PromptSource(rows=rows, media_columns={}).load(tokenizer).batch(0, 1)
     assert prompts.inputs == [{}] and prompts.media == []
     block = [{"role": "user", "content": [{"type": "image", "image": picture(4, 4)}]}]
-    with pytest.raises(MediaError, match="row 0: .*text-only"):
+    with pytest.raises(ValueError, match="row 0: .*text-only"):
         PromptSource(rows=[{"prompt": block}]).load(tokenizer).batch(0, 1)
-
-
-def test_options_are_checked() -> None:
-    for argument, value in (
-        ("max_pixels", 0),
-        ("max_frames", -1),
-        ("on_media_error", "x"),
-        ("media_columns", {"a": "b"}),
-    ):
-        with pytest.raises(ValueError, match=argument):
-            PromptSource(rows=[{"prompt": ""}], **{argument: value})
 
 
 def test_inputs_stay_on_the_host_and_are_shared_by_a_group(folder_of: Any) -> None:
@@ -295,66 +269,17 @@ def test_inputs_stay_on_the_host_and_are_shared_by_a_group(folder_of: Any) -> No
     assert isinstance(rollouts.select(torch.tensor([2])).inputs[0]["pixel_values"], torch.Tensor)
 
 
-def shape_of(folder: Any, row: dict[str, Any]) -> Any:
-    media = folder.prompts([row]).media[0]
-    return media.images[0].size if media.images else (media.videos[0].shape, media.video_times[0])
-
-
-@pytest.mark.parametrize(
-    ("options", "size"),  # as qwen-vl-utils' smart_resize with a factor of 8, of an image 100 wide and 60 high
-    [
-        ({}, (100, 60)),
-        ({"max_pixels": 1000}, (40, 24)),
-        ({"max_pixels": 1_000_000}, (96, 64)),
-        ({"min_pixels": 10_000}, (136, 80)),
-        ({"resized_height": 33, "resized_width": 50}, (48, 32)),
-    ],
-)
-def test_options_next_to_an_image_are_honored_wherever_they_stand(
-    folder_of: Any, options: dict[str, Any], size: tuple[int, int]
-) -> None:
-    folder, image = folder_of("qwen2_vl"), picture(100, 60)
-    block = {"type": "image", "image": image, **options}
-    conversation = [{"role": "user", "content": [block, {"type": "text", "text": "what is it?"}]}]
-    assert shape_of(folder, {"prompt": conversation}) == size
-    assert shape_of(folder, {"prompt": "what is it?", "images": [{"image": image, **options}]}) == size
-    place = [{"role": "user", "content": [{"type": "image", "index": 0, **options}]}]
-    assert shape_of(folder, {"prompt": place, "images": [image]}) == size
-    capped = folder.prompts([{"prompt": conversation}], max_pixels=640).media[0].images[0].size
-    assert capped == size if options else capped[0] * capped[1] <= 640, "the option of one image wins"
-
-
-@pytest.mark.parametrize(
-    ("options", "times"),  # as qwen-vl-utils' smart_nframes: even numbers, at least four
-    [
-        ({"fps": 0.2}, [0, 3, 6, 9]),
-        ({"nframes": 2}, [0, 9]),
-        ({"video_start": 2, "video_end": 5, "fps": 2}, [2, 3, 4, 5]),
-        ({"max_frames": 6, "fps": 4}, [0, 2, 4, 5, 7, 9]),
-    ],
-)
-def test_options_next_to_a_video_are_honored(folder_of: Any, options: dict[str, Any], times: list[int]) -> None:
-    frames = [Image.fromarray(frame) for frame in film(10)]
-    file = io.BytesIO()
-    frames[0].save(file, format="WEBP", save_all=True, append_images=frames[1:], duration=1000, lossless=True)
-    block = {"type": "video", "video": file.getvalue(), **options}
-    conversation = [{"role": "user", "content": [block, {"type": "text", "text": "what is it?"}]}]
-    shape, seconds = shape_of(folder_of("qwen2_vl"), {"prompt": conversation})
-    assert seconds == times and shape[0] == len(times)
-    sized = [{"role": "user", "content": [{**block, "resized_height": 16, "resized_width": 32}]}]
-    assert shape_of(folder_of("qwen2_vl"), {"prompt": sized})[0] == (len(times), 16, 32, 3)
-
-
-@pytest.mark.parametrize(
-    "options", [{"zoom": 2}, {"detail": "low"}, {"fps": 2}, {"resized_height": 8}, {"max_pixels": "big"}, {"index": 1}]
-)
-def test_options_that_cannot_be_honored_are_rejected_by_name(folder_of: Any, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{"max_pixels": 64}, {"index": 1}])
+def test_options_of_a_single_image_are_rejected_by_name(folder_of: Any, options: dict[str, Any]) -> None:
     block = {"type": "image", "image": picture(16, 16), **options}
-    with pytest.raises(ValueError, match=next(iter(options))):
+    with pytest.raises(MediaError, match=next(iter(options))):
         folder_of("qwen2_vl").prompts([{"prompt": [{"role": "user", "content": [block]}]}])
+    if "index" not in options:
+        with pytest.raises(MediaError, match=next(iter(options))):
+            folder_of("qwen2_vl").prompts([{"prompt": "it?", "images": [{"image": picture(16, 16), **options}]}])
 
 
-@pytest.mark.parametrize("column", ["images", "image", "videos", "audio"])
+@pytest.mark.parametrize("column", ["images", "audio"])
 def test_a_model_of_text_rejects_rows_with_media(column: str) -> None:
     tokenizer = load_tokenizer(str(QUICKSTART_MODEL))
     rows = [{"prompt": "1+1=", column: None}, {"prompt": "1+2=", column: [picture(8, 8)]}]
@@ -364,12 +289,11 @@ def test_a_model_of_text_rejects_rows_with_media(column: str) -> None:
     assert len(PromptSource(rows=rows[:1]).load(tokenizer)) == 1
 
 
-@pytest.mark.parametrize("rendering", ["tokens", "text"])
-def test_reward_models_and_supervised_runs_reject_rows_with_media(rendering: Any) -> None:
+def test_reward_models_and_supervised_runs_reject_rows_with_media() -> None:
     tokenizer = load_tokenizer(str(QUICKSTART_MODEL))
     row = {"prompt": "1+1=", "chosen": "2", "rejected": "3", "completion": "2", "images": [picture(8, 8)]}
     with pytest.raises(ValueError, match="row 0.*images"):
-        PreferenceSource(rows=[row], rendering=rendering).tokenized(tokenizer)
+        PreferenceSource(rows=[row]).tokenized(tokenizer)
     with pytest.raises(ValueError, match="row 0.*images"):
         SFTSource(rows=[row]).tokenized(tokenizer)
 

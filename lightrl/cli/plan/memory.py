@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from lightrl.compat.arguments import require_model_folder
 from lightrl.compat.torch import fake_tensors, storage_key
 from lightrl.compat.transformers import experts_of_any_dtype
-from lightrl.data.templates import why_not_there
 from lightrl.distributed.strategies import LARGE_MODEL
 from lightrl.models.logprobs import CHUNK_ELEMENTS, CUDA_CHUNK_ELEMENTS, KEPT_ELEMENTS
 from lightrl.models.packing.attention import unsupported_reason
@@ -94,7 +93,7 @@ def measure_model(path: str, *, compute: torch.dtype) -> ModelSize:
     try:
         return _measure(path, compute)
     except OSError as error:
-        raise ValueError(f"model={path!r}: {why_not_there(error)}") from error
+        raise ValueError(f"model={path!r}: {error}") from error
     except Exception as error:  # transformers and torch raise many types for invalid sizes
         why = next(iter(str(error).strip().splitlines()), "")
         raise ValueError(
