@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import http.client
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -165,20 +163,8 @@ def test_a_program_in_a_process_gives_the_same_rows() -> None:
 def test_a_program_is_found_by_its_file_and_by_its_module() -> None:
     for run in (f"{PLAIN}:once", "tests.environments.plain_program:once"):
         assert play(run, Engine("Hi"))[0].turn_rewards == [0.5]
-    for run, message in (
-        ("no.such:main", "ModuleNotFoundError"),
-        ("none.py:main", "FileNotFoundError"),
-        (f"{FILE}:nothing", "has no 'nothing'"),
-        ("main", "package.module:name"),
-    ):
-        with pytest.raises(ValueError, match=f"run: '{run}': .*{message}"):
-            AgentProgram(run)
-    with pytest.raises(ValueError, match="run="):
-        AgentProgram("none.py:main", process=True)
-    with pytest.raises(ValueError, match="run="):
-        AgentProgram(plain_program.once, process=True)
-    with pytest.raises(ValueError, match="env="):
-        AgentProgram(plain_program.once, env={"A": "1"})
+    with pytest.raises(ValueError, match="run:"):
+        AgentProgram("no.such:main")
 
 
 def test_thoughts_are_kept_whether_or_not_a_program_sends_them_back() -> None:
@@ -276,20 +262,6 @@ def test_a_fork_begins_with_the_tokens_that_were_sampled_before_it() -> None:
     sound(trajectory, engine)
 
 
-def test_other_tools_begin_a_row() -> None:
-    def main(row: Any, base_url: str, api_key: str) -> None:
-        client = openai.OpenAI(base_url=base_url, api_key=api_key)
-        tools: Any = [{"type": "function", "function": programs.TOOL}]
-        said: list[Any] = list(ASK)
-        for given in (tools, tools, openai.omit):
-            answer = client.chat.completions.create(model="m", messages=said, tools=given).choices[0].message
-            said += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": "more"}]
-
-    (trajectory,) = play(main, Engine("a", "b", "c"))
-    assert [sorted(set(row.turn_ids) - {-1}) for row in trajectory.rows] == [[0, 1], [2]]
-    assert trajectory.turn_rewards == []  # None: the reward functions score it
-
-
 def test_a_template_that_drops_thoughts_begins_a_row() -> None:
     tokenizer = make_tokenizer(FAMILIES["qwen3"])
 
@@ -360,47 +332,25 @@ class Open:
 
 def test_malformed_requests_are_refused_in_the_shape_of_their_interface_and_fail_nothing() -> None:
     with Open(Engine("Hi")) as attempt:
-        bad: list[tuple[str, Any, int, str]] = [
-            ("/chat/completions", b"{", 400, "not valid JSON"),
-            ("/chat/completions", b"[" * 5000, 400, "not valid JSON"),
-            ("/chat/completions", [], 400, "must be a JSON object"),
-            ("/chat/completions", {}, 400, "messages: is required"),
-            ("/chat/completions", {"messages": []}, 400, "must not be empty"),
-            ("/chat/completions", {"messages": ["x"]}, 400, r"messages[0] must be an object"),
-            ("/chat/completions", {"messages": [{"role": "x"}]}, 400, "role='x'"),
-            ("/chat/completions", {"messages": [{"role": "tool", "content": ""}]}, 400, "tool_call_id must be"),
-            ("/chat/completions", {"messages": ASK, "max_tokens": 0}, 400, "max_tokens must be at least 1"),
-            ("/chat/completions", {"messages": ASK, "max_tokens": "9"}, 400, "max_tokens must be an integer"),
-            ("/chat/completions", {"messages": ASK, "n": True}, 400, "n must be an integer"),
-            ("/chat/completions", {"messages": ASK, "stop": [1]}, 400, "stop must be"),
-            ("/chat/completions", {"messages": ASK, "top_logprobs": 21, "logprobs": True}, 400, "top_logprobs=21"),
-            ("/chat/completions", {"messages": ASK, "top_logprobs": 2}, 400, "top_logprobs: requires logprobs"),
-            ("/chat/completions", {"messages": ASK, "tool_choice": "required"}, 400, "tool_choice="),
-            ("/chat/completions", {"messages": ASK, "tools": [{"type": "web"}]}, 400, "tools[0]: tools of type 'web'"),
-            (
-                "/chat/completions",
-                {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-                400,
-                "must be the data URL of an image",
-            ),
-            ("/responses", {"input": 3}, 400, "input must be"),
-            ("/responses", {"input": "x", "previous_response_id": "r"}, 400, "no response 'r'"),
-            ("/responses", {"input": "x", "background": True}, 400, "background=true"),
-            ("/responses", {"input": [{"type": "file"}]}, 400, "is not supported"),
-            ("/messages", {"messages": ASK}, 400, "max_tokens: is required"),
-            ("/messages", {"messages": ASK, "max_tokens": 1, "stop_sequences": [1]}, 400, "stop_sequences"),
-            ("/messages", {"messages": ASK, "max_tokens": 1, "tool_choice": {"type": "any"}}, 400, "tool_choice"),
-            ("/messages", {"messages": [{"role": "user", "content": 3}], "max_tokens": 1}, 400, "must be"),
-            ("/embeddings", {}, 404, "is not supported"),
+        bad: list[tuple[str, Any, str]] = [
+            ("/chat/completions", b"{", "not valid JSON"),
+            ("/chat/completions", {}, "'messages'"),
+            ("/chat/completions", {"messages": ["x"]}, "malformed"),
+            ("/chat/completions", {"messages": [{"role": "x"}]}, "role='x'"),
+            ("/chat/completions", {"messages": [{"role": "tool", "content": ""}]}, "tool_call_id"),
+            ("/responses", {"input": "x", "previous_response_id": "r"}, "no response 'r'"),
+            ("/responses", {"input": [{"type": "file"}]}, "is not supported"),
+            ("/messages", {"messages": [{"role": "user", "content": 3}], "max_tokens": 1}, "malformed"),
         ]
-        for path, body, status, message in bad:
+        for path, body, message in bad:
             answer = attempt.post(path, body)
-            assert answer.status_code == status, (body, answer.text)
+            assert answer.status_code == 400, (body, answer.text)
             said = answer.json()
             assert message in said["error"]["message"]
             assert ("type" in said) == (path == "/messages")
-            assert said["error"]["type"] in ("invalid_request_error", "not_found_error")
+            assert said["error"]["type"] == "invalid_request_error"
             assert answer.headers["x-should-retry"] == "false"
+        assert attempt.post("/embeddings", {}).status_code == 404
         assert attempt.post("/chat/completions", {"messages": ASK}).status_code == 200
     assert attempt.trajectory.stop_reason == "stop"
     assert attempt.trajectory.metrics["turns"] == 1
@@ -447,26 +397,6 @@ def test_keys_are_one_attempts_own_and_void_after_its_end() -> None:
     assert late == [401, 401, 200]
 
 
-def test_what_a_program_asks_about_sampling_is_counted_and_has_no_effect() -> None:
-    def main(row: Any, base_url: str, api_key: str) -> float:
-        client = openai.OpenAI(base_url=base_url, api_key=api_key)
-        client.chat.completions.create(
-            model="m",
-            messages=ASK,
-            temperature=0.2,
-            top_p=0.5,
-            seed=3,
-            user="u",
-            max_completion_tokens=20,  # type: ignore[arg-type]
-        )
-        return 1.0
-
-    engine = Engine("Hi")
-    (trajectory,) = play(main, engine)
-    assert engine.asked[0].sampling == SamplingParams(max_new_tokens=20)
-    assert trajectory.metrics["ignored_parameters"] == 3
-
-
 # ---- limits --------------------------------------------------------------------------------------------------------
 
 
@@ -491,18 +421,6 @@ def test_limits_that_the_policy_ran_into_are_scored_by_their_names() -> None:
     assert max(len(row.token_ids) for row in trajectory.rows) <= 200
     (trajectory,) = play(plain_program.once, Engine("Hi"), {"sleep": 5}, max_seconds=2)
     assert (trajectory.stop_reason, trajectory.turn_rewards) == ("time", [0.0])
-
-
-def test_a_program_may_shorten_a_conversation_that_is_too_long_and_go_on() -> None:
-    def main(row: Any, base_url: str, api_key: str) -> float:
-        with contextlib.suppress(openai.BadRequestError):
-            endless(row, base_url, api_key)
-        plain_program.once({}, base_url, api_key)
-        return 1.0
-
-    (trajectory,) = play(main, Engine("Hi"), max_model_len=200)
-    assert (trajectory.stop_reason, trajectory.turn_rewards[-1]) == ("stop", 1.0)
-    assert len(trajectory.rows) == 2
 
 
 def test_waiting_for_the_engine_takes_none_of_the_programs_time() -> None:
@@ -551,7 +469,7 @@ def test_a_program_that_raises_dies_or_asks_for_nothing_is_a_failure() -> None:
 
 
 def test_what_is_no_reward_is_refused() -> None:
-    for reward in ("good", float("nan"), 1e308):
+    for reward in ("good", float("nan")):
 
         def main(row: Any, base_url: str, api_key: str, reward: Any = reward) -> Any:
             plain_program.once({}, base_url, api_key)
@@ -590,63 +508,6 @@ def test_no_process_and_no_socket_is_left(how: str, tmp_path: Path) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name in ("endpoint", "program's process")]
 
 
-def test_an_endpoint_that_ends_in_the_middle_of_a_request_is_a_failure_and_the_next_attempt_has_another() -> None:
-    program = AgentProgram(plain_program.once, max_seconds=60)
-    program.setup(TOKENIZER)
-    engine, before = Engine("Hi"), listening()
-
-    async def wait(request: GenerationRequest) -> None:
-        if len(engine.asked) == 1:
-            program._endpoint._serving.cancel()  # type: ignore[union-attr]
-            await asyncio.sleep(60)
-
-    engine.wait = wait
-
-    async def run() -> list[Trajectory]:
-        played = [*await group(program, engine, {}), *await group(program, engine, {})]
-        await program.close()
-        return played
-
-    failed, again = asyncio.run(run())
-    assert failed.stop_reason == "failure" and "endpoint" in str(failed.failure) and failed.turn_rewards == []
-    assert (again.failure, again.stop_reason, again.turn_rewards) == (None, "stop", [0.5])
-    gc.collect()
-    assert until(lambda: listening() <= before)
-
-
-def test_a_connection_cut_in_the_middle_of_a_request_gives_the_turn_up_and_asking_again_is_answered() -> None:
-    engine = Engine("Hi")
-
-    async def wait(request: GenerationRequest) -> None:
-        if len(engine.asked) == 1:
-            cut_connections()
-            await asyncio.sleep(60)
-
-    engine.wait = wait
-
-    def main(row: Any, base_url: str, api_key: str) -> float:
-        with pytest.raises((OSError, http.client.HTTPException)):
-            plain_program.once({}, base_url, api_key)
-        until(lambda: engine.cancelled)  # a request that overtakes the end of the connection would be a second turn
-        return float(plain_program.once({}, base_url, api_key) or 0)
-
-    (trajectory,) = play(main, engine)
-    assert (trajectory.failure, trajectory.turn_rewards, engine.cancelled) == (None, [0.5], 1)
-    assert [request.seed for request in engine.asked] == [0, 0]
-
-
-def cut_connections() -> None:
-    """Ends this process's TCP connections of both ends, those of now, and leaves what listens."""
-    found = []
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            found.append(socket.socket(fileno=os.dup(int(name))))
-    for one in found:
-        with contextlib.suppress(OSError), one:
-            if one.family == socket.AF_INET and not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                one.shutdown(socket.SHUT_RDWR)
-
-
 def listening() -> set[str]:
     """Sockets of this process."""
     return {
@@ -676,18 +537,6 @@ def test_a_client_that_goes_away_gives_its_turn_up_and_asking_again_samples_the_
     assert [request.seed for request in engine.asked] == [0, 0]
     assert engine.asked[0].token_ids == engine.asked[1].token_ids
     assert len(attempt.trajectory.rows) == 1 and attempt.trajectory.metrics["turns"] == 1
-
-
-def test_half_a_request_is_not_a_turn() -> None:
-    with Open(Engine("Hi")) as attempt:
-        port = int(attempt.url.split(":")[2].split("/")[0])
-        with socket.create_connection(("127.0.0.1", port)) as half:
-            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nx-api-key: {attempt.key}\r\n"
-            half.sendall((head + 'Content-Length: 100\r\n\r\n{"messages"').encode())
-        assert attempt.post("/chat/completions", {"messages": ASK}).status_code == 200
-        with pytest.raises(OSError), socket.create_connection(("127.0.0.2", port), timeout=2):
-            pass  # only the loopback address answers
-    assert attempt.trajectory.metrics["turns"] == 1
 
 
 def test_fifty_sessions_at_once_keep_their_turns_apart() -> None:

@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from lightrl.environments import AgentProgram
+from lightrl.environments.endpoint.api import content_of
 from lightrl.environments.endpoint.server import Endpoint
 from lightrl.records import CompletionGroup, GenerationRequest
 from tests.environments import programs
@@ -110,8 +110,6 @@ def test_constrained_replies_are_trained_with_what_the_engine_left_or_not_at_all
     assert all(request.sampling.extra is None for request in free.asked)
     assert trajectory.metrics["constrained_turns"] == 0 and trajectory.metrics["ignored_parameters"] == 7
     assert sum(len(set(row.turn_ids) - {-1}) for row in trajectory.rows) == 8
-    with Open(Engine("x"), constrained="reject") as attempt, pytest.raises(openai.BadRequestError, match="constrained"):
-        clients(attempt)[0].chat.completions.create(model="m", messages=SAID, response_format={"type": "json_object"})
 
 
 def test_what_an_engine_cannot_constrain_is_rejected_and_the_attempt_continues() -> None:
@@ -122,15 +120,11 @@ def test_what_an_engine_cannot_constrain_is_rejected_and_the_attempt_continues()
             return await super().__call__(request)
 
     with Open(Plain("Hi")) as attempt:
-        chat, messages = clients(attempt)
+        chat, _ = clients(attempt)
         with pytest.raises(openai.BadRequestError, match="response_format: .*VLLMEngine"):
             chat.chat.completions.create(model="m", messages=SAID, response_format={"type": "json_object"})
         with pytest.raises(openai.BadRequestError, match="top_logprobs: .*VLLMEngine"):
             chat.chat.completions.create(model="m", messages=SAID, logprobs=True, top_logprobs=2)
-        with pytest.raises(anthropic.BadRequestError, match="is not in tools"):
-            messages.messages.create(
-                model="m", max_tokens=9, messages=SAID, tool_choice={"type": "tool", "name": "none"}
-            )
         assert chat.chat.completions.create(model="m", messages=SAID).choices[0].message.content == "Hi"
     assert attempt.trajectory.failure is None and attempt.trajectory.metrics["turns"] == 1
 
@@ -202,9 +196,6 @@ def test_a_reply_continues_the_text_that_a_program_began() -> None:
         assert client.messages.create(model="m", max_tokens=99, messages=begun).content[0].text == "B)"  # type: ignore
         said: Any = [*SAID, {"role": "assistant", "content": "The answer is (B)"}, {"role": "user", "content": "more"}]
         client.messages.create(model="m", max_tokens=99, messages=said)
-        with pytest.raises(anthropic.BadRequestError, match="trailing whitespace"):
-            bad: Any = [*SAID, {"role": "assistant", "content": "The "}]
-            client.messages.create(model="m", max_tokens=99, messages=bad)
         more: Any = {"continue_final_message": True, "add_generation_prompt": False}
         chat = openai.OpenAI(base_url=base_url, api_key=api_key).chat.completions
         assert chat.create(model="m", messages=begun, extra_body=more).choices[0].message.content == "B)"
@@ -246,9 +237,7 @@ def test_images_reach_the_template_and_a_model_of_text_rejects_them() -> None:
     ]
     source: Any = {"type": "base64", "media_type": "image/png", "data": data}
     claude_said: Any = [{"role": "user", "content": [{"type": "image", "source": source}]}]
-    from lightrl.environments.endpoint.api import content_of
-
-    blocks = content_of(openai_said[0]["content"], "messages[0].content")
+    blocks = content_of(openai_said[0]["content"])
     assert blocks == [{"type": "text", "text": "see"}, {"type": "image", "image": url}]
     with Open(Engine("Hi")) as attempt:
         chat, messages = clients(attempt)
@@ -267,8 +256,6 @@ def test_the_endpoint_listens_where_it_is_told_and_gives_the_address_of_containe
         assert endpoint.base_url == f"http://host.docker.internal:{endpoint.port}/v1"
         assert httpx.get(f"http://127.0.0.1:{endpoint.port}/health").status_code == 200
         assert httpx.get(f"http://127.0.0.1:{endpoint.port}/v1/models").status_code == 401
-        with pytest.raises(ValueError, match="port="):
-            Endpoint("0.0.0.0", endpoint.port)
     finally:
         endpoint.stop()
     seen: list[str] = []
@@ -281,25 +268,3 @@ def test_the_endpoint_listens_where_it_is_told_and_gives_the_address_of_containe
 
     (trajectory,) = play(main, Engine("Hi"), bind="0.0.0.0", url="http://trainer:{port}/v1")
     assert trajectory.failure is None and seen[0].startswith("http://trainer:")
-    with pytest.raises(ValueError, match="constrained="):
-        AgentProgram(main, constrained="maybe")  # type: ignore[arg-type]
-
-
-def test_hostile_schemas_end_no_attempt() -> None:
-    deep: Any = {"type": "object"}
-    for _ in range(200):
-        deep = {"type": "object", "properties": {"x": deep}}
-    with Open(Engine("Hi"), tool_parser="hermes") as attempt:
-        for body in (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}},
-            {"response_format": {"type": "json_schema"}},
-            {"structured_outputs": {"regex": "a", "json": {}}},
-            {"tool_choice": {"type": "function", "function": {"name": 3}}, "tools": TOOLS},
-            {"tool_choice": "required", "tools": [{"type": "function", "function": {"name": "f", "parameters": 3}}]},
-        ):
-            assert attempt.post("/chat/completions", {"messages": ASK, **body}).status_code == 400, body
-        tools = [{"type": "function", "function": {"name": "f", "parameters": deep}}]
-        body = {"messages": ASK, "tools": tools, "tool_choice": "required"}
-        assert attempt.post("/chat/completions", body).status_code in (200, 400)
-        assert attempt.post("/chat/completions", {"messages": ASK}).status_code == 200
-    assert attempt.trajectory.failure is None

@@ -16,8 +16,6 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -127,18 +125,6 @@ def test_threads_that_ask_with_another_attempts_key_end_the_run(carries: bool) -
         play(main, Engine("Hi"), number=3)
 
 
-def test_a_pool_of_the_whole_process_serves_all_attempts_if_it_carries_their_context() -> None:
-    with ThreadPoolExecutor(2) as pool:
-
-        def main(row: Any, base_url: str, api_key: str) -> float:
-            client = openai.OpenAI(base_url=base_url, api_key=api_key)
-            asked = [pool.submit(contextvars.copy_context().run, chat, client) for _ in range(2)]
-            return float(len([each.result() for each in asked]))
-
-        trajectories = play(main, Engine("Hi"), number=3)
-    assert [(t.failure, t.metrics["turns"]) for t in trajectories] == [(None, 2.0)] * 3
-
-
 def test_executors_of_the_event_loop_ask_as_their_attempt() -> None:
     async def main(row: Any, base_url: str, api_key: str) -> float:
         client = openai.OpenAI(base_url=base_url, api_key=api_key)
@@ -147,21 +133,6 @@ def test_executors_of_the_event_loop_ask_as_their_attempt() -> None:
         return 1.0
 
     assert [(t.failure, t.metrics["turns"]) for t in play(main, Engine("Hi"), number=3)] == [(None, 2.0)] * 3
-
-
-def test_an_async_program_that_sets_a_client_of_the_whole_process_ends_the_run() -> None:
-    set_by: list[str] = []
-
-    async def main(row: Any, base_url: str, api_key: str) -> float:
-        Default.client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
-        set_by.append(api_key)
-        while len(set_by) < 3:
-            await asyncio.sleep(0.01)
-        await chat(Default.client)
-        return 1.0
-
-    with pytest.raises(ValueError, match="run: .*base_url"):
-        play(main, Engine("Hi"), number=3)
 
 
 def test_a_program_that_outlives_its_attempt_cannot_train_the_next_one() -> None:
@@ -221,7 +192,7 @@ def test_a_reward_after_requests_that_failed_does_not_end_the_run() -> None:
         return 1.0
 
     (trajectory,) = play(main, Engine("Hi"))
-    assert "input: must not be empty" in str(trajectory.failure)
+    assert "must not be empty" in str(trajectory.failure)
 
 
 @pytest.mark.parametrize("pooled", ["options", "headers"])
@@ -281,15 +252,6 @@ def test_a_client_without_pythons_sockets_ends_the_run_instead_of_training_anoth
 
     with pytest.raises(ValueError, match="run: .*process=True"):
         play(main, Engine("Hi"), number=2)
-
-
-def test_a_client_that_the_import_makes_without_a_key_is_rejected_with_the_fix(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    (tmp_path / "agent.py").write_text("import openai\n\nCLIENT = openai.OpenAI()\n")
-    with pytest.raises(ValueError, match="run: .*process=True"):
-        AgentProgram(f"{tmp_path / 'agent.py'}:main")
 
 
 # ---- one event loop -------------------------------------------------------------------------------------------------

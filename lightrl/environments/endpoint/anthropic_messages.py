@@ -8,16 +8,12 @@ from typing import Any
 
 from lightrl.environments.base import Message
 from lightrl.environments.endpoint.api import (
-    UNKNOWN,
     Api,
-    Members,
     call_message,
     content_of,
     event,
     function_tool,
-    given,
     new_id,
-    of_type,
     pieces,
     stops_of,
     text_of,
@@ -25,22 +21,6 @@ from lightrl.environments.endpoint.api import (
 )
 from lightrl.environments.endpoint.openai_apis import form_of
 from lightrl.environments.endpoint.requests import Answered, Asked, RefusedError
-
-_CHOICE = Members(read=["name", "disable_parallel_tool_use"], fixed={"type": ("auto", "none", "any", "tool")})
-_OUTPUT = Members(read=["format"], sampling=["effort"], fixed={"task_budget": ()})
-_TOOL = Members(
-    read=["type", "name", "description", "input_schema", "strict"],
-    harmless=["cache_control", "eager_input_streaming"],
-    fixed={"allowed_callers": (["direct"],), "defer_loading": (False,), "input_examples": ([],)},
-)
-_MESSAGE = Members(read=["role", "content"], fixed={"clear_at": (), "output_config": ()})
-_BLOCKS = {
-    "thinking": Members(read=["type", "thinking"], harmless=["signature", "cache_control"]),
-    "tool_use": Members(read=["type", "id", "name", "input"], harmless=["cache_control", "caller", "toolset_name"]),
-    "tool_result": Members(
-        read=["type", "tool_use_id", "content"], harmless=["cache_control", "is_error", "toolset_name"]
-    ),
-}
 
 _ERRORS = {
     401: "authentication_error",
@@ -57,58 +37,44 @@ class Messages(Api):
 
     path = "/messages"
     counting = "/messages/count_tokens"
-    members = Members(
-        read=[
-            *("messages", "model", "system", "tools", "tool_choice", "stream", "max_tokens", "output_config"),
-            *("output_format", "stop_sequences"),
-        ],
-        sampling=["temperature", "top_k", "top_p", "thinking"],
-        harmless=[
-            *("metadata", "service_tier", "cache_control", "diagnostics", "inference_geo", "speed"),
-            *("billing_policy", "fallbacks", "fallback_credit_token"),
-        ],
-        fixed={
-            "compaction": (),
-            "container": (),
-            "context_management": ({"edits": []},),
-            "mcp_servers": ([],),
-            "thread": (),
-        },
+    effective = (
+        *("messages", "model", "system", "tools", "tool_choice", "stream", "max_tokens", "output_config"),
+        *("output_format", "stop_sequences"),
     )
-    required = ("messages", "max_tokens")
+    harmless = (
+        *("metadata", "service_tier", "cache_control", "diagnostics", "inference_geo", "speed"),
+        *("billing_policy", "fallbacks", "fallback_credit_token"),
+    )
+    rejected = ("compaction", "container", "context_management", "mcp_servers", "thread")
 
     def conversation(
         self, body: Mapping[str, Any], recall: Callable[[str], list[Message]]
     ) -> tuple[list[Message], int]:
-        said = of_type(body.get("messages"), list, "messages", "a list")
-        if not said:
-            raise RefusedError(400, "messages: must not be empty. Add a message.", "messages")
         messages: list[Message] = []
         if body.get("system"):
-            messages.append({"role": "system", "content": text_of(body["system"], "system")})
-        for i, message in enumerate(said):
-            messages += _messages(message, f"messages[{i}]")
+            messages.append({"role": "system", "content": text_of(body["system"])})
+        for message in body["messages"]:
+            messages += _messages(message)
         return messages, 0
 
-    def tool(self, tool: Any, where: str) -> dict[str, Any]:
-        return _tool(tool, where)
+    def tool(self, tool: Mapping[str, Any]) -> dict[str, Any]:
+        if (kind := tool.get("type")) not in (None, "custom"):
+            raise RefusedError(400, f"tools: type {kind!r} is not supported. Use custom tools.", "tools")
+        return function_tool(tool["name"], tool.get("description"), tool.get("input_schema"))
 
     def wishes(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        choice, output = given(body, "tool_choice"), given(body, "output_config")
-        _CHOICE.check(choice, "tool_choice.")
+        choice = body.get("tool_choice") or {}
+        kind = choice.get("type")
         wishes: dict[str, Any] = {
-            "ignored": _OUTPUT.check(output, "output_config."),
-            "max_new_tokens": whole(body.get("max_tokens"), "max_tokens"),
-            "stop": stops_of(body.get("stop_sequences"), "stop_sequences"),
-            "hidden": choice.get("type") == "none",
-            "single": bool(choice.get("disable_parallel_tool_use")) or choice.get("type") == "tool",
-            "structured": form_of(given(body, "output_format"), "output_format")
-            | form_of(given(output, "format"), "output_config.format"),
-            "prefill": _role(body["messages"][-1]) == "assistant" if body.get("messages") else False,
+            "max_new_tokens": whole(body.get("max_tokens")),
+            "stop": stops_of(body.get("stop_sequences")),
+            "hidden": kind == "none",
+            "single": bool(choice.get("disable_parallel_tool_use")) or kind == "tool",
+            "structured": form_of(body.get("output_format") or (body.get("output_config") or {}).get("format")),
+            "prefill": bool(body["messages"]) and body["messages"][-1]["role"] == "assistant",
         }
-        if choice.get("type") in ("any", "tool"):
-            name = choice.get("name")
-            wishes["forced"] = () if choice["type"] == "any" else (of_type(name, str, "tool_choice.name", "a string"),)
+        if kind in ("any", "tool"):
+            wishes["forced"] = () if kind == "any" else (choice["name"],)
         return wishes
 
     def write(self, asked: Asked, answers: Sequence[Answered]) -> dict[str, Any]:
@@ -154,10 +120,7 @@ class Messages(Api):
     def error(self, refused: RefusedError) -> dict[str, Any]:
         """Body of an error in Anthropic's format."""
         kind = _ERRORS.get(refused.status, "api_error" if refused.status >= 500 else "invalid_request_error")
-        message = refused.message
-        if refused.code == UNKNOWN:
-            message = f"{refused.parameter}: Extra inputs are not permitted"
-        error: dict[str, Any] = {"type": kind, "message": message}
+        error: dict[str, Any] = {"type": kind, "message": refused.message}
         if refused.parameter == "thread":  # the SDK then sends the whole conversation
             error["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
         return {"type": "error", "error": error}
@@ -175,10 +138,6 @@ def _stop(answered: Answered) -> str:
     return "end_turn" if answered.stop is None else "stop_sequence"
 
 
-def _role(message: Any) -> Any:
-    return message.get("role") if isinstance(message, dict) else None
-
-
 def _blocks(answered: Answered) -> list[dict[str, Any]]:
     reply = answered.reply
     blocks: list[dict[str, Any]] = []
@@ -192,62 +151,33 @@ def _blocks(answered: Answered) -> list[dict[str, Any]]:
     return blocks
 
 
-def _tool(tool: Any, where: str) -> dict[str, Any]:
-    kind = of_type(tool, dict, where, "an object").get("type")
-    if kind not in (None, "custom"):
-        raise RefusedError(400, f"{where}: tools of type {kind!r} are not supported. Use custom tools.", where)
-    _TOOL.check(tool, f"{where}.")
-    return function_tool(tool.get("name"), tool.get("description"), tool.get("input_schema"), where)
-
-
-def _messages(message: Any, where: str) -> list[Message]:
+def _messages(message: Mapping[str, Any]) -> list[Message]:
     """Converts a message to the format of chat templates. Tool results become separate messages."""
-    role = of_type(message, dict, where, "an object").get("role")
-    _MESSAGE.check(message, f"{where}.")
-    content = message.get("content")
-    where = f"{where}.content"
+    role, content = message["role"], message["content"]
     if role == "system":
-        return [{"role": "system", "content": text_of(content, where)}]
+        return [{"role": "system", "content": text_of(content)}]
     if role not in ("user", "assistant"):
-        raise RefusedError(400, f"{where}.role={role!r}: is unknown. Use user or assistant.", where)
+        raise RefusedError(400, f"role={role!r}: is unknown. Use user or assistant.", "messages")
     if isinstance(content, str):
         return [{"role": role, "content": content}]
-    blocks = [
-        of_type(block, dict, where, "a list of objects") for block in of_type(content, list, where, "text or a list")
-    ]
-    for block in blocks:
-        if block.get("type") in _BLOCKS:
-            _BLOCKS[block["type"]].check(block, f"{where}.")
     if role == "assistant":
-        return [_assistant(blocks, where)]
-    results = [block for block in blocks if block.get("type") == "tool_result"]
-    rest = [block for block in blocks if block.get("type") != "tool_result"]
+        return [_assistant(content)]
+    results = [block for block in content if block["type"] == "tool_result"]
+    rest = [block for block in content if block["type"] != "tool_result"]
     said: list[Message] = [
-        {
-            "role": "tool",
-            "tool_call_id": of_type(block.get("tool_use_id"), str, f"{where}.tool_use_id", "a string"),
-            "content": content_of(block.get("content"), f"{where}.tool_result"),
-        }
+        {"role": "tool", "tool_call_id": block["tool_use_id"], "content": content_of(block.get("content"))}
         for block in results
     ]
     if rest or not results:
-        said.append({"role": "user", "content": content_of(rest, where)})
+        said.append({"role": "user", "content": content_of(rest)})
     return said
 
 
-def _assistant(blocks: list[dict[str, Any]], where: str) -> Message:
+def _assistant(blocks: list[dict[str, Any]]) -> Message:
     said: Message = {"role": "assistant", "content": ""}
-    thoughts, texts, calls = [], [], []
-    for block in blocks:
-        kind = block.get("type")
-        if kind == "thinking":
-            thoughts.append(of_type(block.get("thinking"), str, f"{where}.thinking", "a string"))
-        elif kind == "tool_use":
-            arguments = of_type(block.get("input"), dict, f"{where}.input", "an object")
-            calls.append(call_message(block.get("id"), block.get("name"), arguments, where))
-        else:
-            texts.append(block)
-    said["content"] = text_of(texts, where)
+    thoughts = [block["thinking"] for block in blocks if block["type"] == "thinking"]
+    calls = [call_message(b["id"], b["name"], b["input"]) for b in blocks if b["type"] == "tool_use"]
+    said["content"] = text_of([block for block in blocks if block["type"] not in ("thinking", "tool_use")])
     if "".join(thoughts):
         said["reasoning_content"] = "\n".join(thoughts)
     if calls:

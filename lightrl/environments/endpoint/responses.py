@@ -11,64 +11,26 @@ from typing import Any
 from lightrl.environments.base import Message
 from lightrl.environments.endpoint.api import (
     Api,
-    Members,
     arguments_of,
     call_message,
     content_of,
     event,
     function_tool,
-    given,
-    listed,
     new_id,
-    of_type,
     pieces,
     text_of,
     whole,
 )
 from lightrl.environments.endpoint.openai_apis import (
-    FIXED,
+    EFFECTIVE,
     HARMLESS,
-    READ,
-    SAMPLING,
+    require_function,
     structured_of,
     tool_wishes,
-    top_logprobs,
 )
 from lightrl.environments.endpoint.requests import Answered, Asked, RefusedError
 
-_TEXT_MEMBERS = Members(read=["format"], sampling=["verbosity"])
 _LOGPROBS = "message.output_text.logprobs"
-_CACHE = Members(harmless=["mode", "ttl", "comparison_response_id"], fixed={"prewarm": (False,)})
-_INCLUDE = Members(
-    fixed={
-        "include": (
-            "reasoning.encrypted_content",
-            _LOGPROBS,
-            # Parameters of server-side tools, which are not supported, and of images.
-            "file_search_call.results",
-            "web_search_call.results",
-            "web_search_call.action.sources",
-            "message.input_image.image_url",
-            "computer_call_output.output.image_url",
-            "code_interpreter_call.outputs",
-        )
-    },
-)
-_RESPONSES_TOOL = Members(
-    read=["type", "name", "description", "parameters", "strict"],
-    fixed={"allowed_callers": (["direct"],), "async": (False,), "defer_loading": (False,), "output_schema": ()},
-)
-_PLACE = ("id", "status", "phase", "caller")  # metadata of items that programs send back
-_ITEMS = {
-    "message": Members(read=["type", "role", "content"], harmless=_PLACE),
-    "reasoning": Members(read=["type", "content"], harmless=[*_PLACE, "summary", "encrypted_content"]),
-    "function_call": Members(
-        read=["type", "call_id", "name", "arguments"], harmless=_PLACE, fixed={"async": (False,), "namespace": ()}
-    ),
-    "function_call_output": Members(
-        read=["type", "call_id", "output"], harmless=[*_PLACE, "name"], fixed={"namespace": ()}
-    ),
-}
 _TEXT = ("input_text", "output_text", "text", "refusal")
 
 
@@ -80,62 +42,37 @@ class Responses(Api):
 
     path = "/responses"
     counting = "/responses/input_tokens"
-    members = Members(
-        read=READ
-        | {
-            *("input", "instructions", "model", "tools", "stream", "max_output_tokens", "previous_response_id"),
-            *("text", "include", "prompt_cache_options", "chat_template_kwargs"),
-        },
-        sampling=SAMPLING | {"reasoning"},
-        harmless=HARMLESS | {"access_programs", "background_options", "image", "max_tool_calls", "stream_options"},
-        fixed={
-            **FIXED,
-            "add_generation_prompt": (True,),
-            "background": (False,),
-            "context_management": ([],),
-            "continue_final_message": (False,),
-            "conversation": (),
-            "enable_response_messages": (False,),
-            "multi_agent": ({"enabled": False},),
-            "prompt": (),
-            "truncation": ("disabled",),
-        },
-    )
+    effective = EFFECTIVE | {"input", "instructions", "max_output_tokens", "previous_response_id", "text", "include"}
+    harmless = HARMLESS | {"max_tool_calls", "stream_options"}
+    rejected = ("background", "context_management", "conversation", "multi_agent", "prompt")
 
     def conversation(
         self, body: Mapping[str, Any], recall: Callable[[str], list[Message]]
     ) -> tuple[list[Message], int]:
         messages: list[Message] = []
         if body.get("instructions") is not None:
-            messages.append({"role": "system", "content": text_of(body["instructions"], "instructions")})
+            messages.append({"role": "system", "content": text_of(body["instructions"])})
         first = len(messages)
         if (earlier := body.get("previous_response_id")) is not None:
-            messages += recall(of_type(earlier, str, "previous_response_id", "a string"))
-        asked = body.get("input")
+            messages += recall(earlier)
+        asked = body["input"]
         if isinstance(asked, str):
             messages.append({"role": "user", "content": asked})
         else:
-            _add(messages, of_type(asked, list, "input", "text or a list of items"))
-        if len(messages) == first:
-            raise RefusedError(400, "input: must not be empty. Add a message.", "input")
+            _add(messages, asked)
         return messages, first
 
-    def tool(self, tool: Any, where: str) -> dict[str, Any]:
-        return _responses_tool(tool, where)
+    def tool(self, tool: Mapping[str, Any]) -> dict[str, Any]:
+        require_function(tool)
+        return function_tool(tool["name"], tool.get("description"), tool.get("parameters"))
 
     def wishes(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        text = given(body, "text")
-        ignored = _TEXT_MEMBERS.check(text, "text.")
-        _CACHE.check(given(body, "prompt_cache_options"), "prompt_cache_options.")
-        for wanted in listed(body, "include"):
-            _INCLUDE.check({"include": wanted})
-        top = top_logprobs(body)
+        top = int(body.get("top_logprobs") or 0)
         return {
             **tool_wishes(body),
-            "ignored": ignored,
-            "max_new_tokens": whole(body.get("max_output_tokens"), "max_output_tokens"),
-            "structured": structured_of(body, given(text, "format"), "text.format"),
-            "top_logprobs": (top or 0) if top or _LOGPROBS in listed(body, "include") else None,
+            "max_new_tokens": whole(body.get("max_output_tokens")),
+            "structured": structured_of(body, (body.get("text") or {}).get("format")),
+            "top_logprobs": top if top or _LOGPROBS in (body.get("include") or ()) else None,
         }
 
     def write(self, asked: Asked, answers: Sequence[Answered]) -> dict[str, Any]:
@@ -246,48 +183,34 @@ def _items(answered: Answered) -> list[dict[str, Any]]:
     return items
 
 
-def _responses_tool(tool: Any, where: str) -> dict[str, Any]:
-    kind = of_type(tool, dict, where, "an object").get("type")
-    if kind != "function":
-        raise RefusedError(400, f"{where}: tools of type {kind!r} are not supported. Use functions.", where)
-    _RESPONSES_TOOL.check(tool, f"{where}.")
-    return function_tool(tool.get("name"), tool.get("description"), tool.get("parameters"), where)
-
-
 def _add(messages: list[Message], items: list[Any]) -> None:
     """Converts items to messages. Merges adjacent assistant items into one message."""
     open_one: Message | None = None  # the current assistant message
-    for i, item in enumerate(items):
-        where = f"input[{i}]"
-        kind = of_type(item, dict, where, "an object").get("type", "message")
-        role = item.get("role")
-        if kind in _ITEMS:
-            _ITEMS[kind].check(item, f"{where}.")
+    for item in items:
+        kind, role = item.get("type", "message"), item.get("role")
         if kind in ("reasoning", "function_call") or (kind == "message" and role == "assistant"):
             if open_one is None:
                 open_one = {"role": "assistant", "content": ""}
                 messages.append(open_one)
-            _add_to_assistant(open_one, kind, item, where)
+            _add_to_assistant(open_one, kind, item)
             continue
         open_one = None
         if kind == "function_call_output":
-            call_id = of_type(item.get("call_id"), str, f"{where}.call_id", "a string")
-            content = content_of(item.get("output"), f"{where}.output", _TEXT)
-            messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+            content = content_of(item["output"], _TEXT)
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
         elif kind == "message" and role in ("user", "system", "developer"):
-            content = content_of(item.get("content"), f"{where}.content", _TEXT)
+            content = content_of(item["content"], _TEXT)
             messages.append({"role": "user" if role == "user" else "system", "content": content})
         else:
-            raise RefusedError(400, f"{where}: type {kind!r} with role {role!r} is not supported. Remove it.", where)
+            raise RefusedError(400, f"input: type {kind!r} with role {role!r} is not supported. Remove it.", "input")
 
 
-def _add_to_assistant(message: Message, kind: str, item: dict[str, Any], where: str) -> None:
+def _add_to_assistant(message: Message, kind: str, item: Mapping[str, Any]) -> None:
     if kind == "message":
-        text = text_of(item.get("content"), f"{where}.content", _TEXT)
+        text = text_of(item["content"], _TEXT)
         message["content"] = f"{message['content']}\n{text}" if message["content"] else text
     elif kind == "function_call":
-        arguments = arguments_of(item.get("arguments"), f"{where}.arguments")
-        call = call_message(item.get("call_id"), item.get("name"), arguments, where)
+        call = call_message(item["call_id"], item["name"], arguments_of(item["arguments"]))
         message["tool_calls"] = [*message.get("tool_calls", ()), call]
     elif item.get("content"):
-        message["reasoning_content"] = text_of(item["content"], f"{where}.content", ("reasoning_text",))
+        message["reasoning_content"] = text_of(item["content"], ("reasoning_text",))

@@ -7,7 +7,6 @@ import contextlib
 import json
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
@@ -46,7 +45,7 @@ class Endpoint:
     """Serves sessions on an event loop in a separate thread.
 
     Each session has a secret key of 256 random bits, which is valid until the session ends. Without a valid key, only
-    `/health` is answered, and no body is read. If the server stops unexpectedly, the sessions fail.
+    `/health` is answered, and no body is read.
 
     Args:
         bind: Address to listen on.
@@ -55,23 +54,13 @@ class Endpoint:
 
     Attributes:
         base_url: Base URL for programs.
-        ended: Whether the server has stopped.
-
-    Raises:
-        ValueError: The address is not available.
-        RuntimeError: The server does not start.
     """
 
     def __init__(self, bind: str = LOOPBACK, port: int = 0, url: str | None = None) -> None:
         self._sessions: dict[str, Session] = {}  # by key
         self._opened = 0
         self._prefix = f"sk-{secrets.token_hex(8)}-"  # of this endpoint's keys
-        self._opening = threading.Lock()
-        self.ended = False
-        try:
-            self._socket = socket.create_server((bind, port), family=socket.AF_INET6 if ":" in bind else socket.AF_INET)
-        except OSError as error:
-            raise ValueError(f"bind={bind!r}, port={port}: is not available ({error}). Use another.") from error
+        self._socket = socket.create_server((bind, port), family=socket.AF_INET6 if ":" in bind else socket.AF_INET)
         self.port = int(self._socket.getsockname()[1])
         host = {"0.0.0.0": LOOPBACK, "::": "[::1]"}.get(bind, f"[{bind}]" if ":" in bind else bind)
         self.base_url = (url or f"http://{host}:{{port}}/v1").replace("{port}", str(self.port))
@@ -90,27 +79,12 @@ class Endpoint:
         )
         self._loop = BackgroundLoop("endpoint")
         self._serving = self._loop.submit(self._server.serve(sockets=[self._socket]))
-        self._serving.add_done_callback(lambda _: self._end())
-        until = time.monotonic() + 30
-        while not self._server.started:
-            if self.ended or time.monotonic() > until:
-                self.stop()
-                raise RuntimeError(f"The endpoint did not start at {self.base_url}.")
+        while not self._server.started and not self._serving.done():
             time.sleep(0.005)
-
-    def _end(self) -> None:
-        with self._opening:
-            self.ended = True
-            left = list(self._sessions.values())
-            self._sessions.clear()
-        for session in left:
-            _on_loop(session, session.fail, "endpoint: the server has stopped")
 
     def stop(self) -> None:
         """Revokes all keys, and closes all connections and the socket."""
-        with self._opening:
-            self.ended = True
-            self._sessions.clear()
+        self._sessions.clear()
         self._server.should_exit = True
         with contextlib.suppress(Exception):
             self._serving.result(10)
@@ -119,19 +93,15 @@ class Endpoint:
         self._socket.close()
 
     def open(self, session: Session, key: str | None = None) -> str:
-        """Starts answering requests of a session. Returns its key. The session fails if the endpoint has stopped.
+        """Starts answering requests of a session. Returns its key.
 
         Args:
             session: Session.
             key: Key. Defaults to a new key.
         """
         key = key or f"{self._prefix}{secrets.token_urlsafe(32)}"
-        with self._opening:
-            self._opened += 1
-            if self.ended:
-                session.fail("endpoint: the server has stopped")
-            else:
-                self._sessions[key] = session
+        self._opened += 1
+        self._sessions[key] = session
         return key
 
     def close(self, key: str) -> None:
@@ -174,16 +144,6 @@ class Endpoint:
             for path in ("/models", "/models/{name:path}"):
                 app.add_api_route(prefix + path, models, methods=["GET"], response_model=None)
         app.add_api_route("/health", _health, methods=["GET"])
-
-        async def missing(request: Request, error: Exception) -> Response:
-            async def refuse(api: Api, session: Session, request: Request) -> Response:
-                status = getattr(error, "status_code", 404)
-                raise RefusedError(status, f"{request.method} {request.url.path} is not supported.")
-
-            return await self._handler(messages if "anthropic-version" in request.headers else chat, refuse)(request)
-
-        app.add_exception_handler(404, missing)
-        app.add_exception_handler(405, missing)
         return app
 
     def _handler(
@@ -228,16 +188,14 @@ async def _models(api: Api, session: Session, request: Request) -> Response:
 
 async def _body(request: Request) -> dict[str, Any]:
     try:
-        body = json.loads(await request.body())
-    except (ValueError, RecursionError) as error:
+        body: dict[str, Any] = json.loads(await request.body())
+    except ValueError as error:
         raise RefusedError(400, f"The body is not valid JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise RefusedError(400, "The body must be a JSON object.")
     return body
 
 
 async def _count(api: Api, session: Session, request: Request) -> Response:
-    asked = api.read(await _body(request), session.recall, count=True)
+    asked = api.read(await _body(request), session.recall)
     tokens = await _made(session, session.count(asked), request)
     return Response(status_code=499) if tokens is None else JSONResponse(api.counted(tokens))
 

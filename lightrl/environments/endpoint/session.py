@@ -24,7 +24,7 @@ _COUNTS = (
     *("tool_calls", "parse_errors", "refused_requests", "ignored_parameters", "constrained_turns"),
     "masked_turns",
 )
-Constrained = Literal["engine", "free", "reject"]
+Constrained = Literal["engine", "free"]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -219,10 +219,6 @@ class Session:
 
     async def _sample(self, asked: Asked) -> Answered:
         wanted = min(self.sampling.max_new_tokens, asked.max_new_tokens or self.sampling.max_new_tokens)
-        if wanted < self.sampling.min_new_tokens:
-            raise RefusedError(
-                400, f"max_tokens={wanted}: is below the run's min_new_tokens={self.sampling.min_new_tokens}. Raise it."
-            )
         for name, value in asked.template_kwargs.items():
             if name not in self.template_kwargs or self.template_kwargs[name] != value:
                 raise RefusedError(
@@ -353,13 +349,6 @@ class Session:
         wish = "tool_choice" if asked.forced is not None else "response_format" if asked.structured else ""
         if not wish:
             return {}, ""
-        if self.constrained == "reject":
-            raise RefusedError(
-                400,
-                f'{wish}: constrains the reply, which this run rejects (constrained="reject"). Remove it.',
-                wish,
-                "unsupported_parameter",
-            )
         if self.constrained == "free":
             self._ignore([wish])
             return {}, wish
@@ -385,8 +374,6 @@ class Session:
         text = last.get("content")
         if not messages or last["role"] != "assistant" or last.get("tool_calls") or not isinstance(text, str):
             raise RefusedError(400, "messages: must end with an assistant message of text to continue.", "messages")
-        if text != text.rstrip():
-            raise RefusedError(400, "The final assistant content cannot end with trailing whitespace.", "messages")
         return text
 
     async def count(self, asked: Asked) -> int:
