@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import random
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -23,13 +22,14 @@ _GENERATORS = threading.Lock()
 
 
 class GymnasiumEnvironment(Environment):
-    """Plays a text environment with the interface of Gymnasium, Gym, GEM, or SkyRL-Gym.
+    """Plays a text environment with the interface of Gymnasium, GEM, or SkyRL-Gym.
 
     `reset(seed=..., options=row)` must return an observation, optionally with an info. `step(action)` must return
-    Gymnasium's five values, Gym's four, or SkyRL-Gym's dictionary. For SkyRL-Gym, `init(prompt)` replaces `reset`.
+    Gymnasium's five values or SkyRL-Gym's dictionary. For SkyRL-Gym, `init(prompt)` replaces `reset`.
     Arguments that a method doesn't accept are omitted. A dataset column `seed` takes precedence over the group's seed.
     The first observation is appended to the prompt; later observations are user messages. Observations may be texts or
-    lists of messages. The trajectory ends when the environment is terminated or truncated.
+    lists of messages. The trajectory ends when the environment is terminated or truncated. Override `action` and `text`
+    for other spaces.
 
     Each trajectory has its own environment and thread, so a slow `step` blocks only that trajectory. An exception
     counts as a failure that the policy did not cause. The sampled tokens are trained unchanged, so SkyRL-Gym's
@@ -62,36 +62,15 @@ class GymnasiumEnvironment(Environment):
         self._isolated = _is_of(self.factory, *_DRAWING) if global_random is None else global_random
         self._code = UserCode(getattr(self.factory, "__qualname__", type(self).__name__))
         self._env: Any = None
-        self._invalid = self._truncated = 0
+        self._truncated = False
 
     def action(self, reply: Reply) -> Any:
-        """Converts a reply to an action: its text, or a JSON value if the action space is not `Text`.
-
-        Raises:
-            ValueError: The reply is not a valid action. The message is shown to the policy.
-        """
-        space = getattr(self._env, "action_space", None)
-        if not _is_of(space, "gymnasium", "gym") or type(space).__name__ == "Text":
-            return reply.content
-        try:
-            action = json.loads(reply.content)
-            fits = space.contains(action)  # type: ignore[union-attr] # `_is_of` checked for None
-        except (ValueError, TypeError):
-            fits = False
-        if not fits:
-            raise ValueError(f"{reply.content[:40]!r} is not an action. Answer with a JSON value of {space}.")
-        return action
+        """Converts a reply to an action. Defaults to its text."""
+        return reply.content
 
     def text(self, observation: Any) -> str:
-        """Converts an observation to text. Renders the environment if `render_mode="ansi"`."""
-        if isinstance(observation, str):
-            return observation
-        if getattr(self._env, "render_mode", None) == "ansi":
-            return str(self._env.render())
-        raise ValueError(
-            f"observation={repr(observation)[:60]}: is not text. Override `text`, or create the environment with "
-            'render_mode="ansi".'
-        )
+        """Converts an observation to text. Defaults to `str`."""
+        return str(observation)
 
     async def reset(self, row: Mapping[str, Any], *, seed: int) -> list[Message]:
         given = row.get("seed")
@@ -110,10 +89,7 @@ class GymnasiumEnvironment(Environment):
         if not hasattr(env, "reset") and hasattr(env, "init"):
             return self._shown(env.init(first_messages(row, None)))
         reset = getattr(env, "unwrapped", env).reset  # wrappers may hide its parameters
-        arguments = _accepted(reset, {"seed": seed, "options": dict(row)})
-        if "seed" not in arguments and callable(getattr(env, "seed", None)):
-            env.seed(seed)
-        return self._shown(env.reset(**arguments))
+        return self._shown(env.reset(**_accepted(reset, {"seed": seed, "options": dict(row)})))
 
     def _shown(self, result: Any) -> Any:
         """The observation of `reset` or `init`, with or without an info, as text or messages."""
@@ -129,23 +105,12 @@ class GymnasiumEnvironment(Environment):
 
     def _advance(self, reply: Reply) -> tuple[Any, float, bool]:
         """The next observation as text or messages, the reward, and whether the game is over."""
-        try:
-            action = self.action(reply)
-        except ValueError as error:
-            self._invalid += 1
-            return f"Error: {error}", 0.0, False
-        result = self._env.step(action)
+        result = self._env.step(self.action(reply))
         if isinstance(result, Mapping):
             observation, reward, done = result["observations"], result["reward"], bool(result["done"])
-        elif isinstance(result, tuple) and len(result) in (4, 5):
-            observation, reward, *ends, info = result
-            done = any(ends)
-            self._truncated = bool(ends[1]) if len(ends) == 2 else bool(info.get("TimeLimit.truncated"))
         else:
-            raise ValueError(
-                f"step: returned {repr(result)[:60]}. Return (observation, reward, terminated, truncated, info), "
-                "(observation, reward, done, info), or SkyRL-Gym's dictionary."
-            )
+            observation, reward, terminated, self._truncated, _ = result
+            done = bool(terminated or self._truncated)
         return None if done else self._shown(observation), float(reward), done
 
     async def _call(self, work: Callable[[], Any]) -> Any:
@@ -172,8 +137,8 @@ class GymnasiumEnvironment(Environment):
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """Number of invalid actions, and whether the environment truncated the episode."""
-        return {"invalid_actions": float(self._invalid), "truncated": float(self._truncated)}
+        """Whether the environment truncated the episode."""
+        return {"truncated": float(self._truncated)}
 
     async def close(self) -> None:
         try:

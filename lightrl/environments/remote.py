@@ -9,10 +9,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from lightning.pytorch.utilities import rank_zero_warn
-
 from lightrl.compat import openenv
-from lightrl.compat.arguments import above, require_packages
+from lightrl.compat.arguments import require_packages
 from lightrl.environments.base import Environment, EnvironmentFailedError, Message, Reply, Step
 from lightrl.environments.calling import LateError, Outcome
 from lightrl.environments.tool_arguments import check_by_schema, place
@@ -36,7 +34,7 @@ class MCPEnvironment(ToolEnvironment):
         options: Other arguments of `ToolEnvironment`.
 
     Raises:
-        ValueError: The package is not installed, or a tool of the class has the same name as one of the server's.
+        ValueError: The package is not installed.
 
     Source: https://modelcontextprotocol.io
     """
@@ -44,8 +42,6 @@ class MCPEnvironment(ToolEnvironment):
     def __init__(self, server: str | list[str], factory: Callable[[], Any] | str | None = None, **options: Any) -> None:
         super().__init__(_Nothing if factory is None else factory, **options)
         require_packages("MCPEnvironment", "mcp", "mcp")
-        if not server:
-            raise ValueError(f"server={server!r}: is empty. Pass a URL or a command as a list.")
         self.server = server
         self._end: asyncio.Event | None = None
         self._session: asyncio.Task[None] | None = None
@@ -57,8 +53,6 @@ class MCPEnvironment(ToolEnvironment):
         self._session = loop.create_task(self._hold(ready, self._end))
         client, tools = await ready
         for tool in tools:
-            if tool.name in self._tools:
-                raise ValueError(f"factory: the server already has a tool {tool.name!r}. Rename the method.")
             function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
             schema = {"type": "function", "function": function}
             self.add_tool(
@@ -93,7 +87,7 @@ class MCPEnvironment(ToolEnvironment):
 
         result, error = await self._code.call(partial(client.call_tool, name, arguments), limit, here=True)
         if isinstance(error, MCPError) and error.code == INVALID_PARAMS:
-            return self.wrong(name, error.message), None
+            return self.wrong(error.message), None
         if error is not None:
             failed = isinstance(error, Exception) and not isinstance(error, LateError)
             return None, EnvironmentFailedError(f"MCP server {self.server}: {_innermost(error)}") if failed else error
@@ -101,7 +95,7 @@ class MCPEnvironment(ToolEnvironment):
         if any(part["type"] != "text" for part in content) and not result.is_error:
             return content, None
         text = "\n".join(part.get("text", "[an image]") for part in content)
-        return self.wrong(name, text) if result.is_error else text, None
+        return self.wrong(text) if result.is_error else text, None
 
     async def close(self) -> None:
         try:
@@ -164,7 +158,7 @@ class OpenEnvironment(Environment):
     ) -> None:
         require_packages("OpenEnvironment", "openenv", "openenv")
         self.url = url
-        self.timeout = above("timeout", timeout)
+        self.timeout = timeout
         self.action_field = action_field
         self.observation_field = observation_field
         self._client = openenv.make_client(url, self.timeout)
@@ -178,17 +172,12 @@ class OpenEnvironment(Environment):
             ValueError: The reply is not a valid action. The message is shown to the policy.
         """
         text = reply.content.strip()
-        if text.startswith("```") and text.endswith("```"):
-            text = text.strip("`").partition("\n")[2].strip()
         if self.action_field is None:
             fields = ", ".join(self._fields) or "none"
             try:
-                action = json.loads(text)
-            except ValueError as error:
+                return dict(json.loads(text))
+            except (TypeError, ValueError) as error:
                 raise ValueError(f"Answer with a JSON object with the fields {fields} ({error})") from None
-            if not isinstance(action, dict):
-                raise ValueError(f"Answer with a JSON object with the fields {fields}")
-            return action
         field = self._fields.get(self.action_field, {"type": "string"})
         if "string" not in (field.get("type"), *(one.get("type") for one in field.get("anyOf", ()))):
             with suppress(ValueError):  # the server reports invalid values
@@ -199,17 +188,10 @@ class OpenEnvironment(Environment):
         """Converts an observation to text. "" shows nothing."""
         if self.observation_field is None:
             return json.dumps(observation, ensure_ascii=False)
-        if self.observation_field not in observation:
-            names = ", ".join(observation) or "none"
-            raise ValueError(f"observation_field={self.observation_field!r}: is not a field. Use one of: {names}.")
         return str(observation[self.observation_field])
 
     async def reset(self, row: Mapping[str, Any], *, seed: int) -> list[Message]:
-        arguments = {name: value for name, value in row.items() if _is_json(value)}
-        if left := sorted(set(row) - set(arguments)):
-            rank_zero_warn(
-                f"OpenEnvironment: the columns {', '.join(left)} can't be converted to JSON and are not sent."
-            )
+        arguments = dict(row)
         arguments.setdefault("seed", seed % 2**31)  # servers keep seeds in 32 bits
         schema = await openenv.action_schema(self.url, self.timeout)
         self._fields = {name: one for name, one in schema.get("properties", {}).items() if name != "metadata"}
@@ -248,11 +230,3 @@ class OpenEnvironment(Environment):
 
     async def close(self) -> None:
         await self._client.close()
-
-
-def _is_json(value: Any) -> bool:
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError):
-        return False
-    return True

@@ -98,7 +98,7 @@ def test_the_tools_of_an_mcp_server_are_called_and_its_errors_told() -> None:
     trajectory = play(make, turns)
     first, wrong, fails, unknown, late = results(trajectory)
     assert trajectory.stop_reason == "stop" and first == "total 2"
-    assert wrong.startswith("Error: ") and "should be a valid integer" in wrong
+    assert wrong.startswith("Error: ") and "is not of type" in wrong
     assert fails.startswith("Error: ") and "out of paper" in fails
     assert unknown == "Error: unknown tool 'nothing'. Available tools: add, fails, sleeps, dies, look."
     assert late == "Error: sleeps took longer than 4 seconds."
@@ -140,7 +140,7 @@ def test_an_mcp_server_over_http_has_own_tools_and_rewards_beside_it_and_may_be_
         environment = lambda: MCPEnvironment(f"{server.url}/mcp", Scored, tool_timeout=600)  # noqa: E731
         trajectory = play(environment, [calls("add", "praise"), said("done")])
         assert trajectory.turn_rewards == [0.0, 1.0] and trajectory.messages[0]["content"] == "Go. Count."
-        assert "field required" in results(trajectory)[0].lower() and results(trajectory)[1] == "thanks"
+        assert "required property" in results(trajectory)[0] and results(trajectory)[1] == "thanks"
 
         class Kills(ScriptedEngine):
             async def __call__(self, request: GenerationRequest) -> CompletionGroup:
@@ -158,20 +158,6 @@ def test_an_mcp_server_over_http_has_own_tools_and_rewards_beside_it_and_may_be_
         assert time.monotonic() - began < 100
     finally:
         server.kill()
-
-
-def test_a_tool_of_the_class_with_the_name_of_one_of_the_servers_is_refused() -> None:
-    pytest.importorskip("mcp")
-
-    class Adds:
-        def reset(self, **row: Any) -> None: ...
-
-        def add(self) -> str:
-            """Adds."""
-            return ""
-
-    trajectory = play(lambda: MCPEnvironment(COMMAND, Adds), [said("done")])
-    assert "factory: " in str(trajectory.failure)
 
 
 # ---- OpenEnv ---------------------------------------------------------------------------------------------------------
@@ -201,9 +187,6 @@ def test_columns_of_the_row_reach_the_reset_of_openenv(guess: Server) -> None:
 
     asked = play(make, [said("3")], {"prompt": "Go. ", "question": "Which?", "answer": None, "seed": 3})
     assert asked.messages[0]["content"] == "Go. Which?" and asked.turn_rewards == [1.0]
-    with pytest.warns(UserWarning, match="columns picture"):
-        pictured = play(make, [said("1")], {"prompt": "Go. ", "question": "Which?", "picture": b"png"})
-    assert pictured.messages[0]["content"] == "Go. Which?" and pictured.turn_rewards == [1.0]
 
 
 def test_an_action_that_openenv_does_not_take_is_told_to_the_policy(guess: Server) -> None:
@@ -264,7 +247,7 @@ def test_typed_actions_of_openenv_are_json_and_a_lost_session_is_no_other_game()
     corner = '{"row": 2, "col": 2}'
     try:
         bad = ["2, 2", "[2, 2]", '{"row": 2}', '{"row": 2, "col": 3}', '{"row": 2, "cow": 2, "col": 0}']
-        found = play(make, [said(text) for text in (*bad, '```json\n{"row": 0, "col": 2}\n```', corner)])
+        found = play(make, [said(text) for text in (*bad, '{"row": 0, "col": 2}', corner)])
         assert (found.stop_reason, found.turn_rewards) == ("stop", [0.0] * 6 + [1.0])
         assert [text.startswith("Error: ") for text in results(found)] == [True] * 5 + [False]
         assert "row, col, note" in results(found)[0] and results(found)[2].startswith("Error: col: ")
