@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from lightrl.environments.episodes import EnvironmentFailedError as EnvironmentFailedError
 
@@ -139,25 +138,8 @@ class Environment(ABC):
 
 
 def _content(value: Any) -> str:
-    """A text for a value that JSON doesn't support, equal for equal content in all processes."""
-    from PIL import Image
-
-    if isinstance(value, Image.Image):
-        palette = bytes(value.getpalette() or ())
-        return f"image {value.mode} {value.size} {_digest(palette + value.tobytes())}"
-    if isinstance(value, bytes | bytearray | memoryview):
-        return f"bytes {_digest(bytes(value))}"
-    if isinstance(value, Tensor):
-        value = value.detach().cpu().numpy()
-    if isinstance(value, np.ndarray) and value.dtype != object:
-        return f"array {value.dtype} {value.shape} {_digest(np.ascontiguousarray(value).tobytes())}"
-    if all(getattr(type(value), name) is getattr(object, name) for name in ("__repr__", "__str__")):
-        raise TypeError(
-            f"messages: a {type(value).__name__} has no __repr__ of its content, so states can't be compared. "
-            "Override `Environment.state_key` or add a __repr__ to the class."
-        )
-    return str(value)
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
+    """A text for an image or array, equal for equal content in all processes."""
+    array = np.asarray(value)
+    if array.dtype == object:
+        raise TypeError(f"messages: a {type(value).__name__} can't be compared. Override `Environment.state_key`.")
+    return f"{array.dtype} {array.shape} {hashlib.blake2b(array.tobytes(), digest_size=16).hexdigest()}"

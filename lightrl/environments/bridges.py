@@ -8,10 +8,12 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from lightrl.environments.base import Message, Tools
-from lightrl.records import ImageInputs
+
+if TYPE_CHECKING:
+    from lightrl.data.processor import MediaProcessor
 
 MARK = "\U000f0e4c"
 """Private-use character inserted into literal text of special tokens, so that it is not tokenized as the token."""
@@ -59,20 +61,6 @@ class SampledTurn:
     reply: Message
 
 
-class ImageProcessor(Protocol):
-    """Interface of a model's processor."""
-
-    @property
-    def wants_blocks(self) -> bool:
-        """Whether the chat template requires content as a list of blocks instead of a string."""
-
-    def token(self, kind: str) -> str | None:
-        """Placeholder of one image, video, or audio in a prompt's text."""
-
-    def images(self, values: Sequence[Any]) -> ImageInputs:
-        """Decodes images and computes their model inputs."""
-
-
 class Bridge(ABC):
     """Converts conversations to tokens for one chat template.
 
@@ -82,7 +70,7 @@ class Bridge(ABC):
 
     _special: Mapping[int, str]
 
-    def __init__(self, processor: ImageProcessor | None = None) -> None:
+    def __init__(self, processor: MediaProcessor | None = None) -> None:
         self.processor = processor
         self._parallel: dict[bool, bool] = {}  # by whether there are tools
         self._drops: dict[str, bool] = {}  # by role
@@ -228,7 +216,7 @@ class TemplateBridge(Bridge):
         self,
         tokenizer: Any,
         template_kwargs: Mapping[str, Any] | None = None,
-        processor: ImageProcessor | None = None,
+        processor: MediaProcessor | None = None,
     ) -> None:
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError(

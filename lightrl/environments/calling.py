@@ -9,7 +9,6 @@ import dis
 import inspect
 import queue
 import threading
-import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -89,7 +88,6 @@ class UserCode:
             jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
             self._jobs = jobs
             in_background(partial(_serve, jobs), self.name)
-            weakref.finalize(self, jobs.put, None)
         loop, context = asyncio.get_running_loop(), contextvars.copy_context()
         done: asyncio.Future[Outcome] = loop.create_future()
 

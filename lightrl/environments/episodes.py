@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from lightrl.compat.arguments import MAX_REWARD
 from lightrl.records import (
     CompletionGroup,
     GenerationRequest,
@@ -36,6 +38,25 @@ def request_seed(seed: int, stream: str, cursor: int, row: int) -> int:
 
 def _digest(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2
+
+
+def finite_reward(value: Any, source: str) -> float:
+    """Validates a reward. NaN is an error, because it would mark the trajectory as unscored.
+
+    Args:
+        value: Value returned by the user's code.
+        source: What returned it, for the message.
+
+    Raises:
+        ValueError: The value is not a finite number.
+    """
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not abs(number) <= MAX_REWARD:
+        raise ValueError(f"{source} returned the reward {repr(value)[:60]}. Return a finite number.")
+    return number
 
 
 @dataclass(frozen=True)

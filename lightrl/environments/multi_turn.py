@@ -11,11 +11,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from lightrl.compat.arguments import above, at_least, fraction
 from lightrl.data.processing import row_variables
 from lightrl.engines.background import all_of
 from lightrl.environments.base import Message, Tools
-from lightrl.environments.bridges import Bridge, ImageProcessor, TemplateBridge
+from lightrl.environments.bridges import Bridge, TemplateBridge
 from lightrl.environments.episodes import Ask, Episode, Task
 from lightrl.environments.parsing import ReplyParser, choose_parser
 from lightrl.environments.renderers import RendererBridge, make_renderer
@@ -24,6 +23,7 @@ from lightrl.records import SamplingParams, Trajectory
 from lightrl.rewards.base import copied
 
 if TYPE_CHECKING:
+    from lightrl.data.processor import MediaProcessor
     from lightrl.data.prompts import PromptMixture, PromptSource
 
 _PARAMETERS = {"type": "object", "properties": {"x": {"type": "string", "description": "Qd5"}}, "required": ["x"]}
@@ -83,9 +83,6 @@ class MultiTurn(Episode):
 
     Attributes:
         tools_seen: Tool name -> the tools with which it was offered to the policy.
-
-    Raises:
-        ValueError: A value is out of range.
     """
 
     def __init__(
@@ -103,20 +100,20 @@ class MultiTurn(Episode):
         reasoning_parser: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        self.max_turns = at_least("max_turns", max_turns, 1)
-        self.max_tokens_per_turn = at_least("max_tokens_per_turn", max_tokens_per_turn, 1, or_none="for no limit")
-        self.max_tokens = at_least("max_tokens", max_tokens, 1, or_none="for no limit")
-        self.max_seconds = above("max_seconds", max_seconds, or_none="for no limit")
-        self.max_environments = at_least("max_environments", max_environments, 1)
-        self.max_retries = at_least("max_retries", max_retries, 0)
-        self.max_failed = fraction("max_failed", max_failed)
+        self.max_turns = max_turns
+        self.max_tokens_per_turn = max_tokens_per_turn
+        self.max_tokens = max_tokens
+        self.max_seconds = max_seconds
+        self.max_environments = max_environments
+        self.max_retries = max_retries
+        self.max_failed = max_failed
         self.renderer = renderer
         self.tool_parser = tool_parser
         self.reasoning_parser = reasoning_parser
         self.template_kwargs = dict(template_kwargs or {})
         self._places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
         self._tokenizer: Any = None
-        self._processor: ImageProcessor | None = None
+        self._processor: MediaProcessor | None = None
         self._renderer: Any = None
         self._bridges: dict[str, Bridge] = {}  # by variables of the chat template
         self._parsers: dict[bool, ReplyParser] = {}  # by whether there are tools
@@ -126,7 +123,7 @@ class MultiTurn(Episode):
     async def play(self, attempt: Attempt) -> Trajectory:
         """Plays one trajectory to the end."""
 
-    def setup(self, tokenizer: Any, processor: ImageProcessor | None = None) -> None:
+    def setup(self, tokenizer: Any, processor: MediaProcessor | None = None) -> None:
         """Receives the policy's tokenizer and the processor of a VLM. Called once, before the first trajectory.
 
         Raises:
@@ -191,27 +188,14 @@ class MultiTurn(Episode):
 
     def check_template(self) -> None:
         if self.renderer not in (None, "template"):
-            raise ValueError(
-                f"episode.renderer={self.renderer!r}: ignores actor.chat_template, because it renders its family's "
-                "template. Remove actor.chat_template, or replace renderer with tool_parser."
-            )
+            raise ValueError(f"episode.renderer={self.renderer!r}: ignores actor.chat_template. Remove one of them.")
 
     def check_prompts(self, prompts: PromptSource | PromptMixture) -> None:
         for source in getattr(prompts, "sources", None) or [prompts]:
             if source.system_prompt is not None:
-                raise ValueError(
-                    "prompts.system_prompt: has no effect, because the environment's `reset` returns the first "
-                    "messages. Add the system message there, or make the prompt a conversation."
-                )
+                raise ValueError("prompts.system_prompt: has no effect here. Add the message in `reset` or the prompt.")
             if source.template_kwargs:
-                raise ValueError(
-                    "prompts.template_kwargs: has no effect with an environment. Set episode.template_kwargs."
-                )
-            if source.max_prompt_tokens is not None and source.overlong == "truncate_left":
-                raise ValueError(
-                    'prompts.overlong="truncate_left": is not supported with an environment, which receives text '
-                    'instead of tokens. Use "drop" or "error".'
-                )
+                raise ValueError("prompts.template_kwargs: has no effect here. Set episode.template_kwargs.")
 
     async def run(self, task: Task, ask: Ask) -> list[Trajectory]:
         if task.prompt.media and task.prompt.media[0]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -14,14 +13,14 @@ from typing import Any, Literal
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightrl.compat.arguments import MAX_REWARD, above, imported, one_of
 from lightrl.data.rows import MediaError
 from lightrl.environments import base, calling, tools
 from lightrl.environments.base import Environment, Message, Reply, Step
-from lightrl.environments.bridges import Bridge, ImageProcessor
+from lightrl.environments.bridges import Bridge
 from lightrl.environments.calling import LateError, UserCode
+from lightrl.environments.episodes import finite_reward
 from lightrl.environments.ledger import Ledger
-from lightrl.environments.multi_turn import EXAMPLE_TOOLS, Attempt, MultiTurn
+from lightrl.environments.multi_turn import Attempt, MultiTurn
 from lightrl.environments.parsing import ReplyParser
 from lightrl.records import GenerationRequest, StopReason, Trajectory, TrajectoryRow
 from lightrl.rewards.base import message_of, users_lines
@@ -40,11 +39,8 @@ class EnvironmentEpisode(MultiTurn):
         environment_timeout: Time limit for creating an environment and for each `reset`, `finish`, and `close`, in
             seconds. Exceeding it is a failure, except for `close`. None means no limit. `max_seconds` starts after
             `reset`.
-        on_parse_error: Response to an invalid tool call. "message" shows `parse_error_message` to the policy. "end"
-            ends the trajectory. "environment" passes it to the environment's `step` (`Reply.errors`).
-        parse_error_message: Message after an invalid tool call, with the placeholder `{error}`.
-        parse_error_role: Role of that message: "user", or "tool" if the chat template supports tool messages without a
-            call.
+        on_parse_error: Response to an invalid tool call. "message" shows the error to the policy as a user message.
+            "end" ends the trajectory. "environment" passes it to the environment's `step` (`Reply.errors`).
         parse_error_reward: Reward added to turns with invalid tool calls.
         train_parse_errors: Whether to train turns with invalid tool calls. Otherwise they are context.
         on_truncated: Response to a reply truncated by `max_tokens_per_turn`. "end" ends the trajectory with stop reason
@@ -52,8 +48,8 @@ class EnvironmentEpisode(MultiTurn):
         limits: Arguments of `MultiTurn`: limits, retries, renderer, and parsers.
 
     Raises:
-        ValueError: A value is out of range. While playing: the chat template drops messages, `reset` returns different
-            tasks within a group, or a prompt is too long.
+        ValueError: While playing: the chat template drops messages, `reset` returns different tasks within a group, or
+            a prompt is too long.
     """
 
     def __init__(
@@ -62,46 +58,21 @@ class EnvironmentEpisode(MultiTurn):
         *,
         environment_timeout: float | None = 300.0,
         on_parse_error: Literal["message", "end", "environment"] = "message",
-        parse_error_message: str = "Error: {error}",
-        parse_error_role: Literal["user", "tool"] = "user",
         parse_error_reward: float = 0.0,
         train_parse_errors: bool = True,
         on_truncated: Literal["end", "continue"] = "end",
         **limits: Any,
     ) -> None:
         super().__init__(**limits)
-        if not callable(environment):
-            raise ValueError(
-                f"environment={repr(environment)[:60]}: is an instance that all trajectories would share. Pass the "
-                "class, or a function that creates an instance."
-            )
         self.environment = environment
-        self.environment_timeout = above("environment_timeout", environment_timeout, or_none="for no limit")
-        self.on_parse_error = one_of("on_parse_error", on_parse_error, "message", "end", "environment")
-        self.parse_error_message = parse_error_message
-        self.parse_error_role = one_of("parse_error_role", parse_error_role, "user", "tool")
+        self.environment_timeout = environment_timeout
+        self.on_parse_error = on_parse_error
         self.parse_error_reward = parse_error_reward
         self.train_parse_errors = train_parse_errors
-        self.on_truncated = one_of("on_truncated", on_truncated, "end", "continue")
-
-    def setup(self, tokenizer: Any, processor: ImageProcessor | None = None) -> None:
-        super().setup(tokenizer, processor)
-        if _has_tools(self.environment):
-            self.parser(EXAMPLE_TOOLS)
+        self.on_truncated = on_truncated
 
     async def play(self, attempt: Attempt) -> Trajectory:
         return await _Played(settings=self, bridge=self.bridge_of(attempt.row), **vars(attempt)).play()
-
-
-def _has_tools(environment: Any) -> bool:
-    """Whether an environment class, or a partial of it from YAML, has tools, if known without an instance."""
-    parts = [environment.func, *environment.args] if isinstance(environment, partial) else [environment]
-    kind = next((part for part in parts if isinstance(part, type)), object)
-    if not issubclass(kind, tools.ToolEnvironment):
-        return isinstance(declared := getattr(kind, "tools", ()), list | tuple) and bool(declared)
-    factory = getattr(environment, "keywords", {}).get("factory", parts[-1])
-    factory = imported("factory:", factory) if isinstance(factory, str) else factory
-    return isinstance(factory, type) and bool(tools.tool_names(factory))
 
 
 _OURS = (__file__, calling.__file__, tools.__file__, str(Path(__file__).with_name("gym.py")))
@@ -140,17 +111,11 @@ class _Played(Attempt):
         metrics: dict[str, float] = {}
         try:
             environment = await self._call(partial(self.settings.environment), "making it")
-            if not isinstance(environment, Environment):
-                made, environment = environment, None
-                raise ValueError(
-                    f"environment={self.settings.environment!r}: returned {made!r}. Return a new Environment."
-                )
             self.code.name = type(environment).__qualname__
             stop = await self._turns(environment)
             if self.rewards:
-                self.rewards[-1] += _reward(
-                    environment, "finish", await self._call(partial(environment.finish, stop), "finish")
-                )
+                last = await self._call(partial(environment.finish, stop), "finish")
+                self.rewards[-1] += finite_reward(last, f"environment {self.code.name}: `finish`")
         except _Failed as error:
             stop, failure, raised_at = "failure", str(error), error.lines
         finally:
@@ -181,7 +146,7 @@ class _Played(Attempt):
 
     async def _closed(self, environment: Environment) -> dict[str, float]:
         """Closes the environment and returns its metrics."""
-        metrics = _numbers(environment)
+        metrics = {name: float(value) for name, value in environment.metrics.items()}
         closing = asyncio.ensure_future(self._call(partial(environment.close), "close"))
         await asyncio.wait([closing])  # closing continues if the trajectory is canceled
         try:
@@ -195,11 +160,6 @@ class _Played(Attempt):
         """Plays all turns. Returns the stop reason."""
         settings, name = self.settings, type(environment).__name__
         messages = await self._call(partial(environment.reset, self.row, seed=self.seed), "reset")
-        if not _are_messages(messages) or messages[-1]["role"] == "assistant":
-            raise ValueError(
-                f"environment {name}: `reset` returned {repr(messages)[:60]}. Return a non-empty list of messages "
-                "(dictionaries with a role) that doesn't end with an assistant message."
-            )
         self.first.append(messages)
         if messages != self.first[0]:
             raise ValueError(
@@ -233,22 +193,21 @@ class _Played(Attempt):
                 return "time"
             if step.failure is not None:
                 raise _Failed(step.failure)
-            self.rewards[-1] += _reward(environment, "step", step.reward)
+            self.rewards[-1] += finite_reward(step.reward, f"environment {name}: `step`")
             if step.done:
                 return "stop"
             if len(self.rewards) >= settings.max_turns:
                 return "turns"
-            if not _are_messages(step.messages) or any(message["role"] == "assistant" for message in step.messages):
+            if not step.messages or any(message["role"] == "assistant" for message in step.messages):
                 raise ValueError(
-                    f"environment {name}: `step` returned {repr(step.messages)[:60]} without done=True. Return a "
-                    "non-empty list of messages (dictionaries with a role) without assistant messages."
+                    f"environment {name}: `step` returned {repr(step.messages)[:60]} without done=True. Return "
+                    "messages without assistant messages."
                 )
             for role in {message["role"] for message in step.messages}:
                 if self.bridge.drops(role, environment.tools):
                     raise ValueError(
                         f"environment {name}: the chat template drops messages with the role {role!r}. Use another "
-                        "role (`result_role`, `parse_error_role`), or set actor.chat_template to a template that "
-                        "renders them."
+                        "role (`result_role`), or set actor.chat_template to a template that renders them."
                     )
             prompt_ids = self._shown(self.ledger.answer, step.messages)
             self.states.append(self._state(environment, step.messages))
@@ -258,13 +217,8 @@ class _Played(Attempt):
             return record(messages)
         except MediaError as error:
             raise _Failed(str(error)) from error
-        except (TypeError, UnicodeError) as error:  # tokenizers reject text that is not valid Unicode
-            if (text := _no_unicode(messages)) is None:
-                raise
-            raise _Failed(
-                f"a message of the environment contains an unpaired surrogate in {text!a} (common in file names). "
-                "Replace it, for example with text.encode(errors='replace').decode()."
-            ) from error
+        except (TypeError, UnicodeError) as error:  # an unpaired surrogate, common in file names
+            raise _Failed(f"a message of the environment can't be tokenized: {error}") from error
 
     def _state(self, environment: Environment, messages: Sequence[Message]) -> str:
         try:
@@ -296,14 +250,13 @@ class _Played(Attempt):
         if reply.errors and settings.on_parse_error == "end":
             return Step(done=True)
         if reply.errors and settings.on_parse_error == "message":
-            said = settings.parse_error_message.format(error=" ".join(reply.errors))
-            return Step([{"role": settings.parse_error_role, "content": said}])
+            return Step([{"role": "user", "content": f"Error: {' '.join(reply.errors)}"}])
         left = None if settings.max_seconds is None else max(settings.max_seconds - self.seconds, 0.0)
         try:
             step = await self._call(partial(environment.step, reply), limit=left)
         except LateError:
             return None
-        if not isinstance(step, Step):
+        if not isinstance(step, Step):  # None would count as a timeout
             raise ValueError(
                 f"environment {type(environment).__name__}: `step` returned {repr(step)[:60]}. Return a Step."
             )
@@ -338,46 +291,3 @@ class _Played(Attempt):
         if error is not None:
             raise _Failed(f"{type(error).__name__}: {message_of(error)}", error) from error
         return value
-
-
-def _no_unicode(value: Any) -> str | None:
-    """The first text in messages that can't be encoded as UTF-8, truncated; None if all can."""
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            return value[max(error.start - 30, 0) : error.start + 30]
-    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return next((found for each in inner if (found := _no_unicode(each)) is not None), None)
-
-
-def _are_messages(messages: Any) -> bool:
-    """Whether the value is a non-empty list of messages."""
-    listed = isinstance(messages, Sequence) and len(messages) > 0
-    return listed and all(isinstance(message, Mapping) and "role" in message for message in messages)
-
-
-def _reward(environment: Environment, method: str, value: Any) -> float:
-    """Validates a reward. NaN is an error, because it would mark the trajectory as unscored."""
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not abs(number) <= MAX_REWARD:
-        raise ValueError(
-            f"environment {type(environment).__name__}: `{method}` returned the reward {repr(value)[:60]}. Return a "
-            f"finite number with an absolute value of at most {MAX_REWARD:g}, or set Step.failure for failures."
-        )
-    return number
-
-
-def _numbers(environment: Environment) -> dict[str, float]:
-    """The environment's metrics."""
-    metrics = environment.metrics
-    try:
-        return {name: float(value) for name, value in metrics.items()}
-    except (TypeError, ValueError, AttributeError, OverflowError) as error:
-        name = type(environment).__name__
-        raise ValueError(
-            f"environment {name}: metrics={repr(metrics)[:80]}: {error}. Return a dictionary of numbers."
-        ) from error

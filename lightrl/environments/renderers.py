@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightrl.compat.arguments import install_command
 from lightrl.environments.base import Message, Tools
 from lightrl.environments.bridges import MARK, Bridge, SampledTurn, Tokens, guard, special_texts
 
@@ -79,27 +78,19 @@ def make_renderer(tokenizer: Any, name: str | None, options: Mapping[str, Any] |
         name: Name of the family in the package, such as "qwen3". None looks it up by the model ID. "template" uses no
             renderer.
         options: Variables of the chat template, such as `enable_thinking`.
-
-    Raises:
-        ValueError: The package is required but not installed, or the renderer doesn't exist.
     """
     if name == "template":
         return None
     try:
         import renderers
         from renderers.base import MODEL_RENDERER_MAP
-    except ImportError as error:
+    except ImportError:
         if name is None:
             return None
-        raise ValueError(
-            f"renderer={name!r}: requires the package `renderers`. Run {install_command('agents')}."
-        ) from error
-    known = sorted(set(MODEL_RENDERER_MAP.values()))
+        raise
     name = name or MODEL_RENDERER_MAP.get(getattr(tokenizer, "name_or_path", ""))
     if name is None:
         return None
-    if name not in known:
-        raise ValueError(f'renderer={name!r}: is unknown. Use "template" or one of {", ".join(known)}.')
     wrapped = _MarkedTokenizer(tokenizer)
     return renderers.create_renderer(
         wrapped, renderers.config_from_name(name), chat_template_kwargs=dict(options or {})

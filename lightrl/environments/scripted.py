@@ -20,8 +20,6 @@ from lightrl.models.turns import end_of_turn
 from lightrl.records import Completion, CompletionGroup, GenerationRequest, Prompts, SamplingParams, Trajectory
 
 MOST_TURNS = 1 << 20
-SHOWN = 500
-"""Maximum length of a message in a transcript, in characters."""
 EXAMPLES = {"string": "a", "integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
 
 
@@ -117,7 +115,7 @@ def play(
     """Plays each script twice on each example with the same seed, as one group.
 
     Scripts: a plain reply in every turn; a reply truncated by the token limit; a valid call of each tool (in every turn
-    of an environment, in the first turn of a program); a truncated tool call; and `replies`.
+    of an environment, in the first turn of a program); and `replies`.
 
     Args:
         episode: Episode that is set up with the tokenizer. It is closed at the end.
@@ -170,7 +168,6 @@ def play(
                 continue
             after = [] if isinstance(episode, EnvironmentEpisode) else [plain + end]
             scripts[f"calls {name}"] = [ids(text) + end, *after]
-            scripts.setdefault("broken call", [ids(text[: len(text) * 2 // 3]) + end])
         await play_scripts(number, row, scripts)
 
     loop = BackgroundLoop("check-env")  # the calling thread may already run a loop, as in a notebook
@@ -198,19 +195,14 @@ def transcript(played: Played, tokenizer: Any) -> list[str]:
     t = played.trajectory
     lines = [f"--- {played.script}, example {played.row}"]
     for message in t.messages:
-        lines.append(f"{message['role']}: {_cut(message.get('content') or '')}")
+        lines.append(f"{message['role']}: {message.get('content') or ''}")
         for call in message.get("tool_calls") or ():
-            lines.append(f"  calls {call['function']['name']}({_cut(json.dumps(call['function']['arguments']))})")
+            lines.append(f"  calls {call['function']['name']}({json.dumps(call['function']['arguments'])})")
     for row in t.rows:
         turns = sorted({turn for turn in row.turn_ids if turn >= 0})
         said = [[i for i, at in zip(row.token_ids, row.turn_ids, strict=True) if at == turn] for turn in turns]
-        lines += [f"  trains {len(each)} tokens: {_cut(repr(tokenizer.decode(each)))}" for each in said]
+        lines += [f"  trains {len(each)} tokens: {tokenizer.decode(each)!r}" for each in said]
     return [*lines, f"  reward {played.reward:g}, stop reason {t.stop_reason}", ""]
-
-
-def _cut(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text)} characters)"
 
 
 def _call(tokenizer: Any, name: str, tools: Tools, variables: Mapping[str, Any]) -> str | None:

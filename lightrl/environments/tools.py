@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from lightrl.compat.arguments import above, imported, one_of
+from lightrl.compat.arguments import imported
 from lightrl.engines.background import all_of
 from lightrl.environments.base import Environment, EnvironmentFailedError, Message, Reply, Step, ToolCall
 from lightrl.environments.calling import LateError, LoopBlockedError, Outcome, UserCode, may_await
@@ -42,21 +42,19 @@ class ToolEnvironment(Environment):
     docstrings. All methods may be sync or async. A reply without a tool call ends the trajectory.
 
     Sync methods run in one thread per trajectory. Within one reply, async calls run concurrently and sync calls
-    sequentially. The policy receives an error message for invalid calls.
+    sequentially. The policy receives an error message for calls that are invalid, take too long, or raise.
+    `EnvironmentFailedError` and `ConnectionError` are failures of the trajectory instead. If the policy chooses the
+    address, catch `ConnectionError` in the tool.
 
     Args:
         factory: Tool class, function that returns an instance, or the import path of either.
         tool_timeout: Time limit per call in seconds. None means no limit. Sync calls can't be stopped: their thread is
             abandoned and counted in `tools/left_behind`.
-        timeout_message: Message for the policy after a timeout, with placeholders `{name}` and `{seconds}`.
-        error_message: Message for the policy if a call is invalid or raises, with placeholders `{name}` and `{error}`.
-            `EnvironmentFailedError` and `ConnectionError` are failures of the trajectory instead. If the policy chooses
-            the address, catch `ConnectionError` in the tool.
         result_role: Role of messages with results. Use "user" for chat templates without tool messages. Results of one
             reply are then joined to one message.
 
     Raises:
-        ValueError: The class doesn't exist, has no `reset`, or has a tool without a valid schema.
+        ValueError: The class doesn't exist, or has a tool without a valid schema.
 
     Source: TRL's `environment_factory` (https://huggingface.co/docs/trl/openenv). TRL's classes work unchanged, but
         LightRL creates a separate instance for each trajectory.
@@ -67,17 +65,11 @@ class ToolEnvironment(Environment):
         factory: str | Callable[[], Any],
         *,
         tool_timeout: float | None = 60.0,
-        timeout_message: str = "Error: {name} took longer than {seconds:g} seconds.",
-        error_message: str = "Error: {error}",
         result_role: Literal["tool", "user"] = "tool",
     ) -> None:
-        self.tool_timeout = above("tool_timeout", tool_timeout, or_none="for no limit")
-        self.timeout_message = timeout_message
-        self.error_message = error_message
-        self.result_role = one_of("result_role", result_role, "tool", "user")
+        self.tool_timeout = tool_timeout
+        self.result_role = result_role
         self._object = (imported("factory:", factory) if isinstance(factory, str) else factory)()
-        if not callable(getattr(self._object, "reset", None)):
-            raise ValueError(f"factory={type(self._object).__name__}: has no `reset` method. Add one.")
         self._code = UserCode(type(self._object).__qualname__)
         self._tools: dict[str, Tool] = {}
         for name in tool_names(type(self._object)):
@@ -139,19 +131,19 @@ class ToolEnvironment(Environment):
         tool = self._tools.get(call.name)
         if tool is None:
             known = ", ".join(self._tools) or "none"
-            return self.wrong(call.name, f"unknown tool {call.name!r}. Available tools: {known}.")
+            return self.wrong(f"unknown tool {call.name!r}. Available tools: {known}.")
         arguments, wrong = tool.check(call.arguments)
         if wrong:
-            return self.wrong(call.name, f"{call.name}: {' '.join(wrong)}")
+            return self.wrong(f"{call.name}: {' '.join(wrong)}")
         result, error = await tool.function(arguments, self.tool_timeout)
         if isinstance(error, LateError):
             self._counts["tools/timeouts"] += 1
             self._counts["tools/left_behind"] += not tool.waits
-            return self.timeout_message.format(name=call.name, seconds=self.tool_timeout)
+            return f"Error: {call.name} took longer than {self.tool_timeout:g} seconds."
         if isinstance(error, EnvironmentFailedError | ConnectionError | LoopBlockedError | asyncio.CancelledError):
             raise error
         if error is not None:
-            return self.wrong(call.name, f"{type(error).__name__}: {error}")
+            return self.wrong(f"{type(error).__name__}: {error}")
         return result if isinstance(result, list) and _are_blocks(result) else str(result)
 
     async def _call(self, function: Callable[..., Any], arguments: Mapping[str, Any], limit: float | None) -> Outcome:
@@ -163,10 +155,10 @@ class ToolEnvironment(Environment):
             raise error
         return result
 
-    def wrong(self, name: str, error: str) -> str:
+    def wrong(self, error: str) -> str:
         """Counts a failed call and returns the error message for the policy."""
         self._counts["tools/errors"] += 1
-        return self.error_message.format(name=name, error=error)
+        return f"Error: {error}"
 
     async def finish(self, stop_reason: str) -> float:
         if not callable(getattr(self._object, "get_reward", None)):

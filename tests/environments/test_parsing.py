@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
-import time
 from typing import Any
 
 import pytest
@@ -69,8 +67,8 @@ def as_read(parser: Any, text: str) -> Any:
 
 @pytest.mark.parametrize(
     "value",
-    ["[" * 300 + "]" * 300, "9" * 5000, '"\\ud800"', '{"x": "\\udcff"}'],
-    ids=["nested", "digits", "surrogate", "inner surrogate"],
+    ["[" * 3000 + "]" * 3000, "9" * 5000, '{"x": "\\udcff"}'],
+    ids=["nested", "digits", "surrogate"],
 )
 def test_arguments_that_no_template_can_write_are_parse_errors(value: str) -> None:
     pytest.importorskip("vllm")
@@ -78,38 +76,6 @@ def test_arguments_that_no_template_can_write_are_parse_errors(value: str) -> No
     reply = as_read(chosen(), text)
     assert reply.tool_calls == [] and len(reply.errors) == 1, reply.errors
     reply.errors[0].encode()
-
-
-@pytest.mark.parametrize("depth", [300, 990, 3000])
-def test_what_the_parser_itself_cannot_take_is_a_parse_error(depth: int) -> None:
-    pytest.importorskip("vllm")
-    body = "<tool_call>\n<function=add>\n<parameter=a>\n" + "[" * depth
-    reply = as_read(chosen(tool_parser="qwen3_coder"), body + "\n</parameter>\n</function>\n</tool_call><|im_end|>")
-    assert bool(reply.errors) != bool(reply.tool_calls)  # where it is taken for text, that is what the tool gets
-
-
-@pytest.mark.parametrize("part", ["<parameter=a>\n", "<function=add>\n<parameter=a>\n"])
-def test_calls_without_end_take_no_long_time(part: str) -> None:
-    """Minutes in vLLM's parser, in which nothing else of the process goes on."""
-    pytest.importorskip("vllm")
-    body = "<tool_call>\n<function=add>\n" + part * (100_000 // len(part))
-    begun = time.process_time()
-    reply = as_read(chosen(tool_parser="qwen3_coder"), f"{body}<|im_end|>")
-    assert time.process_time() - begun < 20
-    assert len(reply.errors) == 1 and reply.tool_calls == [] and reply.content.count(part) > 1000
-
-
-def test_a_malformed_call_is_counted_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """Mistral's parser has its place, and its log, apart from the others."""
-    pytest.importorskip("vllm")
-    vllm_log = logging.getLogger("vllm")  # which hands nothing on to the others
-    vllm_log.addHandler(caplog.handler)
-    try:
-        tokenizer = make_tokenizer(FAMILIES["mistral"])
-        reply = as_read(chosen(tokenizer, tool_parser="mistral"), '[TOOL_CALLS][{"name": "add", "argum')
-    finally:
-        vllm_log.removeHandler(caplog.handler)
-    assert len(reply.errors) == 1 and not caplog.records
 
 
 def test_a_reply_without_a_call_has_neither_calls_nor_errors() -> None:

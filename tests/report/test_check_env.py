@@ -87,7 +87,7 @@ def test_a_tool_environment_is_called_by_its_template(family: str) -> None:
     found = check(lambda: ToolEnvironment(Adder), family)
     assert found.problems() == []
     of = {p.script: p for p in found.played if p.row == 1}
-    assert set(of) == {"plain reply", "truncated", "calls add", "broken call"}
+    assert set(of) == {"plain reply", "truncated", "calls add"}
     assert of["plain reply"].reward == 0.0 and of["plain reply"].trajectory.stop_reason == "stop"
     assert of["truncated"].trajectory.stop_reason == "length"
     called = of["calls add"].trajectory
@@ -126,7 +126,7 @@ def test_a_program_is_played_with_scripts_and_its_calls(tmp_path: Path) -> None:
     found = played(programs.chat, replies=["3"])
     assert found.problems() == []
     of = {p.script: p for p in found.played}
-    assert set(of) == {"plain reply", "truncated", "--replies", "calls add", "broken call"}
+    assert set(of) == {"plain reply", "truncated", "--replies", "calls add"}
     assert of["--replies"].reward == 1.0 and of["calls add"].trajectory.metrics["tool_calls"] == 1
     text = "\n".join(transcript(of["calls add"], tokenizer))
     assert 'calls add({"a": 1, "b": 1})' in text and "tool: 2" in text and "trains 15 tokens: 'I do not know." in text

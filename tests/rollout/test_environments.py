@@ -158,10 +158,6 @@ def test_the_canary_stops_the_run_before_a_token_that_was_not_sampled_is_trained
     ("arguments", "message"),
     [
         ({"prompts": PromptSource(rows=[{"prompt": "a"}], system_prompt="s")}, "prompts.system_prompt: has no effect"),
-        (
-            {"prompts": PromptSource(rows=[{"prompt": "a"}], max_prompt_tokens=9, overlong="truncate_left")},
-            "truncate_left",
-        ),
         ({"sampling": SamplingParams(max_new_tokens=4, top_p=0.5)}, "TrajectoryLogprobCheck with sampling.top_p=0.5"),
         (
             {"sampling": SamplingParams(max_new_tokens=4, temperature=0.5)},

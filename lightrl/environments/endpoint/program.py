@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightrl.compat.arguments import MAX_REWARD, imported, require_packages
-from lightrl.engines.background import in_background, in_thread
+from lightrl.compat.arguments import imported, require_packages
+from lightrl.engines.background import in_thread
 from lightrl.environments import calling
 from lightrl.environments.endpoint import running
 from lightrl.environments.endpoint.running import ProgramBlockedError, ProgramError, Worker, Workers, run_here
 from lightrl.environments.endpoint.session import Constrained, Session
+from lightrl.environments.episodes import finite_reward
 from lightrl.environments.multi_turn import Attempt, MultiTurn
 from lightrl.records import StopReason, Trajectory
 from lightrl.rewards.base import users_lines
@@ -44,9 +43,9 @@ class AgentProgram(MultiTurn):
 
     A request that continues a conversation of the trajectory verbatim extends its sequence if this is verified to be
     exact. Any other request starts a new sequence with earlier tokens as context (sub-agents, compaction). The run's
-    sampling settings apply. Sampling parameters in requests are ignored, counted (`ignored_parameters`), and reported
-    in a warning once. Unknown parameters are rejected, as by the provider. The server runs from the first trajectory
-    until `close`.
+    sampling settings apply. Sampling parameters and unknown parameters in requests are ignored, counted
+    (`ignored_parameters`), and reported in a warning once. Parameters that change what the model reads in ways that are
+    not supported are rejected. The server runs from the first trajectory until `close`.
 
     Each trajectory has its own key, which is valid until its end. The run stops with an error if a program uses the key
     of another trajectory, or returns a reward without sending a request.
@@ -61,8 +60,8 @@ class AgentProgram(MultiTurn):
             Worker processes import the program once and fork for each trajectory, so trajectories don't share
             variables, environment variables, or the working directory. Clients can also read `OPENAI_BASE_URL`,
             `OPENAI_API_KEY`, and the variables of Anthropic.
-        python: Python interpreter of the processes. Defaults to the current one.
-        env: Additional environment variables of the processes.
+        python: Python interpreter of the processes. Defaults to the current one. Requires `process`.
+        env: Additional environment variables of the processes. Requires `process`.
         max_turns: Maximum number of turns. Further requests are rejected with status 403.
         max_seconds: Time limit of the program in seconds, excluding generation. None means no limit.
         limit_reward: Reward of a trajectory that reached a limit before the program returned a reward. None uses the
@@ -70,7 +69,7 @@ class AgentProgram(MultiTurn):
         constrained: Handling of requests that constrain the reply (a forced tool, `response_format`). "engine" uses the
             engine's structured outputs. Such turns are counted (`constrained_turns`) and excluded from the loss
             (`masked_turns`) unless the engine records the allowed tokens. "free" ignores the constraint and trains the
-            turns like all others. "reject" rejects the requests.
+            turns like all others.
         bind: Address that the server listens on. The default is reachable only from this computer, "0.0.0.0" also from
             containers and other computers. Keys protect the policy, but traffic is not encrypted.
         port: Port of the server. 0 picks a free port.
@@ -80,7 +79,7 @@ class AgentProgram(MultiTurn):
             context length; the program can shorten them and continue.
 
     Raises:
-        ValueError: A value is out of range, the program can't be loaded, or the server's packages are not installed.
+        ValueError: The program can't be loaded, or the server's packages are not installed.
     """
 
     def __init__(
@@ -100,25 +99,13 @@ class AgentProgram(MultiTurn):
         **limits: Any,
     ) -> None:
         super().__init__(max_turns=max_turns, max_seconds=max_seconds, **limits)
-        if limit_reward is not None and not math.isfinite(limit_reward):
-            raise ValueError(f"limit_reward={limit_reward}: is not finite. Use a finite number or None.")
-        if constrained not in get_args(Constrained):
-            raise ValueError(f"constrained={constrained!r}: is unknown. Use one of {', '.join(get_args(Constrained))}.")
         require_packages("AgentProgram", "agents", "fastapi", "uvicorn")
         self.workers: Workers | None = None
         self.function: Callable[..., Any] | None = None
         if process:
-            place = run.rpartition(":")[0] if isinstance(run, str) else ""
-            if not place or (place.endswith(".py") and not Path(place).exists()):
-                raise ValueError(
-                    f'run={run!r}: process=True requires an existing program. Pass "file.py:main" or '
-                    '"package.module:main".'
-                )
             self.workers = Workers(str(run), python, env)
-        elif python is not None or env:
-            raise ValueError(f"python={python!r}, env={env!r}: require process=True. Set it, or remove python and env.")
         else:
-            self.function = _imported(run) if isinstance(run, str) else run
+            self.function = imported("run:", run) if isinstance(run, str) else run
         self.limit_reward = limit_reward
         self.constrained = constrained
         self.address = (bind, port, url)
@@ -148,13 +135,11 @@ class AgentProgram(MultiTurn):
         return await self._play(session, self._served(), attempt.row)
 
     def _served(self) -> Endpoint:
-        """The endpoint. Starts it for the first trajectory, and restarts it if it has died."""
+        """The endpoint. Starts it for the first trajectory."""
         with _STARTING:
-            if self._endpoint is None or self._endpoint.ended:
+            if self._endpoint is None:
                 from lightrl.environments.endpoint.server import Endpoint
 
-                if self._endpoint is not None:
-                    in_background(self._endpoint.stop, "endpoint's end")
                 self._endpoint = Endpoint(*self.address)
             return self._endpoint
 
@@ -248,7 +233,7 @@ class AgentProgram(MultiTurn):
         """The returned reward and metrics. The reward is None if the program raised after a limit was reached.
 
         Raises:
-            ValueError: The reward is invalid, or a metric is not a number.
+            ValueError: The reward is not a finite number.
         """
         metrics: Any = {}
         try:
@@ -261,25 +246,5 @@ class AgentProgram(MultiTurn):
             return None, {}
         if isinstance(reward, Mapping) and set(reward) == {"reward", "metrics"}:
             reward, metrics = reward["reward"], reward["metrics"]
-            if not isinstance(metrics, Mapping) or not all(isinstance(one, int | float) for one in metrics.values()):
-                raise ValueError(
-                    f"run: the program returned metrics={repr(metrics)[:60]}. Return a dictionary of numbers."
-                )
         metrics = {str(name): float(value) for name, value in metrics.items()}
-        if reward is None:
-            return None, metrics
-        if not isinstance(reward, int | float) or not abs(reward) <= MAX_REWARD:
-            raise ValueError(
-                f"run: the program returned {repr(reward)[:60]}. Return a finite number with an absolute value of at "
-                f"most {MAX_REWARD:g}, or None."
-            )
-        return float(reward), metrics
-
-
-def _imported(run: str) -> Any:
-    try:
-        return imported("run:", run)
-    except ValueError as error:
-        if "api_key" not in str(error):
-            raise
-        raise ValueError(f"{error} {_HINT} Or set process=True, which provides a key during the import.") from error
+        return None if reward is None else finite_reward(reward, "run: the program"), metrics
