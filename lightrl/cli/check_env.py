@@ -13,10 +13,9 @@ def check_env(
 ) -> None:
     """Test the environment or agent program of a configuration with scripted replies.
 
-    Prints the transcript of each script on the first example: replies, tool calls, and trained tokens. Then prints for
-    each script the stop reason, the reward, the number of trained tokens, and the seconds per step. Also checks that
-    the chat template only appends to earlier tokens and that an environment is deterministic given a seed. Exits with
-    code 1 if it finds a problem.
+    Prints the transcript of each script: replies, tool calls, trained tokens, the reward, the stop reason, and the
+    seconds per turn. Also shows whether the chat template only appends to earlier tokens, and checks that an
+    environment is deterministic given a seed. Exits with code 1 if it finds a problem.
 
     Loads no model, starts no engine, and calls no reward function. The environment or program itself runs as in
     training; programs get an endpoint. Each script plays each example twice, concurrently.
@@ -71,8 +70,8 @@ def check_env(
         if engine is not None:
             engine.close()
     problems = found.problems()
-    lines = [line for played in found.played if played.row == 0 for line in transcript(played, tokenizer)]
-    lines += [*found.lines(), *(f"note: {note}" for note in found.notes), *(f"problem: {text}" for text in problems)]
+    lines = [line for played in found.played for line in transcript(played, tokenizer)]
+    lines += [*(f"note: {note}" for note in found.notes), *(f"problem: {text}" for text in problems)]
     print("\n".join(lines))
     if problems:
         sys.exit(1)

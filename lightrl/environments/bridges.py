@@ -207,9 +207,6 @@ class TemplateBridge(Bridge):
         tokenizer: Tokenizer with a chat template.
         template_kwargs: Variables of the chat template, such as `enable_thinking`.
         processor: Processor of a VLM.
-
-    Raises:
-        ValueError: The tokenizer has no chat template.
     """
 
     def __init__(
@@ -218,17 +215,13 @@ class TemplateBridge(Bridge):
         template_kwargs: Mapping[str, Any] | None = None,
         processor: MediaProcessor | None = None,
     ) -> None:
-        if not getattr(tokenizer, "chat_template", None):
-            raise ValueError(
-                "actor.chat_template=None: the tokenizer has no chat template, but environments require one. Set it."
-            )
         super().__init__(processor)
         self.tokenizer = tokenizer
         self.template_kwargs = dict(template_kwargs or {})
         self._special = special_texts(tokenizer)
         self._form: _Form | None = None
         self._ender: str | None = None
-        self._starts: dict[str, str] = {}
+        self._started = functools.lru_cache(_STARTS)(lambda key: self._text(*json.loads(key)[:2]))
         self._ids = functools.lru_cache(_PROMPTS)(functools.partial(encode_marked, tokenizer))
 
     def _text(self, messages: Sequence[Message], tools: Tools, form: _Form | None = None) -> str:
@@ -264,10 +257,6 @@ class TemplateBridge(Bridge):
         assert self.processor is not None, "images were decoded"
         shown = self.processor.images(images)
         first, *rest = text.split(shown.token)
-        if len(rest) != len(images):
-            raise ValueError(
-                f"actor.chat_template: renders {len(rest)} of the {len(images)} images of a conversation. Use another."
-            )
         whole = first + "".join(placeholders + part for placeholders, part in zip(shown.texts, rest, strict=True))
         return Tokens(encode_marked(self.tokenizer, whole), encode_marked(self.tokenizer, text), images)
 
@@ -363,11 +352,7 @@ class TemplateBridge(Bridge):
             key = json.dumps([history, tools, datetime.date.today().isoformat()])  # templates may contain the date
         except (TypeError, ValueError):  # the history contains images
             return self._text(history, tools)
-        if (text := self._starts.get(key)) is None:
-            text = self._starts[key] = self._text(history, tools)
-            if len(self._starts) > _STARTS:
-                del self._starts[next(iter(self._starts))]
-        return text
+        return self._started(key)
 
     def _common_suffix(
         self, histories: Sequence[Sequence[Message]], reply: Message, new: Sequence[Message], tools: Tools, end: str

@@ -76,24 +76,6 @@ class EnvironmentCheck:
                 )
         return list(dict.fromkeys(found))
 
-    def lines(self) -> list[str]:
-        """The report: one line per script and example."""
-        out = [f"{'script':<16}  row  stopped   turns  reward  seqs  trained tokens  s/turn"] if self.played else []
-        for p in self.played:
-            t = p.trajectory
-            tokens = f"{len(t.sampled_ids)} of {sum(len(row.token_ids) for row in t.rows)}"
-            seconds = t.metrics["environment_seconds"] / max(len(t.turn_rewards), 1)
-            out.append(
-                f"{p.script:<16}  {p.row:>3}  {t.stop_reason:<8}  {len(t.turn_rewards):>5}  {p.reward:>6.3g}  "
-                f"{len(t.rows):>4}  {tokens:>14}  {seconds:>6.3f}"
-            )
-        if any(len(p.trajectory.rows) > 1 for p in self.played):
-            out.append(
-                "template: rewrites earlier turns, so some turns start a new sequence. Training stays "
-                "exact, but needs more tokens."
-            )
-        return out
-
 
 class _Scripted(Task):
     """A task whose request seeds encode the trajectory and the turn."""
@@ -202,7 +184,9 @@ def transcript(played: Played, tokenizer: Any) -> list[str]:
         turns = sorted({turn for turn in row.turn_ids if turn >= 0})
         said = [[i for i, at in zip(row.token_ids, row.turn_ids, strict=True) if at == turn] for turn in turns]
         lines += [f"  trains {len(each)} tokens: {tokenizer.decode(each)!r}" for each in said]
-    return [*lines, f"  reward {played.reward:g}, stop reason {t.stop_reason}", ""]
+    seconds = t.metrics["environment_seconds"] / max(len(t.turn_rewards), 1)
+    sequences = f"{len(t.rows)} sequences (the template rewrites earlier turns), " if len(t.rows) > 1 else ""
+    return [*lines, f"  reward {played.reward:g}, stop reason {t.stop_reason}, {sequences}{seconds:.3f} s per turn", ""]
 
 
 def _call(tokenizer: Any, name: str, tools: Tools, variables: Mapping[str, Any]) -> str | None:

@@ -15,21 +15,11 @@ Check: TypeAlias = Callable[[Mapping[str, Any]], tuple[dict[str, Any], list[str]
 """Function from a call's arguments to the tool's arguments and a list of errors."""
 
 
-def tool_schema(name: str, tool: Callable[..., Any]) -> dict[str, Any]:
-    """JSON schema of a Python function, from its type hints and its Google-style docstring.
-
-    Raises:
-        ValueError: A type hint or a description is missing.
-    """
+def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
+    """JSON schema of a Python function, from its type hints and its Google-style docstring."""
     from transformers.utils import get_json_schema
 
-    try:
-        schema = dict(get_json_schema(tool))
-    except Exception as error:
-        raise ValueError(
-            f"factory: the tool {name!r} has no valid schema: {error}. Add type hints and a Google-style docstring for "
-            "all arguments. If it is not a tool, prefix its name with an underscore."
-        ) from error
+    schema = dict(get_json_schema(tool))
     parameters = schema["function"]["parameters"]
     hints = get_type_hints(tool, include_extras=True)
     for parameter, shown in parameters["properties"].items():

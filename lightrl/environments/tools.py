@@ -53,9 +53,6 @@ class ToolEnvironment(Environment):
         result_role: Role of messages with results. Use "user" for chat templates without tool messages. Results of one
             reply are then joined to one message.
 
-    Raises:
-        ValueError: The class doesn't exist, or has a tool without a valid schema.
-
     Source: TRL's `environment_factory` (https://huggingface.co/docs/trl/openenv). TRL's classes work unchanged, but
         LightRL creates a separate instance for each trajectory.
     """
@@ -74,7 +71,7 @@ class ToolEnvironment(Environment):
         self._tools: dict[str, Tool] = {}
         for name in tool_names(type(self._object)):
             method = getattr(self._object, name)
-            schema = tool_schema(name, method)
+            schema = tool_schema(method)
             self.add_tool(Tool(schema, partial(self._call, method), check_by_hints(method, schema), may_await(method)))
         self._counts = {"tools/calls": 0.0, "tools/errors": 0.0, "tools/timeouts": 0.0, "tools/left_behind": 0.0}
 

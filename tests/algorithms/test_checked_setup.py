@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,8 +10,6 @@ from transformers import AutoTokenizer
 from lightrl.algorithms import RewardLightningModule, SFTLightningModule
 from lightrl.data.preferences import PreferenceDataModule, PreferenceSource
 from lightrl.data.sft import SFTDataModule, SFTSource
-from lightrl.environments import Environment, EnvironmentEpisode, ToolEnvironment
-from tests.environments.families import FAMILIES, make_tokenizer
 from tests.toys import quickstart_model, quiet_trainer
 
 SIZES = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32}
@@ -56,48 +53,6 @@ def larger(tmp_path_factory: pytest.TempPathFactory, path: str) -> str:
 def test_a_tokenizer_larger_than_the_model(kind: Any, data: Any, path: str, larger: str) -> None:
     with pytest.raises(ValueError, match=r"^tokenizer=.*<tool>.* \(32\)"):
         quiet_trainer().fit(kind(path), data(larger))
-
-
-class Calculator:
-    """Adds."""
-
-    def reset(self, **row: Any) -> None:
-        """Begins."""
-
-    def add(self, a: int, b: int) -> int:
-        """Adds.
-
-        Args:
-            a: One.
-            b: Other.
-        """
-        return a + b
-
-
-class Declared(Environment):
-    """Declares its tools in the class."""
-
-    tools = ({"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}},)
-
-
-def made(kind: Any, **arguments: Any) -> Any:
-    return kind(**arguments)
-
-
-@pytest.mark.parametrize(
-    "environment",
-    [
-        partial(ToolEnvironment, Calculator),
-        partial(made, ToolEnvironment, factory=Calculator),  # as YAML makes it
-        Declared,
-    ],
-)
-def test_a_template_whose_tool_calls_no_parser_reads(environment: Any) -> None:
-    tokenizer = make_tokenizer(FAMILIES["qwen2.5"])
-    tokenizer.chat_template = tokenizer.chat_template.replace("tool_call>", "tool-use>")
-    with pytest.raises(ValueError, match=r"^tool_parser"):
-        EnvironmentEpisode(environment).setup(tokenizer)
-    EnvironmentEpisode(lambda: None).setup(tokenizer)  # type: ignore[arg-type, return-value]
 
 
 @pytest.mark.parametrize(("argument", "name"), [("reasoning_parser", "deepseek_r1"), ("tool_parser", "deepseek_v3")])

@@ -477,8 +477,6 @@ def test_what_is_no_reward_is_refused() -> None:
 
         with pytest.raises(ValueError, match="run: "):
             play(main, Engine("Hi"))
-    with pytest.raises(ValueError, match="process=True: an example can't be converted to JSON"):
-        play(f"{PLAIN}:once", Engine("Hi"), {"x": object()}, process=True)
 
 
 @pytest.mark.parametrize("how", ["ends", "limit", "cancelled", "dies"])

@@ -93,8 +93,8 @@ def test_a_tool_environment_is_called_by_its_template(family: str) -> None:
     called = of["calls add"].trajectory
     assert called.stop_reason == "turns" and called.metrics["tool_calls"] == 3 and of["calls add"].reward == 1.0
     assert sum(m["role"] == "tool" and m["content"] == "2" for m in called.messages) == 2
-    text = "\n".join(found.lines())
-    assert "calls add" in text and ("template: " in text) == (family == "qwen3")
+    text = "\n".join(transcript(of["calls add"], make_tokenizer(FAMILIES[family])))
+    assert "calls add" in text and ("sequences" in text) == (family == "qwen3")
 
 
 def test_replies_of_ones_own_are_played() -> None:

@@ -119,15 +119,12 @@ class AgentProgram(MultiTurn):
 
     async def play(self, attempt: Attempt) -> Trajectory:
         most = attempt.sampling.max_new_tokens
+        sampling = replace(attempt.sampling, max_new_tokens=min(most, self.max_tokens_per_turn or most))
         session = Session(
+            attempt=replace(attempt, sampling=sampling),
             bridge=self.bridge_of(attempt.row),
             parser=self.parser,
-            ask=attempt.ask,
-            turn_seed=attempt.turn_seed,
-            sampling=replace(attempt.sampling, max_new_tokens=min(most, self.max_tokens_per_turn or most)),
             max_turns=self.max_turns,
-            max_tokens=attempt.max_tokens,
-            name=attempt.name,
             template_kwargs=self.variables(attempt.row),
             notify=self._notify,
             constrained=self.constrained,

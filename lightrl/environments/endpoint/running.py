@@ -116,15 +116,7 @@ class Worker:
 
     async def run(self, row: Mapping[str, Any], base_url: str, api_key: str) -> Any:
         """Calls the function. The row must be JSON."""
-        try:
-            call = json.dumps(
-                {"row": dict(row), "base_url": base_url, "api_key": api_key, "env": self._variables(api_key)}
-            )
-        except TypeError as error:
-            raise ValueError(
-                f"process=True: an example can't be converted to JSON ({error}). Remove the column, or set "
-                "process=False."
-            ) from error
+        call = json.dumps({"row": dict(row), "base_url": base_url, "api_key": api_key, "env": self._variables(api_key)})
         self.reusable = False
         with tempfile.TemporaryDirectory(prefix="program-") as name:
             folder = Path(name)

@@ -7,7 +7,7 @@ import heapq
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from lightrl.engines.background import all_of
@@ -15,10 +15,10 @@ from lightrl.environments.base import Message, Tools
 from lightrl.environments.bridges import Bridge
 from lightrl.environments.endpoint.requests import Answered, Asked, RefusedError
 from lightrl.environments.endpoint.streams import Stream, cut, same
-from lightrl.environments.episodes import Ask
 from lightrl.environments.ledger import Ledger
+from lightrl.environments.multi_turn import Attempt
 from lightrl.environments.parsing import ReplyParser
-from lightrl.records import Completion, CompletionGroup, GenerationRequest, SamplingParams, StopReason, TrajectoryRow
+from lightrl.records import Completion, CompletionGroup, GenerationRequest, StopReason, TrajectoryRow
 
 _COUNTS = (
     *("tool_calls", "parse_errors", "refused_requests", "ignored_parameters", "constrained_turns"),
@@ -40,14 +40,10 @@ class Session:
     requests therefore get the same tokens for the same seeds. The number of a canceled request is reused.
 
     Args:
+        attempt: The trajectory to be played.
         bridge: Bridge of the chat template.
         parser: Function from tools to the parser of replies.
-        ask: Function that sends a request to the engine.
-        turn_seed: Function from a turn's number to its seed.
-        sampling: Sampling settings, including the maximum number of tokens per turn.
         max_turns: Maximum number of turns.
-        max_tokens: Maximum number of tokens of a sequence.
-        name: Name of the trajectory in messages.
         template_kwargs: Variables of the chat template.
         notify: Callback for warnings to show once.
         constrained: Handling of requests that constrain the reply; see `AgentProgram`.
@@ -62,16 +58,12 @@ class Session:
         completion: Content of the last reply.
     """
 
+    attempt: Attempt
     bridge: Bridge
     parser: Callable[[Tools], ReplyParser]
-    ask: Ask
-    turn_seed: Callable[[int], int]
-    sampling: SamplingParams
     max_turns: int
-    max_tokens: int
-    name: str
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    notify: Callable[[str], None] = lambda message: None
+    template_kwargs: Mapping[str, Any]
+    notify: Callable[[str], None]
     constrained: Constrained = "engine"
 
     def __post_init__(self) -> None:
@@ -218,7 +210,8 @@ class Session:
                 self._waited += time.monotonic() - self._waiting_since
 
     async def _sample(self, asked: Asked) -> Answered:
-        wanted = min(self.sampling.max_new_tokens, asked.max_new_tokens or self.sampling.max_new_tokens)
+        run = self.attempt.sampling
+        wanted = min(run.max_new_tokens, asked.max_new_tokens or run.max_new_tokens)
         for name, value in asked.template_kwargs.items():
             if name not in self.template_kwargs or self.template_kwargs[name] != value:
                 raise RefusedError(
@@ -242,23 +235,25 @@ class Session:
             prefix = self.bridge.plain_ids(self._tokenizer(asked.tools), begun) if begun else []
             if prefix:
                 prompt_ids = stream.ledger.prefill(prefix)
-            left = self.max_tokens - len(prompt_ids)
-            if left < max(1, self.sampling.min_new_tokens):
+            left = self.attempt.max_tokens - len(prompt_ids)
+            if left < max(1, run.min_new_tokens):
                 self._limit = "tokens"
                 raise RefusedError(
                     400,
                     f"The prompt is too long: the conversation has {len(prompt_ids)} tokens, which leaves none of the "
-                    f"{self.max_tokens} for a reply. Shorten it.",
+                    f"{self.attempt.max_tokens} for a reply. Shorten it.",
                     code="context_length_exceeded",
                 )
             sampling = replace(
-                self.sampling,
+                run,
                 max_new_tokens=min(wanted, left),
-                stop=[*(self.sampling.stop or []), *asked.stop] or None,
-                extra={**(self.sampling.extra or {}), **extra} or None,
+                stop=[*(run.stop or []), *asked.stop] or None,
+                extra={**(run.extra or {}), **extra} or None,
             )
-            name = f"turn {number} of {self.name}"
-            request = GenerationRequest(prompt_ids, sampling, self.turn_seed(number), name=name, trained=not structured)
+            name = f"turn {number} of {self.attempt.name}"
+            request = GenerationRequest(
+                prompt_ids, sampling, self.attempt.turn_seed(number), name=name, trained=not structured
+            )
             group = await self._asking(stream.ledger.shown(request), wish or "top_logprobs" if extra else None)
         except BaseException:
             heapq.heappush(self._free, number)
@@ -271,7 +266,7 @@ class Session:
     async def _asking(self, request: GenerationRequest, wish: str | None) -> CompletionGroup:
         """Sends a request to the engine. `wish` is a parameter that the engine may not support."""
         try:
-            return await self.ask(request)
+            return await self.attempt.ask(request)
         except ValueError as error:
             if wish is None:
                 raise
