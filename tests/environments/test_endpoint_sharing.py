@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
@@ -67,8 +66,9 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("restored")
-@pytest.mark.parametrize("late", [False, True], ids=["at-once", "after-a-turn"])
-@pytest.mark.parametrize("configure", [by_module_settings, by_environment, by_default_client])
+@pytest.mark.parametrize(
+    ("configure", "late"), [(by_module_settings, False), (by_environment, True), (by_default_client, True)]
+)
 def test_programs_that_set_a_client_of_the_whole_process_end_the_run(configure: Any, late: bool) -> None:
     everyone = threading.Barrier(3)
 
@@ -195,21 +195,14 @@ def test_a_reward_after_requests_that_failed_does_not_end_the_run() -> None:
     assert "must not be empty" in str(trajectory.failure)
 
 
-@pytest.mark.parametrize("pooled", ["options", "headers"])
-def test_one_client_for_all_threads_that_is_given_each_attempts_key_is_not_mixed_up(pooled: str) -> None:
+def test_one_client_for_all_threads_that_is_given_each_attempts_key_is_not_mixed_up() -> None:
     everyone = threading.Barrier(4)
     shared = openai.OpenAI(base_url="http://127.0.0.1:1", api_key="of each attempt")
-    plain = httpx.Client(timeout=60)
 
     def main(row: Any, base_url: str, api_key: str) -> float:
         for messages in (ASK, AGAIN):
             everyone.wait(30)
-            if pooled == "options":
-                chat(shared.with_options(base_url=base_url, api_key=api_key), messages)
-            else:
-                headers = {"authorization": f"Bearer {api_key}"}
-                answer = plain.post(base_url + "/chat/completions", json={"messages": messages}, headers=headers)
-                answer.raise_for_status()
+            chat(shared.with_options(base_url=base_url, api_key=api_key), messages)
         return 1.0
 
     trajectories = play(main, Engine("Hi", "Hi"), number=4)

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from lightrl.cli import main
 from lightrl.environments import AgentProgram, Environment, EnvironmentEpisode, Reply, Step, ToolEnvironment
 from lightrl.environments.bridges import TemplateBridge
 from lightrl.records import SamplingParams
 from tests.environments.families import CHATML, FAMILIES, Family, make_tokenizer
 from tests.environments.scripted import ADD, ScriptedAttempts, ScriptedEngine, Turn, alone, call, spell
-from tests.rollout.tasks import chat_model
 
 # SmolLM2-Instruct's, whose model has no tools.
 SMOLLM2 = (
@@ -115,36 +110,3 @@ def test_messages_that_the_template_drops_stop_the_run(template: str, stops: boo
             asyncio.run(run)
     else:
         assert asyncio.run(run)[0].stop_reason == "stop"
-
-
-def test_doctor_reports_a_template_that_hides_tools(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("vllm")
-    chat_model(tmp_path / "model")
-    (tmp_path / "template.jinja").write_text(SMOLLM2)
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "add 1 and 2"}) + "\n")
-    actor = {"path": str(tmp_path / "model"), "chat_template": str(tmp_path / "template.jinja")}
-    episode = {
-        "environment": {
-            "class_path": "ToolEnvironment",
-            "init_args": {"factory": "tests.report.test_check_env.Adder"},
-        },
-        "tool_parser": "hermes",
-    }
-    config = {
-        "trainer": {"accelerator": "cpu", "devices": 1, "logger": False},
-        "model": {"class_path": "GRPOLightningModule", "init_args": {"actor": actor}},
-        "data": {
-            "class_path": "RolloutDataModule",
-            "init_args": {
-                "prompts": {"path": str(tmp_path / "rows.jsonl")},
-                "episode": {"class_path": "EnvironmentEpisode", "init_args": episode},
-            },
-        },
-    }
-    path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(config))
-    with pytest.raises(SystemExit) as stop:
-        main(["doctor", "--config", str(path)])
-    said = capsys.readouterr()
-    assert stop.value.code != 0 and "actor.chat_template" in said.out + said.err
-    assert "No problems found" not in said.out

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from functools import partial
@@ -158,9 +157,8 @@ class Worker:
 
     @property
     def exited(self) -> bool:
-        """Whether the process exited. Doesn't reap it, so that its ID is not reused before its group is killed."""
-        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        return self._process.returncode is not None or bool(os.waitid(os.P_PID, self._process.pid, options))
+        """Whether the process exited."""
+        return self._process.poll() is not None
 
     def stop(self) -> None:
         """Stops the process and its children."""
@@ -168,12 +166,9 @@ class Worker:
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
-        until = time.monotonic() + STOP_SECONDS * self._started  # doesn't react during the import
         with self._stopping:
-            if self._process.returncode is not None:
-                return
-            while not self.exited and time.monotonic() < until:
-                time.sleep(0.005)
+            with contextlib.suppress(subprocess.TimeoutExpired):  # doesn't react during the import
+                self._process.wait(STOP_SECONDS * self._started)
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
