@@ -84,6 +84,7 @@ class Worker:
         self.reusable = False
         self._code: int | None = None
         self._stopping = threading.Lock()
+        self._stopped = False
         self._env = dict(env or {})
         self._started = False
         self._log = tempfile.TemporaryFile(prefix="program-")  # noqa: SIM115  (open while the process runs)
@@ -167,6 +168,9 @@ class Worker:
         with contextlib.suppress(OSError):
             self._process.stdin.close()
         with self._stopping:
+            if self._stopped:  # its ID may belong to another process by now
+                return
+            self._stopped = True
             with contextlib.suppress(subprocess.TimeoutExpired):  # doesn't react during the import
                 self._process.wait(STOP_SECONDS * self._started)
             with contextlib.suppress(ProcessLookupError, PermissionError):
