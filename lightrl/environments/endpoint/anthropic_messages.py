@@ -14,7 +14,6 @@ from lightrl.environments.endpoint.api import (
     event,
     function_tool,
     new_id,
-    pieces,
     stops_of,
     text_of,
     whole,
@@ -98,17 +97,17 @@ class Messages(Api):
         for i, block in enumerate(written["content"]):
             if block["type"] == "tool_use":
                 empty: dict[str, Any] = {**block, "input": {}}
-                parts = [
-                    {"type": "input_json_delta", "partial_json": piece}
-                    for piece in pieces(json.dumps(block["input"], ensure_ascii=False))
-                ]
+                arguments = json.dumps(block["input"], ensure_ascii=False)
+                parts = [{"type": "input_json_delta", "partial_json": arguments}]
             elif block["type"] == "thinking":
                 empty = {**block, "thinking": "", "signature": ""}
-                parts = [{"type": "thinking_delta", "thinking": piece} for piece in pieces(block["thinking"])]
-                parts.append({"type": "signature_delta", "signature": block["signature"]})
+                parts = [
+                    {"type": "thinking_delta", "thinking": block["thinking"]},
+                    {"type": "signature_delta", "signature": block["signature"]},
+                ]
             else:
                 empty = {"type": "text", "text": ""}
-                parts = [{"type": "text_delta", "text": piece} for piece in pieces(block["text"])]
+                parts = [{"type": "text_delta", "text": block["text"]}]
             yield _event("content_block_start", index=i, content_block=empty)
             for part in parts:
                 yield _event("content_block_delta", index=i, delta=part)

@@ -107,12 +107,6 @@ def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
     return f"{head}data: {json.dumps(data)}\n\n".encode()
 
 
-def pieces(text: str, size: int = 64) -> Iterator[str]:
-    """Splits a text into the chunks of a stream."""
-    for start in range(0, len(text), size):
-        yield text[start : start + size]
-
-
 def whole(value: Any) -> int | None:
     """A number of tokens, or None."""
     return None if value is None else int(value)

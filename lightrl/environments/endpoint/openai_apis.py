@@ -16,7 +16,6 @@ from lightrl.environments.endpoint.api import (
     event,
     function_tool,
     new_id,
-    pieces,
     stops_of,
     text_of,
     whole,
@@ -103,15 +102,12 @@ class ChatCompletions(Api):
 
         for i, answered in enumerate(answers):
             yield chunk(i, {"role": "assistant", "content": ""}, logprobs=_logprobs(answered))
-            for piece in pieces(answered.reply.reasoning or ""):
-                yield chunk(i, {"reasoning_content": piece})
-            for piece in pieces(answered.reply.content):
-                yield chunk(i, {"content": piece})
+            if answered.reply.reasoning:
+                yield chunk(i, {"reasoning_content": answered.reply.reasoning})
+            if answered.reply.content:
+                yield chunk(i, {"content": answered.reply.content})
             for place, call in enumerate(_calls(answered)):
-                function = {**call["function"], "arguments": ""}
-                yield chunk(i, {"tool_calls": [{"index": place, **call, "function": function}]})
-                for piece in pieces(call["function"]["arguments"]):
-                    yield chunk(i, {"tool_calls": [{"index": place, "function": {"arguments": piece}}]})
+                yield chunk(i, {"tool_calls": [{"index": place, **call}]})
             yield chunk(i, {}, _finish(answered))
         if asked.usage:
             yield event({**head, "choices": [], "usage": _usage(answers)})

@@ -17,7 +17,6 @@ from lightrl.environments.endpoint.api import (
     event,
     function_tool,
     new_id,
-    pieces,
     text_of,
     whole,
 )
@@ -98,8 +97,7 @@ class Responses(Api):
                 block = item["content"][0]
                 yield said("response.output_item.added", output_index=i, item={**begun, "content": []})
                 yield said("response.content_part.added", **place, content_index=0, part={**block, "text": ""})
-                for piece in pieces(block["text"]):
-                    yield said("response.output_text.delta", **place, content_index=0, delta=piece, logprobs=[])
+                yield said("response.output_text.delta", **place, content_index=0, delta=block["text"], logprobs=[])
                 yield said(
                     "response.output_text.done",
                     **place,
@@ -110,16 +108,14 @@ class Responses(Api):
                 yield said("response.content_part.done", **place, content_index=0, part=block)
             elif item["type"] == "function_call":
                 yield said("response.output_item.added", output_index=i, item={**begun, "arguments": ""})
-                for piece in pieces(item["arguments"]):
-                    yield said("response.function_call_arguments.delta", **place, delta=piece)
+                yield said("response.function_call_arguments.delta", **place, delta=item["arguments"])
                 yield said(
                     "response.function_call_arguments.done", **place, name=item["name"], arguments=item["arguments"]
                 )
             else:
                 yield said("response.output_item.added", output_index=i, item={**begun, "content": []})
                 text = item["content"][0]["text"]
-                for piece in pieces(text):
-                    yield said("response.reasoning_text.delta", **place, content_index=0, delta=piece)
+                yield said("response.reasoning_text.delta", **place, content_index=0, delta=text)
                 yield said("response.reasoning_text.done", **place, content_index=0, text=text)
             yield said("response.output_item.done", output_index=i, item=item)
         yield said(f"response.{written['status']}", response=written)
