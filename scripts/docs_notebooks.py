@@ -19,14 +19,16 @@ def page(notebook: dict[str, Any], file_name: str) -> str:
         notebook: Notebook in format 4.
         file_name: Name of the notebook's file, for a link to it.
     """
-    parts = []
+    parts, heading = [], "output"
     for cell in notebook["cells"]:
         source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            heading = (re.findall(r"^#+ (.+)$", source, re.MULTILINE) or [heading])[-1]
         parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
         for output in cell.get("outputs", ()):
             data = output.get("data", {"text/plain": output.get("text", "")})
             if "image/png" in data:
-                parts.append(f"![](data:image/png;base64,{''.join(data['image/png']).strip()})")
+                parts.append(f"![Plot: {heading.lower()}](data:image/png;base64,{''.join(data['image/png']).strip()})")
             elif "text/plain" in data:
                 parts.append(f"```text\n{''.join(data['text/plain']).rstrip()}\n```")
     parts.insert(1, f"Download the notebook: [{file_name}]({file_name}).")

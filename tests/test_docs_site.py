@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.docs_descriptions import LONGEST, description
 from scripts.docs_links import plain
 from scripts.docs_math import mathml
 
@@ -140,6 +141,37 @@ def test_formulas_become_mathml() -> None:
         assert "<math" in made and "<msub>" in made
     else:
         assert r"<code>\rho_t &lt; 2</code>" in made
+
+
+def test_a_page_is_described_by_its_first_sentences() -> None:
+    assert description('<h1>A</h1><p><img src="a.png"></p><p>Set <code>kl</code> to "k3". Then run:</p>') == (
+        "Set kl to &quot;k3&quot;. Then run."
+    )
+    long = description(f"<p>One short sentence. {'word ' * 60}</p>")
+    assert long.startswith("One short sentence. word") and long.endswith(" ...") and len(long) <= LONGEST
+    assert description("<table></table>") == ""
+
+
+@pytest.mark.long
+def test_pages_have_separate_descriptions_and_every_image_a_text(site: Path) -> None:
+    found = {}
+    for page in site.rglob("index.html"):
+        text = page.read_text()
+        found[page] = re.search(r'<meta name="description" content="([^"]*)"', text)
+        assert not re.findall(r'<img(?![^>]*alt="[^"]+")[^>]*>', text.partition("<article")[2]), page
+    texts = [match[1] for match in found.values() if match]
+    assert len(texts) == len(found) and len({*texts}) == len(texts)
+
+
+@pytest.mark.long
+def test_the_api_pages_describe_classes(site: Path) -> None:
+    page = html.unescape((site / "reference/algorithms/index.html").read_text())
+    assert "Proximal policy optimization (PPO) with verifiable rewards" in page
+
+
+def test_links_to_files_outside_the_site_lead_to_the_repository() -> None:
+    address = "https://example.org/lightrl/"
+    assert plain("[x](../LICENSE)", 0, address) == "[x](https://example.org/lightrl/blob/main/LICENSE)"
 
 
 def test_links_to_files_outside_the_site_become_their_path() -> None:
