@@ -459,27 +459,30 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def draw(result: dict[str, Any], path: Path) -> None:
+def draw(result: dict[str, Any], path: Path, dark: bool = False) -> None:
     """Bars of FLOPs relative to the ideal, one panel per task."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 2.6), dpi=100, layout="constrained")
+    accent, grey, ink = ("#60a5fa", "#6b7280", "#e5e7eb") if dark else ("#2563eb", "#9ca3af", "#111827")
+    figure = Figure(figsize=(8, 2.6), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     for panel, (task, found) in zip(figure.subplots(1, len(result["tasks"])), result["tasks"].items(), strict=True):
         names = list(found["ratios"])[::-1]
         values = [found["ratios"][name]["to_ideal"] for name in names]
-        colors = ["#2563eb" if name == "shared_prefix" else "#9ca3af" for name in names]
+        colors = [accent if name == "shared_prefix" else grey for name in names]
         bars = panel.barh([TITLES[name] for name in names], values, color=colors)
-        panel.bar_label(bars, [f"{value:.2f}" for value in values], padding=3, fontsize=8)
+        panel.bar_label(bars, [f"{value:.2f}" for value in values], padding=3, fontsize=8, color=ink)
         panel.axvline(1.0, color="#ea580c", linewidth=0.9, linestyle="--")
-        panel.set_title(task, fontsize=10)
+        panel.set_title(task, fontsize=10, color=ink)
         panel.margins(x=0.15)
+        panel.set_facecolor("none")
         panel.spines[["top", "right"]].set_visible(False)
-        panel.tick_params(labelsize=8)
-    figure.supxlabel("FLOPs of an update, relative to the shared-prefix ideal", fontsize=9)
+        panel.spines[["bottom", "left"]].set_color(ink)
+        panel.tick_params(labelsize=8, colors=ink)
+    figure.supxlabel("FLOPs of an update, relative to the shared-prefix ideal", fontsize=9, color=ink)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    figure.savefig(path, transparent=True)
 
 
 def main() -> None:
@@ -517,6 +520,7 @@ def main() -> None:
     print(markdown(result))
     if args.picture:
         draw(result, args.picture)
+        draw(result, args.picture.with_stem(f"{args.picture.stem}-dark"), dark=True)
 
 
 if __name__ == "__main__":

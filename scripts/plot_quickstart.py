@@ -93,7 +93,9 @@ def draw(runs: list[Run], path: Path, dark: bool) -> None:
         axes.annotate(
             f"{mean[i]:.0f}%", (rollouts[i], mean[i]), (0, 9), textcoords="offset points", ha="center", color=ink
         )
-    axes.legend(loc="upper left", frameon=False, labelcolor=ink, fontsize=8.5, reverse=True)
+    legend = axes.legend(loc="upper left", frameon=False, labelcolor=ink, fontsize=8.5, reverse=True)
+    for mark in legend.legend_handles:
+        mark.set_alpha(1)
     axes.set_title("SmolLM2-135M-Instruct learns to add with GRPO", color=ink, fontsize=11, loc="left")
     axes.set_xlabel("rollout", color=ink)
     axes.set_ylabel("%", color=ink, rotation=0, labelpad=12)
