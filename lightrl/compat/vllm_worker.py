@@ -190,7 +190,7 @@ class FireProcessor(LogitsProcessor):
 
 
 class WorkerExtension:
-    """Weight loading inside a worker. Methods return error texts, since raising would kill the core."""
+    """Weight loading inside a worker. Methods return error messages, because raising would kill the core."""
 
     def lightrl_pid(self) -> int:
         """Returns this worker's process ID."""
@@ -213,7 +213,7 @@ class WorkerExtension:
         return self._lightrl_rearranged
 
     def lightrl_receive(self, strict: bool, pipes: Sequence[tuple[str, str]]) -> tuple[str | None, list[str]]:
-        """Runs a sync with tensors announced by the trainer; returns an error text and the result of `finish`."""
+        """Runs a sync with tensors announced by the trainer; returns an error message and the result of `finish`."""
         down, up = pipes[self.rank]  # type: ignore[attr-defined]
         names: list[str] = []
         with (
@@ -276,7 +276,7 @@ class WorkerExtension:
                         parameter.fill_(float("nan"))
 
     def lightrl_load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> str | None:
-        """Copies tensors into the model; returns an error text."""
+        """Copies tensors into the model; returns an error message."""
         model = self._lightrl_model()
         if self.lightrl_rearranged():  # keeps tensors until a layer is complete, when ours are no longer valid
             named_tensors = ((name, tensor.clone()) for name, tensor in named_tensors)

@@ -22,7 +22,7 @@ class ArithmeticRows:
         split: "train" or "eval".
         size: Number of examples. Defaults to all.
         num_eval: Size of the held-out evaluation set.
-        seed: Random seed of the split. Use the same value for training and evaluation, otherwise they overlap.
+        seed: Random seed for the split. Use the same value for training and evaluation, otherwise they overlap.
     """
 
     def __init__(

@@ -161,7 +161,7 @@ class PreferenceDataModule(SFTDataModule):
         val: Validation pairs for `eval/*`. Defaults to no validation.
         batch_size: Number of pairs per batch and rank.
         tokenizer: Tokenizer directory or ID. Defaults to the trained model's.
-        seed: Random seed of the order, 0 or more.
+        seed: Random seed for the order, 0 or more.
 
     Raises:
         ValueError: If a file, column, or tokenizer is missing, or there is less than one batch.

@@ -37,7 +37,7 @@ class PromptSet:
     Args:
         sources: Opened sources.
         weights: Weights of the sources, above 0.
-        seed: Random seed of the mixture's order.
+        seed: Random seed for the order of the mixture.
     """
 
     success_reward: float | None = None
@@ -181,7 +181,7 @@ class PromptSource(ConversationSource):
 
         Args:
             tokenizer: Tokenizer that renders and tokenizes the prompts.
-            seed: Random seed of the order, 0 or more.
+            seed: Random seed for the order, 0 or more.
             shuffle: Whether to reshuffle in every pass. Requires `PromptSource.shuffle`.
             processor: Processor from `load_processor`, or None for a text model.
             room: Maximum sequence length of the engine and maximum completion length in tokens, or None if unknown.

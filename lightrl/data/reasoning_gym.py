@@ -47,7 +47,7 @@ class ReasoningGymRows:
         tasks: Name of a generator, a dictionary of names and settings, or a list of `ReasoningGymTask`. Several tasks
             are mixed in random order.
         size: Number of training examples across all tasks.
-        seed: Random seed of the questions and their order. Use the same value for training and evaluation.
+        seed: Random seed for the questions and their order. Use the same value for training and evaluation.
         split: "train" or "eval".
         num_eval: Number of held-out evaluation examples across all tasks.
 
@@ -131,7 +131,7 @@ def gym_dataset(name: str, settings: str, seed: int, size: int) -> Any:
     Args:
         name: Name of the generator.
         settings: Settings as JSON.
-        seed: Random seed of the items.
+        seed: Random seed for the items.
         size: Number of items.
 
     Raises:

@@ -321,7 +321,7 @@ class SFTDataModule(LightningDataModule):
         val: Validation data. Rendering settings default to those of `train`. Defaults to no validation.
         batch_size: Number of examples per batch and rank.
         tokenizer: Tokenizer directory or ID, also used for exports. Defaults to the actor's.
-        seed: Random seed of the order, 0 or more.
+        seed: Random seed for the order, 0 or more.
 
     Raises:
         ValueError: If a file, column, or tokenizer is missing, or there is less than one batch.

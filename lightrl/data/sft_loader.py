@@ -27,7 +27,7 @@ class SFTLoader:
         rows: Examples from `SFTSource.tokenized`.
         batch_size: Number of examples per rank, B.
         pad_token_id: Padding token.
-        seed: Random seed of the order.
+        seed: Random seed for the order.
         train: Whether to shuffle and drop incomplete batches. Otherwise each example is returned once in order, and
             ranks without examples repeat one with an empty `response_mask`.
         rank: Rank of this process.

@@ -327,7 +327,7 @@ class TemplateBridge(Bridge):
         return (self._ender, False) if self._ender else None
 
     def _histories(self, history: Sequence[Message]) -> list[list[Message]]:
-        """Two histories: the prompt, and the prompt with two turns of the kinds in the conversation."""
+        """Returns the prompt, and the prompt followed by two turns of the same kinds as in the conversation."""
         turns = next((i for i, message in enumerate(history) if message["role"] == "assistant"), len(history))
         prompt = guard(history[:turns], self._special)
         said = [message for message in history if message["role"] == "assistant"]

@@ -57,7 +57,7 @@ class KLInReward(KLPenalty):
         super().__init__(estimator, coef)
 
     def __call__(self, old_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-        """Returns (B, T) KL estimates without gradient. The caller subtracts `coef` times them from the rewards.
+        """Returns (B, T) KL estimates without gradients. The caller subtracts `coef` times them from the rewards.
 
         Args:
             old_logprobs: (B, T) log-probs of the policy that starts the update.

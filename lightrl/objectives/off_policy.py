@@ -34,7 +34,7 @@ class WeightedLoss(PolicyLoss):
 
     @abstractmethod
     def weights(self, given: LossInput) -> tuple[Tensor, Metrics]:
-        """Returns (B, T) or (B, 1) weights, and metrics, all without gradient.
+        """Returns (B, T) or (B, 1) weights, and metrics, all without gradients.
 
         Raises:
             ValueError: It needs the engine's log-probs, and they are missing.

@@ -147,7 +147,7 @@ class PolicyLoss(ABC):
 class PPOClip(PolicyLoss):
     """PPO's clipped surrogate: `-min(ratio * A, clip(ratio, 1 - eps_low, 1 + eps_high) * A)` per token.
 
-    Metrics: fractions of tokens without gradient. `policy/clip_fraction_low` (A < 0, ratio below the lower bound),
+    Metrics: fractions of tokens without a gradient. `policy/clip_fraction_low` (A < 0, ratio below the lower bound),
     `policy/clip_fraction_high` (A > 0, ratio above the upper bound), and with a cap `policy/clip_fraction_dual`.
 
     Args:
@@ -205,7 +205,7 @@ def ratio_metrics(given: LossInput, ratio: Tensor) -> Metrics:
 
 @torch.no_grad()
 def clip_metrics(clipped: ClippedLoss, mask: Tensor) -> Metrics:
-    """Returns (B, T) indicators of tokens without gradient: clipped below, above, and either."""
+    """Returns (B, T) indicators of tokens without a gradient: clipped below, above, and either."""
     return {
         "policy/clip_fraction_low": (clipped.low & mask).float(),
         "policy/clip_fraction_high": (clipped.high & mask).float(),

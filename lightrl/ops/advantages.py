@@ -35,7 +35,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
         lam: Trade-off in [0, 1]. 1 is the Monte Carlo return minus V.
 
     Returns:
-        (B, T) advantages and (B, T) returns, both 0 outside the mask, not normalized, without gradient.
+        (B, T) advantages and (B, T) returns, both 0 outside the mask, not normalized, without gradients.
 
     Source: https://arxiv.org/abs/1506.02438, eq. 11-16. TRL and LightRFT set masked-out tokens to 0 instead of skipping
         them, which discounts through them and bootstraps from untrained values.

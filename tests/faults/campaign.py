@@ -361,7 +361,7 @@ class Campaign:
         status, seconds = self.run(folder, kept, case, case.victim, parsed=case.place in PARSED, took=took)
         said = (kept / "output").read_text(errors="replace")
         struck = (kept / "struck").exists()
-        outcome = "ran to its end" if status == 0 else f"ended with {status}"
+        outcome = "ran to completion" if status == 0 else f"ended with {status}"
         verdict = Verdict(case, outcome if struck else f"{NOT_REACHED}, {outcome}", seconds=round(seconds, 1))
         if status is None:
             verdict.broken.append("exit")

@@ -66,7 +66,7 @@ def test_the_slow_engines_cases_are_spread_and_the_worst_come_first() -> None:
 def test_a_fault_that_was_not_injected_is_named_and_does_not_count(tmp_path: Path) -> None:
     ended, cut = (Verdict(Case("core", "SIGINT", place, 1, 0.0), "not reached, x") for place in ("sampling", "sync"))
     cut.broken.append("exit")
-    held = Verdict(Case("core", "SIGINT", "save", 1, 0.0), "ran to its end")
+    held = Verdict(Case("core", "SIGINT", "save", 1, 0.0), "ran to completion")
     assert [judged(each) for each in (ended, cut, held)] == ["not counted", "broken: exit", "ok"]
     assert table([ended, cut, held]).endswith(
         "1 of 2 injected faults satisfied every invariant; 1 more targeted a place that their run did not reach "

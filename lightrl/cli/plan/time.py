@@ -38,7 +38,7 @@ class Job:
 
     Attributes:
         kv_bytes: Bytes per token in the KV cache.
-        forwards: Number of forward passes without gradient over each trajectory (old log-probs, reference).
+        forwards: Number of forward passes without gradients over each trajectory (old log-probs, reference).
         recompute: Whether activations are recomputed.
         slots: Maximum number of sequences that an engine generates concurrently.
     """

@@ -223,8 +223,8 @@ class WeightSender:
         if missing:
             raise ValueError(
                 f"Weight sync left {len(missing)} parameter(s) of the engine without new values (or with NaN): "
-                f"{', '.join(missing[:8])}{' ...' if len(missing) > 8 else ''}. Push all parameters by their Hugging "
-                "Face names, and tied ones once."
+                f"{', '.join(missing[:8])}{' ...' if len(missing) > 8 else ''}. Push every parameter under its "
+                "Hugging Face name, and each tied parameter once."
             )
         self.names = self.names if partial else frozenset(names)
 

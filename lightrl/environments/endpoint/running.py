@@ -139,7 +139,7 @@ class Worker:
             return answer["reward"]
 
     def _ended(self, folder: str) -> None:
-        """Runs the trajectory of a directory and waits for its end."""
+        """Runs the trajectory of a directory and waits for it to finish."""
         assert self._process.stdin is not None and self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(f"{folder}\n".encode())
