@@ -5,18 +5,16 @@ from __future__ import annotations
 import ast
 import base64
 import json
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 import pytest
 
 from lightrl.cli import main
 from lightrl.cli.report import report
-from lightrl.cli.report.plots import other_time, plain, running_mean
+from lightrl.cli.report.plots import running_mean
 from lightrl.cli.report.read import read_run
 from tests.report.browser import open_browser, why_not
 
@@ -133,14 +131,6 @@ def test_nan_and_infinity_leave_a_gap(tmp_path: Path) -> None:
     assert not (tmp_path / "report" / "gradient_norm.png").exists()  # nothing finite to draw
 
 
-def test_the_target_comes_from_the_saved_configuration(tmp_path: Path) -> None:
-    write_run(tmp_path, [{"step": 0, "kl/ref": 0.1}])
-    (tmp_path / "config.yaml").write_text(
-        "trainer:\n  callbacks:\n  - class_path: lightrl.callbacks.AdaptiveKL\n    init_args: {target: 0.25}\n"
-    )
-    assert read_run(tmp_path, "run_dir").kl_target == 0.25
-
-
 PNG = b"\x89PNG secret of the system"
 
 
@@ -178,13 +168,12 @@ def test_no_file_outside_of_the_run_is_read(tmp_path: Path) -> None:
         report(run)
 
 
-def test_lines_that_are_not_samples_are_skipped_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_that_were_cut_are_skipped_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "run", training(0, 1), [sample(0, "train", "a good prompt", "2", 1.0)])
     with (run / "samples.jsonl").open("a") as file:
-        file.write('[1]\nx\n{"step": "x", "phase": 1}\n{"cut": ')
+        file.write('{"cut": \n')
     assert "a good prompt" in report(run).read_text()
-    said = capsys.readouterr().err
-    assert "Skipped: 2 invalid lines in" in said and "first: line 2" in said and "line 4 is not a record" in said
+    assert "Skipped: line 2 of" in capsys.readouterr().err
 
 
 def test_samples_of_what_a_resumed_run_repeats_are_those_of_its_last_pass(tmp_path: Path) -> None:
@@ -194,14 +183,6 @@ def test_samples_of_what_a_resumed_run_repeats_are_those_of_its_last_pass(tmp_pa
     assert [each["completion"] for each in read_run(run, "run").samples] == ["a", "b", "c", "d", "e"]
 
 
-def test_a_name_is_drawn_as_it_stands(tmp_path: Path) -> None:
-    """Neither as a formula nor with control characters; one that begins with _ is in the legend."""
-    names = ["eval/pass@$\\frac{$", "eval/pass@\a", "eval/pass@1"]
-    page = report(write_run(tmp_path / "run", [{"step": 0, **{name: i / 4 for i, name in enumerate(names)}}]))
-    assert {label for data in plotted(page.read_text()) for label in data["lines"]} >= {"pass@$\\frac{$", "pass@1"}
-    assert plain("_$x$\a" + "y" * 100) == r" _\$x\$?" + "y" * 55
-
-
 @pytest.mark.parametrize("content", ["", "epoch,step,reward/mean\n"])
 def test_nothing_logged_yet(tmp_path: Path, content: str) -> None:
     (tmp_path / "metrics.csv").write_text(content)
@@ -209,48 +190,15 @@ def test_nothing_logged_yet(tmp_path: Path, content: str) -> None:
         report(tmp_path)
 
 
-def test_no_metrics_names_the_path_and_what_is_below(tmp_path: Path) -> None:
-    write_run(tmp_path / "ppo" / "version_0", training(0, 1))
-    with pytest.raises(ValueError, match="run_dir=.*Did you mean one of .*ppo"):
-        report(tmp_path)
-    with pytest.raises(ValueError, match="baseline='.*nowhere'"):
-        report(tmp_path / "ppo" / "version_0", baseline=tmp_path / "nowhere")
+def test_running_mean_by_hand() -> None:
+    assert running_mean([1.0, 3.0, 6.0], 2) == [1.0, 2.0, 4.5]  # windows of 2: [1], [1, 3], [3, 6]
 
 
-def test_time_nobody_names() -> None:
-    metrics = {"time/step": {0: 3.0, 1: 2.0}, "time/generate": {0: 1.0, 1: 1.5}, "time/update": {0: 0.5, 1: 1.0}}
-    assert other_time(metrics) == {0: 1.5, 1: 0.0}  # 3 - 1.5; 2 - 2.5 is rounding, not negative time
-
-
-def test_running_mean_skips_gaps() -> None:
-    # windows of 2: [1], [1, 3], [3, nan], [nan, 5]
-    assert running_mean([1.0, 3.0, float("nan"), 5.0], 2) == [1.0, 2.0, 3.0, 5.0]
-
-
-# ---- several runs; what has fallen; values under the mouse ---------------------------------------------------------
+# ---- several runs; values under the mouse ---------------------------------------------------------
 
 
 def evaluated(*rewards: float) -> list[dict[str, Any]]:
     return [{"step": 10 * i, "eval/reward": reward, "kl/ref": 0.1} for i, reward in enumerate(rewards)]
-
-
-def test_a_folder_of_runs_becomes_an_index_of_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The newest first, linked where a run has a page of its own; one that cannot be read hides no other."""
-    folders = [write_run(tmp_path / "a b" / f"run{i}" / "version_0", evaluated(0.1, i / 10)).parent for i in range(8)]
-    write_run(tmp_path / "begun", [])
-    for i, folder in enumerate([*folders, tmp_path / "begun"]):
-        for path in [folder, *folder.rglob("*")]:
-            os.utime(path, (i, i))
-    report(folders[6])
-    main(["report", str(tmp_path)])
-    page = Path(capsys.readouterr().out.splitlines()[-1])
-    text = page.read_text()
-    assert page == tmp_path / "report" / "report.html" and "<h1>8 runs</h1>" in text
-    assert re.findall(r"<tr><td>(?:<a [^>]*>)?a b/run(\d)", text) == list("76543210")
-    (link,) = re.findall(r'<a href="([^"]*)">a b/run6</a>', text)
-    assert (page.parent / unquote(link)).resolve() == folders[6] / "report" / "report.html"
-    assert len(re.findall(r"Skipped: .*begun", text)) == 1
-    assert "6 newest" in text and "a b/run1" not in text[text.index("<h2>Metrics") :]
 
 
 def test_several_runs_are_compared_in_one_page(
@@ -281,27 +229,6 @@ def test_labels_do_not_end_the_script(tmp_path: Path) -> None:
     assert "<b>x" not in text and len(plotted(text)) == 2
 
 
-@pytest.mark.parametrize(
-    ("rewards", "peak"),
-    [
-        ((0.1, 0.9, 0.5), "peaked at 0.9 after 11 rollouts and ended at 0.5"),
-        ((0.1, 0.9, 0.85), None),
-        ((0.5, 0.4, 0.3), None),
-    ],
-)
-def test_a_run_that_peaked_and_fell_says_so_and_names_the_checkpoint(
-    rewards: tuple[float, ...], peak: str | None, tmp_path: Path
-) -> None:
-    run = write_run(tmp_path / "run", evaluated(*rewards))
-    (run / "checkpoints").mkdir()
-    for rollout in (3, 9, 21):
-        (run / "checkpoints" / f"rollout={rollout:06d}.ckpt").touch()
-    text = report(run).read_text()
-    assert ("declined after its peak" in text) == (peak is not None)
-    if peak is not None:
-        assert peak in text and "The nearest checkpoint is checkpoints/rollout=000009.ckpt" in text
-
-
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 def test_the_values_under_the_mouse_are_shown(tmp_path: Path) -> None:
     page = report(write_run(tmp_path / "run", evaluated(0.25, 0.5, 0.75)))
@@ -316,22 +243,6 @@ def test_the_values_under_the_mouse_are_shown(tmp_path: Path) -> None:
             "return plot.querySelector('.tip').innerText;"
         )
         assert shown.split("\n") == ["11", "reward: 0.5"]
-        zoomed = browser.run(
-            "const plot = document.querySelector('.plot'), box = plot.querySelector('img').getBoundingClientRect();"
-            "const {frame} = JSON.parse(plot.querySelector('script').textContent);"
-            "const [left, right, top, bottom, low, high] = frame;"
-            "const at = step => box.left + box.width * (left + (step - low) / (high - low) * (right - left));"
-            "const fire = (name, step) => plot.dispatchEvent(new MouseEvent(name, {clientX: at(step), clientY: 0}));"
-            "fire('mousedown', 11); fire('mouseup', 21);"
-            "const svg = plot.querySelector('svg'), texts = [...svg.querySelectorAll('text')].map(t => t.textContent);"
-            "const hidden = getComputedStyle(plot.querySelector('img')).display;"
-            "fire('dblclick', 11);"
-            "return [texts, hidden, plot.querySelector('svg'), getComputedStyle(plot.querySelector('img')).display];"
-        )
-        texts, hidden, after, visible = zoomed
-        assert float(texts[0]) == pytest.approx(0.5 - 0.05 * 0.25, abs=1e-3)  # a twentieth below the lowest
-        assert texts[1] == "11" and "21" in texts and texts[-1] == "reward" and hidden == "none"
-        assert after is None and visible == "block"  # as before
         assert browser.console() == []
 
 

@@ -223,33 +223,15 @@ def head_of(page: Path) -> dict[str, Any]:
     return json.loads(page.read_text().split('id="head">')[1].split("</script>")[0])  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("messages", [5]), ("media", ["x"]), ("rows", [{"token_ids": [1]}]), ("turns", [{}])]
-)
-def test_a_broken_record_costs_that_record(
-    tmp_path: Path, name: str, value: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    good = record(0, 0, random.Random(0))
-    run = write(tmp_path / "run", [{**good, "trajectory": 1, name: value}, good])
-    path = next(run.glob("rollouts/*/rank0.jsonl"))
-    path.write_text(f"[]\n{path.read_text()}" + '{"half')
-    head = head_of(view(run))
-    assert [t["trajectory"] for t in head["list"]] == [0]
-    told = capsys.readouterr().err
-    assert "Skipped: 1 invalid line in" in told and "line 2 is not a trajectory of RolloutWriter" in told
-
-
-def test_a_picture_that_is_a_program_is_not_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_picture_that_is_a_program_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """PIL has Ghostscript run PostScript, whatever the file is called."""
     ran: list[Any] = []
     monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *args: ran.append(args))
     run = write(tmp_path, [{**record(0, 0, random.Random(0)), "media": {"images": ["a.png"]}}])
     start = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n(a) print\n%%EOF\n"
     (run / "rollouts" / "rollout=000010" / "a.png").write_bytes(start)
-    head = head_of(view(run))
-    assert head["pictures"] == [""] and "a.png is not a readable image" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="PostScript"):
+        view(run)
     assert ran == []
 
 
@@ -260,10 +242,6 @@ def test_without_a_readable_trajectory_of_the_run_there_is_no_page(tmp_path: Pat
     path = next(run.glob("rollouts/*/rank0.jsonl"))
     path.rename(tmp_path / "elsewhere.jsonl")
     path.symlink_to(tmp_path / "elsewhere.jsonl")
-    with pytest.raises(ValueError, match="run_dir="):
-        view(run)
-    path.unlink()
-    path.write_text(json.dumps({"rows": [{"turns": [0], "token_ids": 3}]}) + "\n")
     with pytest.raises(ValueError, match="run_dir="):
         view(run)
 

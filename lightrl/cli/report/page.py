@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
 from typing import Any, NamedTuple
 
 from lightrl.cli.report.assets import asset
 from lightrl.cli.report.header import header
-from lightrl.cli.report.plots import Image, after_rollouts, running_mean, smoothing
+from lightrl.cli.report.plots import Image, after_rollouts
 from lightrl.cli.report.read import Run, Series
 
 # (metric, label, unit, which value is best: max, min, or None)
@@ -48,7 +47,7 @@ def summary(run: Run, before: Run | None = None) -> list[Row]:
     """A row for each logged metric of `SUMMARY`."""
     rows: list[Row] = []
     for name, label, unit, best in SUMMARY:
-        series = {x: y for x, y in after_rollouts(run, name, before).items() if not math.isnan(y)}
+        series = after_rollouts(run, name, before)
         if not series or any(name == "eval/reward" and row.series == series for row in rows):
             continue
         points = list(series.items())
@@ -60,13 +59,12 @@ def summary(run: Run, before: Run | None = None) -> list[Row]:
 def render_page(run: Run, before: Run | None, images: Sequence[Image]) -> str:
     """Renders the page of a run. `before` is an evaluation before training."""
     rows = summary(run, before)
-    seconds = sum(value for value in run.metrics.get("time/step", {}).values() if not math.isnan(value))
+    seconds = sum(after_rollouts(run, "time/step").values())
     facts = [f"{run.num_rollouts:,} {'rollouts' if 'reward/mean' in run.metrics else 'batches'}"]
     facts += [f"{duration(seconds)} of training"] if seconds else []
     body = [
         f"<h1>{escape(run.name)}</h1><p class=soft>LightRL run report: {', '.join(facts)}.</p>",
         header(run, before),
-        _fallen(run),
         f"<div class=tiles>{''.join(_tile(row) for row in rows[:TILES])}</div>",
         f"<h2>Summary</h2>{_summary_table(rows)}" if rows else "",
         f"<h2>Metrics</h2><div class=grid>{''.join(_plot(image) for image in images)}</div>" if images else "",
@@ -75,17 +73,8 @@ def render_page(run: Run, before: Run | None, images: Sequence[Image]) -> str:
     return _document(f"{run.name} - LightRL report", body)
 
 
-def render_comparison(
-    runs: Sequence[Run], images: Sequence[Image], pages: Mapping[str, str], notes: Sequence[str]
-) -> str:
-    """Renders the page of several runs: a table, and plots with one line per run.
-
-    Args:
-        runs: Runs with unique names.
-        images: Plots.
-        pages: Name -> URL of the run's own page, if it has one.
-        notes: Notes above the table.
-    """
+def render_comparison(runs: Sequence[Run], images: Sequence[Image]) -> str:
+    """Renders the page of several runs with unique names: a table, and plots with one line per run."""
     summaries = [{row.label: row for row in summary(run)} for run in runs]
     labels = [label for _, label, _, _ in SUMMARY if any(label in rows for rows in summaries)]
     lines = []
@@ -95,15 +84,10 @@ def render_comparison(
             row = rows.get(label)
             best = "" if row is None or row.best is None else f" <small>best {number(row.best[1])}</small>"
             cells.append(f"<td>{'-' if row is None else number(row.last[1])}{best}</td>")
-        name = escape(run.name)
-        if run.name in pages:
-            name = f'<a href="{escape(pages[run.name])}">{name}</a>'
-        lines.append(f"<tr><td>{name}</td><td>{run.num_rollouts:,}</td>{''.join(cells)}</tr>")
+        lines.append(f"<tr><td>{escape(run.name)}</td><td>{run.num_rollouts:,}</td>{''.join(cells)}</tr>")
     head = "".join(f"<th>{escape(label)}</th>" for label in labels)
     body = [
         f"<h1>{len(runs)} runs</h1><p class=soft>LightRL run comparison: last and best values.</p>",
-        *(f"<p class=soft>{escape(note)}</p>" for note in notes),
-        *(_fallen(run) for run in runs),
         f"<div class='card wide'><table><tr><th>Run</th><th>Rollouts</th>{head}</tr>{''.join(lines)}</table></div>",
         f"<h2>Metrics</h2><div class=grid>{''.join(_plot(image) for image in images)}</div>",
     ]
@@ -119,28 +103,6 @@ def _document(title: str, body: Sequence[str]) -> str:
         f"<body><main>{''.join(body)}</main><script>{asset('report.js')}</script></body></html>\n"
     )
     return text.encode("utf-8", "replace").decode("utf-8")
-
-
-def _fallen(run: Run) -> str:
-    """A warning if a run lost more than a tenth of its gain after its peak, with the checkpoint nearest to the peak."""
-    rows = {row.label: row for row in summary(run)}
-    row = next((rows[label] for _, label, _, _ in SUMMARY[:3] if label in rows), None)  # evaluation or reward
-    if row is None or len(row.series) < 3:
-        return ""
-    values = running_mean(list(row.series.values()), smoothing(len(row.series)))
-    top = values.index(max(values))
-    lost, gained = values[top] - values[-1], values[top] - values[0]
-    if gained <= 0 or lost <= 0.1 * gained:
-        return ""
-    at = list(row.series)[top]
-    nearest = min(run.checkpoints, key=lambda c: (abs(c[0] - at), c), default=None)
-    way = "No checkpoint near the peak was kept. Set RolloutCheckpoint.monitor to keep the best."
-    if nearest is not None:
-        way = f"The nearest checkpoint is {nearest[1]}."
-    return (
-        f"<p class='card warn'><b>{escape(run.name)} declined after its peak.</b> {escape(row.label)} peaked at "
-        f"{number(values[top])} after {at:,} rollouts and ended at {number(values[-1])}. {escape(way)}</p>"
-    )
 
 
 def duration(seconds: float) -> str:
@@ -176,17 +138,13 @@ def _summary_table(rows: list[Row]) -> str:
 
 
 def _plot(image: Image) -> str:
-    """A panel in both color schemes; the browser picks one."""
-    light, dark = (f"data:image/png;base64,{b64encode(data).decode()}" for data in (image.light, image.dark))
-    lines = {
-        label: [[x, float(f"{y:.4g}")] for x, y in s.items() if not math.isnan(y)] for label, s in image.lines.items()
-    }
+    lines = {label: [[x, float(f"{y:.4g}")] for x, y in series.items()] for label, series in image.lines.items()}
     data = json.dumps({"frame": image.frame, "lines": lines}).replace("<", "\\u003c")
     return (
         "<figure class='card plot'><div class=line></div><div class=tip></div>"
-        f'<script type="application/json">{data}</script><picture>'
-        f'<source media="(prefers-color-scheme:dark)" srcset="{dark}">'
-        f'<img src="{light}" alt="{escape(image.title)}" width="780" height="442"></picture></figure>'
+        f'<script type="application/json">{data}</script>'
+        f'<img src="data:image/png;base64,{b64encode(image.png).decode()}" alt="{escape(image.title)}" width="780" '
+        'height="442"></figure>'
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import math
-import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,8 +16,6 @@ from lightrl.cli.config_files import read_yaml
 Series = dict[int, float]
 """Logged step (0 is the first rollout, -1 is before it) -> value, sorted by step."""
 
-SAMPLE = {"step": int, "phase": str, "prompt": str, "completion": str, "num_tokens": int}
-"""Fields of every record of `CompletionLogger`."""
 TRAINING = ("reward/", "loss/", "rollout/", "optim/")
 
 
@@ -30,16 +27,12 @@ class Run:
         name: Name in the title.
         metrics: Name -> series. Excludes metrics without values.
         samples: Records of `CompletionLogger`, sorted by step.
-        kl_target: Target of the `AdaptiveKL` callback, if `config.yaml` has one.
-        checkpoints: (completed rollouts, path relative to the run directory) of checkpoints named by rollout.
         settings: Hyperparameters that the run logged: model, data, command, and so on. Empty if none.
     """
 
     name: str
     metrics: dict[str, Series]
     samples: list[dict[str, Any]] = field(default_factory=list)
-    kl_target: float | None = None
-    checkpoints: list[tuple[int, str]] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -49,7 +42,7 @@ class Run:
 
 
 def read_run(folder: Path, argument: str) -> Run:
-    """Reads `metrics.csv`, `samples.jsonl`, and `config.yaml` of a run, merged over its `version_*` directories.
+    """Reads `metrics.csv`, `samples.jsonl`, and `hparams.yaml` of a run, merged over its `version_*` directories.
 
     If a later directory starts at an earlier step, it replaces everything after that step.
 
@@ -63,9 +56,7 @@ def read_run(folder: Path, argument: str) -> Run:
     folders = metric_folders(folder)
     if not folders:
         there = "no metrics.csv in it or in version_*" if folder.is_dir() else "no such directory"
-        below = [str(path) for path in runs_below(folder)]
-        hint = f" Did you mean one of {', '.join(below)}?" if below else ""
-        raise ValueError(f"{argument}={str(folder)!r}: {there}. Pass a run logged by Lightning's CSVLogger.{hint}")
+        raise ValueError(f"{argument}={str(folder)!r}: {there}. Pass a run logged by Lightning's CSVLogger.")
     tables = [_metrics(path / "metrics.csv") for path in folders]
     trained = [i for i, table in enumerate(tables) if any(name.startswith(TRAINING) for name in table)]
     metrics: dict[str, Series] = {}
@@ -82,11 +73,9 @@ def read_run(folder: Path, argument: str) -> Run:
     metrics = {name: dict(sorted(series.items())) for name, series in sorted(metrics.items()) if series}
     if not metrics:
         raise ValueError(f"{argument}={str(folder)!r}: metrics.csv has no metrics yet. Wait for the first rollout.")
-    found = [(re.search(r"rollout=(\d+)", path.name), path) for path in sorted(folder.glob("**/*.ckpt"))]
-    checkpoints = [(int(match[1]), path.relative_to(folder).as_posix()) for match, path in found if match]
     kept = (_yaml(path / "hparams.yaml", folder) for path in reversed(folders))
     settings = next((settings for settings in kept if settings), {})
-    return Run(folder.resolve().name, metrics, samples, _kl_target(folder, folders), checkpoints, settings)
+    return Run(folder.resolve().name, metrics, samples, settings)
 
 
 def metric_folders(folder: Path) -> list[Path]:
@@ -95,17 +84,6 @@ def metric_folders(folder: Path) -> list[Path]:
         return [folder]
     versions = [path.parent for path in folder.glob("version_*/metrics.csv") if is_file_inside(path, folder)]
     return sorted(versions, key=lambda path: (len(path.name), path.name))
-
-
-def runs_below(folder: Path) -> list[Path]:
-    """Run directories below a directory that is not a run itself, newest first."""
-    if metric_folders(folder):
-        return []
-    written: dict[Path, float] = {}
-    for path in folder.glob("*/**/metrics.csv"):
-        run = path.parent.parent if re.fullmatch(r"version_\d+", path.parent.name) else path.parent
-        written[run] = max(written.get(run, 0.0), path.stat().st_mtime)
-    return sorted(written, key=lambda run: (-written[run], run))
 
 
 def is_file_inside(path: Path, folder: Path) -> bool:
@@ -117,22 +95,14 @@ def is_file_inside(path: Path, folder: Path) -> bool:
 
 
 def read_records(path: Path, folder: Path) -> Iterator[dict[str, Any]]:
-    """Yields the JSON objects of a file in a directory. Skips and counts other lines, except a truncated last one."""
-    bad = []
+    """Yields the JSON objects of a file in a directory, without lines that a crash cut off."""
     text = path.read_text(encoding="utf-8", errors="replace") if is_file_inside(path, folder) else ""
-    lines = text.split("\n")  # not `splitlines`: texts may contain other line separators
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(text.split("\n"), 1):  # not `splitlines`: texts may contain other line separators
         try:
-            record = json.loads(line, parse_constant=lambda name: None) if line.strip() else None  # NaN, infinity
+            if line:
+                yield json.loads(line, parse_constant=lambda name: None)  # NaN, infinity
         except ValueError:
-            record = None if number == len(lines) else ()
-        if isinstance(record, dict):
-            yield {**record, "place": f"{path}, line {number}"}
-        elif record is not None:
-            bad.append(number)
-    if bad:
-        lines_of = f"{len(bad)} invalid line{'s' * (len(bad) > 1)}"
-        print(f"Skipped: {lines_of} in {path} (first: line {bad[0]})", file=sys.stderr)
+            print(f"Skipped: line {number} of {path} is not valid JSON.", file=sys.stderr)
 
 
 def _metrics(path: Path) -> dict[str, Series]:
@@ -161,21 +131,8 @@ def _metrics(path: Path) -> dict[str, Series]:
 def _samples(path: Path, folder: Path) -> Iterator[dict[str, Any]]:
     """Yields records of `CompletionLogger`. `thumbnail` becomes a path if it is a file in `folder`."""
     for record in read_records(path, folder):
-        if all(type(record.get(name)) is kind for name, kind in SAMPLE.items()):
-            picture = path.parent / str(record.pop("thumbnail", ""))
-            yield {**record, "thumbnail": picture} if is_file_inside(picture, folder) else record
-        else:
-            print(f"Skipped: {record['place']} is not a record of CompletionLogger", file=sys.stderr)
-
-
-def _kl_target(run: Path, folders: list[Path]) -> float | None:
-    """Target of `AdaptiveKL` in the newest `config.yaml`."""
-    for path in (folder / "config.yaml" for folder in reversed(folders)):
-        config = _yaml(path, run)
-        for callback in (config.get("trainer") or {}).get("callbacks") or []:
-            if isinstance(callback, dict) and str(callback.get("class_path")).endswith("AdaptiveKL"):
-                return (callback.get("init_args") or {}).get("target")
-    return None
+        picture = path.parent / str(record.pop("thumbnail", ""))
+        yield {**record, "thumbnail": picture} if is_file_inside(picture, folder) else record
 
 
 def _yaml(path: Path, run: Path) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import sys
 from base64 import b64encode
 from html import escape
 from itertools import groupby, takewhile
@@ -31,25 +30,20 @@ def view(
         max_trajectories: Maximum number of trajectories. Keeps complete groups of the newest rollouts.
 
     Returns:
-        Path of the page. It needs no server or network and executes nothing from a trajectory. Invalid records are
-        skipped and reported on stderr.
+        Path of the page. It needs no server or network and executes nothing from a trajectory.
 
     Raises:
         ValueError: `run_dir` contains no readable trajectories.
     """
     folder = Path(run_dir)
-    if not folder.is_dir():
-        raise ValueError(f"run_dir={str(folder)!r}: no such directory. Pass a run directory.")
     page = Path(out) if out is not None else folder / "trajectories.html"
-    name = folder.resolve().name
     records, older = _newest(folder, max_trajectories)
-    text = render(records, name, older)
-    if text is None:
+    if not records:
         raise ValueError(
             f"run_dir={str(folder)!r}: no trajectories in rollouts/. Add the RolloutWriter callback to the run."
         )
     page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(text, encoding="utf-8")
+    page.write_text(render(records, folder.resolve().name, older), encoding="utf-8")
     print(page)
     return page
 
@@ -77,36 +71,26 @@ def _group(record: dict[str, Any]) -> tuple[Any, ...]:
     return record.get("rollout"), record.get("rank"), record.get("group")
 
 
-def render(records: list[dict[str, Any]], name: str, older: int) -> str | None:
-    """Renders records of `RolloutWriter`, each with its `folder`. Returns None if no record is valid.
+def render(records: list[dict[str, Any]], name: str, older: int) -> str:
+    """Renders records of `RolloutWriter`, each with its `folder`.
 
     The page contains texts as JSON without "<" and inserts them as text nodes, so they are never executed.
 
     Args:
-        records: Trajectories. Invalid ones are skipped.
+        records: Trajectories.
         name: Name of the run.
         older: Number of omitted rollouts.
     """
     pieces: dict[str, int] = {}
     pictures: dict[Path, int] = {}
-    shown, has = [], set()
-    for record in records:
-        try:
-            summary, detail = _shown(record, pieces, pictures)
-            _json(summary)  # raises for infinity
-            shown.append((summary, _json(detail)))
-        except Exception as error:  # a malformed record can raise anything
-            print(f"Skipped: {record['place']} is not a trajectory of RolloutWriter: {error!r}", file=sys.stderr)
-            continue
-        has |= {key for row in detail["rows"] for key in row["values"]}
-    if not shown:
-        return None
+    shown = [_shown(record, pieces, pictures) for record in records]
+    has = {key for _, detail in shown for row in detail["rows"] for key in row["values"]}
     for (summary, _), title in zip(shown, _titles([summary["question"] for summary, _ in shown]), strict=True):
         summary["title"] = title
     head = {"name": name, "leftOut": older, "has": sorted(has), "pictures": [_data_url(path) for path in pictures]}
     start = f'{_json(head)[:-1]},"list":[{",".join(_json(summary) for summary, _ in shown)}]}}'
     details = "".join(
-        f'<script type="application/json" id="t{i}">{detail}</script>' for i, (_, detail) in enumerate(shown)
+        f'<script type="application/json" id="t{i}">{_json(detail)}</script>' for i, (_, detail) in enumerate(shown)
     )
     title = escape(name.encode("utf-8", "replace").decode("utf-8"))
     policy = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
@@ -122,8 +106,8 @@ def render(records: list[dict[str, Any]], name: str, older: int) -> str | None:
 
 
 def _json(value: Any) -> str:
-    """ASCII JSON that can't close its HTML element. Raises a ValueError for infinity, which browsers can't parse."""
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    """ASCII JSON that can't close its HTML element."""
+    return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _shown(
@@ -206,15 +190,11 @@ def _titles(questions: list[str]) -> list[str]:
 
 
 def _data_url(path: Path) -> str:
-    """A thumbnail of an image as a data URL; "" if the image can't be read."""
+    """A thumbnail of an image as a data URL."""
     from lightrl.rewards.encoding import open_image
 
     buffer = io.BytesIO()
-    try:
-        with open_image(path) as picture:
-            picture.thumbnail((THUMBNAIL, THUMBNAIL))
-            picture.save(buffer, format="PNG")
-    except Exception as error:  # PIL raises nearly anything for broken files
-        print(f"Skipped: {path} is not a readable image: {error}", file=sys.stderr)
-        return ""
+    with open_image(path) as picture:
+        picture.thumbnail((THUMBNAIL, THUMBNAIL))
+        picture.save(buffer, format="PNG")
     return f"data:image/png;base64,{b64encode(buffer.getvalue()).decode()}"
