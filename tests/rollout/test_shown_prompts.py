@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from transformers import AutoTokenizer
 
 from lightrl.callbacks import CompletionLogger, RolloutWriter
 from lightrl.callbacks.rollout_writer import load_rollouts
-from lightrl.cli.doctor import diagnose
 from lightrl.engines.transformers.engine import TransformersEngine
 from tests.rollout.tasks import Letters, asked, chat_model, fit
 
@@ -59,25 +57,3 @@ def test_samples_show_what_the_engine_was_asked(how: dict[str, Any], words: list
     for record in (*samples, *saved):
         assert record["prompt"] in seen
         assert all(word in record["prompt"] for word in words), record["prompt"]
-
-
-def test_doctor_shows_what_an_environment_asks(tmp_path: Path) -> None:
-    episode = {"environment": {"class_path": "tests.rollout.test_shown_prompts.WithTools"}}
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(json.dumps({"prompt": "say one"}) + "\n")
-    config = {
-        "trainer": {"accelerator": "cpu", "devices": 1, "logger": False},
-        "model": {"class_path": "GRPOLightningModule", "init_args": {"actor": chat_model(tmp_path / "model")}},
-        "data": {
-            "class_path": "RolloutDataModule",
-            "init_args": {
-                "prompts": {"path": str(rows)},
-                "engine": {"class_path": "TransformersEngine"},
-                "episode": {"class_path": "EnvironmentEpisode", "init_args": episode},
-            },
-        },
-    }
-    path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(config))
-    told = [text for kind, text in diagnose(str(path)) if kind == "ok" and "first prompt" in text]
-    assert len(told) == 1 and "look_up" in told[0] and "say one" in told[0]
