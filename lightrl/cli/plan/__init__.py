@@ -19,18 +19,13 @@ def plan(
     gpu_memory: float = 80.0,
     device: Literal["cuda", "cpu"] = "cuda",
     algorithm: Literal["ppo", "grpo"] = "ppo",
-    strategy: str = "all",
     precision: Literal["32-true", "bf16-mixed", "bf16-true"] = "bf16-mixed",
     lora: int = 0,
     reward_model: str | None = None,
     reference: bool = True,
-    frozen_dtype: Literal["float32", "bfloat16"] = "bfloat16",
     gradient_checkpointing: bool = True,
     micro_batch_tokens: int = 16384,
     engine: Literal["colocated", "asleep", "elsewhere"] = "colocated",
-    engine_share: float = 0.0,
-    fused: bool = False,
-    freeze_vision: bool = False,
     sequences: int = 64,
     length: int = 2048,
     trajectories: int = 0,
@@ -53,22 +48,15 @@ def plan(
         gpu_memory: Memory per GPU in GiB.
         device: Device of the trainer. With cpu, `gpus` is the number of processes and `gpu_memory` the memory of each.
         algorithm: Algorithm. ppo trains a critic of the actor's size; grpo has none.
-        strategy: One of ddp, fsdp2, zero1, zero2, zero3, zero2_offload, and zero3_offload (optionally prefixed with
-            deepspeed_), or all.
         precision: `trainer.precision`: bf16-mixed (float32 weights), bf16-true, or 32-true.
         lora: LoRA rank on all linear layers of actor and critic. 0 trains all weights.
-        reward_model: Model directory or model ID of a reward model. Defaults to none (reward functions).
-        reference: Whether the run has a KL term and thus a reference model. With LoRA it needs no memory.
-        frozen_dtype: Dtype of the reference and reward models (`model.reference.dtype`).
+        reward_model: Model directory or model ID of a reward model in bfloat16. Defaults to none (reward functions).
+        reference: Whether the run has a KL term and thus a reference model (in bfloat16). With LoRA it needs no memory.
         gradient_checkpointing: `model.actor.gradient_checkpointing`.
         micro_batch_tokens: `model.updates.micro_batch_tokens`.
         engine: Placement of the inference engine. colocated: on the training GPUs, always loaded. asleep: on the
             training GPUs, but it frees its memory during training (`VLLMEngine.sleep_level`). elsewhere: on other GPUs
             or servers.
-        engine_share: Fraction of GPU memory for a colocated engine (`VLLMEngine.gpu_memory_utilization`). 0 counts only
-            its weights and the KV cache of its sequences.
-        fused: Whether AdamW is fused (`optimizer.init_args.fused`) and needs no temporary tensors.
-        freeze_vision: Whether the vision tower is frozen (`model.actor.freeze`).
         sequences: Maximum number of completions that an engine generates concurrently.
         length: Maximum number of tokens in a prompt plus its completion.
         trajectories: Completions per rollout on all GPUs. 0 skips the time estimate.
@@ -77,7 +65,7 @@ def plan(
         bandwidth: Memory bandwidth per GPU in TB/s (H100: 3.35, A100: 2.0, H20: 4.0).
 
     Raises:
-        ValueError: The model does not exist, or the strategy is unknown.
+        ValueError: The model does not exist.
     """
     if not model:
         raise ValueError("lightrl plan requires --model. Pass a model directory or a model ID.")
@@ -85,12 +73,9 @@ def plan(
         require_model_folder(path.removesuffix("config.json") or ".")
     import torch
 
-    from lightrl.cli.plan.memory import STRATEGIES, Plan, candidates, measure_model
-    from lightrl.cli.plan.time import Job, Rates, generation, training
+    from lightrl.cli.plan.memory import Plan, measure_model
+    from lightrl.cli.plan.time import step_seconds
 
-    strategy = strategy.removeprefix("deepspeed_")
-    if strategy not in ("all", *STRATEGIES):
-        raise ValueError(f"strategy={strategy!r}: is unknown. Use all or one of {', '.join(STRATEGIES)}.")
     compute = torch.float32 if precision == "32-true" else torch.bfloat16
     case = Plan(
         actor=measure_model(model, compute=compute),
@@ -100,13 +85,9 @@ def plan(
         gpus=gpus,
         precision=precision,
         lora=lora,
-        frozen_bytes=4 if frozen_dtype == "float32" else 2,
         micro_batch_tokens=micro_batch_tokens,
         checkpointing=gradient_checkpointing,
         engine=engine == "colocated",
-        engine_bytes=engine_share * gpu_memory * GIB if engine_share else None,
-        fused=fused,
-        frozen_vision=freeze_vision,
         sequences=sequences,
         length=length,
         cpu=device == "cpu",
@@ -114,39 +95,27 @@ def plan(
     )
     if trajectories:  # the rollout may be smaller than the budget
         case = replace(case, micro_batch_tokens=min(micro_batch_tokens, -(-trajectories // gpus) * length))
-    _print_memory(case, candidates(case) if strategy == "all" else (strategy,), gpu_memory)
+    _print_memory(case, gpu_memory)
     if trajectories:
-        job = Job(
-            parameters=case.actor.parameters,
-            layers=case.actor.layers,
-            hidden=case.actor.hidden,
-            kv_bytes=2 * case.actor.kv_width,
-            trajectories=trajectories,
-            prompt=max(1.0, length - response),
-            response=response,
-            forwards=1 + reference,
-            recompute=gradient_checkpointing,
-            slots=sequences,
-        )
-        rates = Rates.of(tflops, bandwidth)
-        sample, learn = generation(job, rates, gpus), training(job, rates, gpus)
+        sample, learn = step_seconds(case, trajectories, response, tflops, bandwidth)
         print(
             f"Estimated seconds per step with {trajectories} trajectories on {gpus} GPUs: generation {sample:.1f}, "
             f"training {learn:.1f}, total {sample + learn:.1f}."
         )
 
 
-def _print_memory(case: Any, chosen: tuple[str, ...], gpu_memory: float) -> None:
-    """Prints the parts under the chosen strategies and a recommendation. `gpu_memory` is in GiB."""
+def _print_memory(case: Any, gpu_memory: float) -> None:
+    """Prints the parts under each strategy and a recommendation. `gpu_memory` is in GiB."""
     from rich.console import Console
     from rich.table import Table
 
-    from lightrl.cli.plan.memory import PARTS, USABLE, advice, host_memory, memory, total
+    from lightrl.cli.plan.memory import PARTS, USABLE, advice, candidates, host_memory, memory, total
 
     limit = USABLE * gpu_memory * GIB
     size = f"{case.actor.parameters / 1e9:.2f}B parameters"
     table = Table(title=f"Memory per GPU in GiB ({size}, {case.gpus} x {gpu_memory:g} GiB)")
     table.add_column("")
+    chosen = candidates(case)
     columns = {name: memory(case, name) for name in chosen}
     totals = {name: total(parts) for name, parts in columns.items()}
     for name in chosen:

@@ -86,24 +86,12 @@ def measure_model(path: str, *, compute: torch.dtype) -> ModelSize:
         compute: Dtype of matrix products: float32, or bfloat16 under autocast or with bfloat16 weights.
 
     Raises:
-        ValueError: The model does not exist, or is not a causal language model or VLM.
+        ValueError: The model does not exist.
     """
-    path = path.removesuffix("config.json") or "."
-    require_model_folder(path)
-    try:
-        return _measure(path, compute)
-    except OSError as error:
-        raise ValueError(f"model={path!r}: {error}") from error
-    except Exception as error:  # transformers and torch raise many types for invalid sizes
-        why = next(iter(str(error).strip().splitlines()), "")
-        raise ValueError(
-            f"model={path!r}: can't build a model from its config.json ({type(error).__name__}: {why}). Fix the file."
-        ) from error
-
-
-def _measure(path: str, compute: torch.dtype) -> ModelSize:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+    path = path.removesuffix("config.json") or "."
+    require_model_folder(path)
     config: Any = AutoConfig.from_pretrained(path, trust_remote_code=False)
     text: Any = config.get_text_config()
     family: Any = AutoModelForCausalLM if text is config else AutoModelForImageTextToText
