@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightrl.checkpoints.redaction import REDACTED
-from lightrl.compat.arguments import require_model_folder
 
 # No torch types here: the parser would import torch for `lightrl export --help`.
 State = Mapping[str, Any]
@@ -17,7 +16,7 @@ State = Mapping[str, Any]
 def export(
     checkpoint: str = "",
     output: str = "",
-    what: Literal["model", "adapter", "critic", "checkpoint"] = "model",
+    what: Literal["model", "adapter", "checkpoint"] = "model",
     model: str | None = None,
 ) -> None:
     """Export a checkpoint as a Hugging Face model, a LoRA adapter, or a plain checkpoint.
@@ -29,9 +28,8 @@ def export(
         checkpoint: Checkpoint file or directory.
         output: Directory to write, or a file with `what: checkpoint`.
         what: What to export. `model`: the policy, or the reward model of a reward run, with LoRA merged, for
-            transformers and vLLM. `adapter`: the LoRA adapter, for peft and vLLM. `critic`: the value model as a token
-            classification model with one label; its output at token t is the value of the state after t. `checkpoint`:
-            a plain checkpoint that resumes under any strategy and number of ranks.
+            transformers and vLLM. `adapter`: the LoRA adapter, for peft and vLLM. `checkpoint`: a plain checkpoint that
+            resumes under any strategy and number of ranks.
         model: Model directory or model ID that training started from. Defaults to the one in the checkpoint.
 
     Raises:
@@ -42,12 +40,8 @@ def export(
     target = Path(output)
     if not Path(checkpoint).exists():
         raise ValueError(f"checkpoint={checkpoint!r}: does not exist. Pass a checkpoint that a run saved.")
-    if target.is_dir() if what == "checkpoint" else target.is_file():
-        raise ValueError(f"output={output!r}: exists and can't be replaced with what={what}. Use another path.")
     if target.resolve() == Path(checkpoint).resolve():
         raise ValueError(f"output={output!r}: is the checkpoint itself. Use another path.")
-    if model is not None:
-        require_model_folder(model)
     import torch
 
     from lightrl.checkpoints.files import atomic_folder, atomic_write
@@ -66,67 +60,48 @@ def export(
 
 
 def _export_model(checkpoint: Mapping[str, Any], folder: Path, what: str, path: str | None) -> None:
-    from lightrl.data.templates import load_tokenizer
     from lightrl.models.folders import save_hf_folder
+    from lightrl.models.lora import named_hf_weights
     from lightrl.models.reward import RewardModel
 
-    stored = checkpoint.get("lightrl", {}).get("models", {})
-    state = checkpoint["state_dict"]
-    if "reward_model" in stored and what == "critic":
-        raise ValueError("what=critic: the checkpoint of a reward model has no critic. Use what=model.")
-    role = "reward_model" if "reward_model" in stored else "critic" if what == "critic" else "actor"
-    shared = "actor.value_head.weight" in state
-    spec = _spec(stored, "actor" if role == "critic" and shared else role, path)
-    tokenizer_path = checkpoint["lightrl"].get("tokenizer") or spec.path
-    if tokenizer_path != spec.path:
-        load_tokenizer(tokenizer_path)  # raises before a model is built
+    stored, state = checkpoint["lightrl"]["models"], checkpoint["state_dict"]
+    role = "reward_model" if "reward_model" in stored else "actor"
+    spec = _spec(stored[role], path)
     if what == "adapter":
-        _export_adapter(spec, state, shared, folder)
-    elif role == "critic":
-        _export_critic(spec, state, folder, tokenizer_path, shared)
+        _export_adapter(spec, state, folder)
+        return
+    if role == "actor":
+        model: Any = _policy(spec, state)
     else:
-        if role == "actor":
-            model: Any = _policy(spec, state, shared)
-        else:
-            model = _filled(RewardModel.for_training(spec), state, "reward_model.", spec)
-        save_hf_folder(
-            model,
-            _weights(model),
-            folder,
-            tokenizer_path=tokenizer_path,
-            processor_path=spec.path,
-            chat_template=spec.chat_template,
-        )
+        model = _filled(RewardModel.for_training(spec), state, "reward_model.", spec)
+    save_hf_folder(
+        model,
+        {name: tensor.detach().clone() for name, tensor in named_hf_weights(model)},
+        folder,
+        tokenizer_path=checkpoint["lightrl"].get("tokenizer") or spec.path,
+        processor_path=spec.path,
+        chat_template=spec.chat_template,
+    )
 
 
-def _spec(stored: Mapping[str, Any], role: str, path: str | None) -> Any:
+def _spec(stored: Mapping[str, Any], path: str | None) -> Any:
     """The model's specification from the checkpoint, with `path` overridden if given."""
-    from dataclasses import replace
-
     from lightrl.models.spec import LoraSpec, ModelSpec
 
-    values = stored.get(role)
-    if values is None and (path is None or (role == "critic" and stored)):
-        why = f"has no {role}. Export another part" if stored else "doesn't record its model. Pass --model"
-        raise ValueError(f"what={role}: the checkpoint {why}.")
-    values = dict(values or {})
+    values = {**stored, "path": path or stored["path"], "gradient_checkpointing": False}
     # Checkpoints contain no secrets; huggingface_hub reads its token from the environment.
     values["kwargs"] = {name: value for name, value in values.get("kwargs", {}).items() if value != REDACTED}
-    lora = values.pop("lora", None)
-    spec = ModelSpec(**{**values, "path": path or values["path"], "gradient_checkpointing": False})
-    if path is None and spec.path.startswith("live "):
-        raise ValueError(
-            f"model=None: the run trained a {spec.path} built in Python. Pass the directory of its weights."
-        )
-    require_model_folder(spec.path)
-    return replace(spec, lora=None if lora is None else LoraSpec(**{**lora, "quantize_4bit": False, "adapter": None}))
+    if values.get("lora") is not None:
+        values["lora"] = LoraSpec(**{**values["lora"], "quantize_4bit": False, "adapter": None})
+    return ModelSpec(**values)
 
 
-def _policy(spec: Any, state: State, shared: bool) -> Any:
+def _policy(spec: Any, state: State) -> Any:
     from lightrl.models.loading import load_causal_lm
     from lightrl.models.policy import PolicyModel
 
-    return _filled(PolicyModel(load_causal_lm(spec, trainable=True), value_head=shared), state, "actor.", spec)
+    lm = load_causal_lm(spec, trainable=True)
+    return _filled(PolicyModel(lm, value_head="actor.value_head.weight" in state), state, "actor.", spec)
 
 
 def _filled(model: Any, state: State, prefix: str, spec: Any) -> Any:
@@ -145,49 +120,15 @@ def _filled(model: Any, state: State, prefix: str, spec: Any) -> Any:
     return model
 
 
-def _weights(model: Any) -> dict[str, Any]:
-    from lightrl.models.lora import named_hf_weights
-
-    return {name: tensor.detach().clone() for name, tensor in named_hf_weights(model)}
-
-
-def _export_adapter(spec: Any, state: State, shared: bool, folder: Path) -> None:
+def _export_adapter(spec: Any, state: State, folder: Path) -> None:
     from safetensors.torch import save_file
 
     from lightrl.models.lora import adapter_config, named_adapter_weights
 
     if spec.lora is None:
         raise ValueError("what=adapter: the policy was trained without LoRA. Use what=model.")
-    policy = _policy(spec, state, shared)
+    policy = _policy(spec, state)
     config = {**adapter_config(policy, spec.lora), "base_model_name_or_path": spec.path}
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
     tensors = {name: tensor.detach().contiguous() for name, tensor in named_adapter_weights(policy)}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-
-
-def _export_critic(spec: Any, state: State, folder: Path, tokenizer_path: str, shared: bool) -> None:
-    from types import SimpleNamespace
-
-    from transformers import AutoModelForTokenClassification, AutoTokenizer
-
-    from lightrl.models.policy import ValueModel
-
-    if not shared and not any(name.startswith("critic.") for name in state):
-        raise ValueError("what=critic: the checkpoint has no critic. Use what=model.")
-    critic: Any = _policy(spec, state, True) if shared else _filled(ValueModel.from_spec(spec), state, "critic.", spec)
-    body = critic.lm if shared else critic.backbone
-    config = body.config.get_text_config()
-    config.num_labels = 1
-    new: Any = AutoModelForTokenClassification.from_config(config)
-    prefix = "" if shared else f"{new.base_model_prefix}."
-    weights = {f"{prefix}{name}": tensor for name, tensor in _weights(SimpleNamespace(lm=body)).items()}
-    weights = {name: tensor for name, tensor in weights.items() if not name.startswith("lm_head.")}
-    head = critic.value_head
-    weights |= {"score.weight": head.weight.detach(), "score.bias": head.bias.detach()}
-    if weights.keys() != dict(new.named_parameters()).keys():
-        raise ValueError(
-            f"what=critic: {config.model_type}'s token classifier has no linear `score` with a bias. Use what=model."
-        )
-    new.load_state_dict(weights, strict=False)
-    new.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(tokenizer_path).save_pretrained(folder)
