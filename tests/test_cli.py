@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import importlib.util
 import inspect
 import json
@@ -155,7 +154,7 @@ def test_short_names_reach_the_classes(write: Callable[..., str], model: str) ->
     assert cli.trainer.num_sanity_val_steps == 0 and cli.model.actor_spec.path == model
 
 
-def test_throughput_is_there_unless_it_is_named_or_unwanted(write: Callable[..., str]) -> None:
+def test_throughput_is_there_unless_it_is_named(write: Callable[..., str]) -> None:
     def throughputs(*arguments: str) -> list[bool]:
         callbacks = run(["--config", write(), *arguments], run=False).trainer.callbacks
         return [callback.progress_bar for callback in callbacks if type(callback).__name__ == "ThroughputMonitor"]
@@ -163,7 +162,6 @@ def test_throughput_is_there_unless_it_is_named_or_unwanted(write: Callable[...,
     assert throughputs() == [True]
     own = ["--trainer.callbacks+=ThroughputMonitor", "--trainer.callbacks.progress_bar=false"]
     assert throughputs(*own) == [False]
-    assert throughputs("--without=[ThroughputMonitor]") == []
 
 
 def test_every_logger_gets_the_whole_configuration_versions_and_command(
@@ -355,15 +353,13 @@ LATE: dict[str, dict[str, Any]] = {
 }
 OF_THE_PARSER: dict[str, dict[str, Any]] = {
     "group_size": {"data": {"group_size": "x"}},
-    "Did you mean 'group_size'?": {"data": {"groupsize": 3}},
-    "Did you mean 'run_dir'?": {"run_diir": "x"},
-    "Did you mean 'VLLMEngine'?": {"data": {"engine": "VLMEngine"}},
+    "groupsize": {"data": {"groupsize": 3}},
+    "VLMEngine": {"data": {"engine": "VLMEngine"}},
     "abstract": {"data": {"engine": "lightrl.engines.base.Engine"}},
 }
 OF_LIGHTNING: dict[str, dict[str, Any]] = {
     "strategy='foo'": {"trainer": {"strategy": "foo"}},
     "save_top_k=-5": {"trainer": {"callbacks": [{"class_path": "ModelCheckpoint", "init_args": {"save_top_k": -5}}]}},
-    "default_root_dir='/proc/x/run'": {"trainer": {"default_root_dir": "/proc/x/run"}},
 }
 MISTAKES = {**EARLY, **LATE, **OF_THE_PARSER, **OF_LIGHTNING}
 
@@ -388,8 +384,8 @@ def test_a_mistake_is_one_line(
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("--trainer.max_epochz=3", "Did you mean 'max_epochs'?"),
-        ("--data.init_args.sampling.max_new_tokenz=4", "Did you mean 'max_new_tokens'?"),
+        ("--trainer.max_epochz=3", "max_epochz"),
+        ("--data.init_args.sampling.max_new_tokenz=4", "max_new_tokenz"),
         ("--model=NoSuchModule", "NoSuchModule"),
         ("--model.init_args.actor.path=nobody/nothing", "model path 'nobody/nothing'"),
     ],
@@ -398,13 +394,6 @@ def test_a_mistake_on_the_command_line_is_named(
     argument: str, message: str, write: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert message in refused(capsys, "--config", write(), argument)
-
-
-def test_a_folder_that_may_not_be_written_to_is_named(
-    write: Callable[..., str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    message = refused(capsys, "--config", write(), "--run_dir", "/sys/kernel/lightrl")  # root may not either
-    assert "'/sys/kernel/lightrl" in message and message.count("\n") == 1
 
 
 @pytest.mark.parametrize("kind", ["missing", "flipped"])
@@ -639,8 +628,6 @@ class Dying(RLCallback):
     [
         EngineDiedError("The engine process is gone."),
         RolloutStalledError("Nothing moved."),
-        RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:55950: Connection reset by peer"),
-        torch.distributed.DistNetworkError("wait timeout after 10000ms"),
     ],
 )
 def test_what_is_gone_is_told_in_one_line(
@@ -652,26 +639,6 @@ def test_what_is_gone_is_told_in_one_line(
         main(["fit", "--config", write(trainer={"callbacks": ["WeightSync", {"class_path": f"{__name__}.Dying"}]})])
     told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert stop.value.code == 1 and len(told) == 1 and str(error) in told[0]
-
-
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (RuntimeError("can't start new thread"), "error: can't start new thread"),
-        (OSError(errno.EFBIG, "File too large"), "error: [Errno 27] File too large"),
-    ],
-)
-def test_what_the_system_has_no_more_of_is_told_in_one_line(
-    error: Exception, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def exhausted(*_: Any, **__: Any) -> None:
-        raise error
-
-    monkeypatch.setattr("lightrl.cli._main", exhausted)
-    with pytest.raises(SystemExit) as stop:
-        main(["predict"])
-    said = capsys.readouterr().err
-    assert stop.value.code == 2 and said.startswith(message) and said.count("\n") == 1
 
 
 class Failing(Callback):
@@ -692,15 +659,6 @@ def test_debug_shows_the_traceback(write: Callable[..., str], monkeypatch: pytes
     monkeypatch.setenv("LIGHTRL_DEBUG", "1")
     with pytest.raises(ValueError, match="group_size=1"):
         main(["fit", "--config", write(data={"group_size": 1})])
-
-
-def test_a_reader_that_has_seen_enough_ends_a_listing_without_a_traceback() -> None:
-    listing = subprocess.Popen(
-        [sys.executable, "-m", "lightrl", "recipes"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert listing.stdout is not None
-    listing.stdout.close()  # as `| head` does
-    assert listing.communicate()[1] == "" and listing.returncode == 141
 
 
 def test_the_example_overrides_one_hook(model: str) -> None:

@@ -133,11 +133,11 @@ def test_doctor_looks_at_versions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 MISTAKES = {
     "fit": "--config FILE.yaml",
-    "fti": "lightrl fit",
+    "fti": "'fti'",
     "fit --config nowhere.yaml": "--config=nowhere.yaml",
     "plan": "--model",
     "plan --model ./nowhere": "'./nowhere'",
-    "plan --modle x": "Did you mean 'model'?",
+    "plan --modle x": "modle",
     "plan --algorithm gpro": "algorithm",
     "export": "--checkpoint",
     "export --checkpoint nowhere.ckpt --output out": "checkpoint='nowhere.ckpt'",
@@ -149,8 +149,8 @@ MISTAKES = {
     "from-trl nowhere.yaml": "script=nowhere.yaml",
     "init new --task gpro": "task",
     "serve-reward --reward nowhere.py:f": "'nowhere.py:f'",
-    "serve-reward --prot 80": "Did you mean 'port'?",
-    "quickstart --rolouts 3": "Did you mean 'rollouts'?",
+    "serve-reward --prot 80": "prot",
+    "quickstart --rolouts 3": "rolouts",
 }
 
 
@@ -178,21 +178,16 @@ def test_a_mistake_is_told_in_one_line_before_anything_heavy_loads(tmp_path: Pat
 # ---- a quiet console ---------------------------------------------------------------------------------------------
 
 
-def test_the_console_is_quiet_and_v_brings_everything_back(config: Callable[..., str]) -> None:
+def test_the_console_is_quiet(config: Callable[..., str]) -> None:
     code = (
         "import sys\nfrom lightrl.cli import main\n"
-        "for arguments in (['fit', '-v'], ['fit']):\n"
-        "    print('====', file=sys.stderr, flush=True)\n"
-        "    open('rows.jsonl', 'a').write('{\"prompt\": \"9+1=\", \"sum\": 10}\\n')\n"  # read anew, not from the cache
-        "    sys.argv = ['lightrl', *arguments]\n"
-        f"    main([*arguments, '--config', {config()!r}, '--trainer.enable_progress_bar=false'])\n"
+        f"main(['fit', '--config', {config()!r}, '--trainer.enable_progress_bar=false'])\n"
         "import warnings\nwarnings.warn('of my own', FutureWarning)\n"
     )
     env = {**os.environ, "PYTHONWARNINGS": "default"}
     env.pop("HF_DATASETS_DISABLE_PROGRESS_BARS", None)  # which the tests set for themselves
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=550, env=env)
     assert done.returncode == 0, done.stderr
-    _, loud, quiet = done.stderr.split("====")
     noise = (
         "💡 Tip",
         "Loading weights",
@@ -200,6 +195,5 @@ def test_the_console_is_quiet_and_v_brings_everything_back(config: Callable[...,
         "deprecated",
         "Total length of `list`",
     )
-    assert [text for text in noise if text not in loud] == []
-    assert [text for text in noise if text in quiet] == []
-    assert "of my own" in quiet and "`Trainer.fit` stopped" in quiet
+    assert [text for text in noise if text in done.stderr] == []
+    assert "of my own" in done.stderr and "`Trainer.fit` stopped" in done.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import json
 import os
@@ -69,7 +68,6 @@ QUIETED = (*RUNS, "check-env", "doctor", "export", "serve-reward")
 STEP_OF = "LIGHTRL_QUICKSTART_PID"
 """Environment variable with the ID of the quickstart process; its steps exit when it does."""
 INTERRUPTED = 130
-UNREAD = 141  # as after SIGPIPE
 PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: a scheduler requeues the job
 
 
@@ -118,12 +116,6 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         arguments = [argument for argument in args if argument not in ("-v", "--verbose")]
         _main(arguments, verbose=len(arguments) < len(args))
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as `head`, has exited
-        if args and args[0] in QUIETED:
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(UNREAD)
     except KeyboardInterrupt as interrupt:
         if debug:
             raise
@@ -154,9 +146,7 @@ def _main(arguments: list[str], verbose: bool) -> None:
         print(f"lightrl {lightrl.__version__}")
         return
     if not command.startswith("-") and command not in (*COMMANDS, *RUNS):
-        close = difflib.get_close_matches(command, (*COMMANDS, *RUNS), 1)
-        hint = f" Did you mean `lightrl {close[0]}`?" if close else ""
-        raise ValueError(f"Unknown command {command!r}. Run `lightrl --help` to list the commands.{hint}")
+        raise ValueError(f"Unknown command {command!r}. Run `lightrl --help` to list the commands.")
     if command in RUNS:  # before anything heavy loads
         if not options:
             raise ValueError(
@@ -181,8 +171,6 @@ def _call(function: Callable[..., Any], command: str, options: list[str]) -> Non
     """Calls a command's function with its options: jsonargparse's syntax plus a few conveniences."""
     from jsonargparse import ArgumentError, auto_parser
 
-    if command == "init" and (not options or options[0].startswith("--")) and "--help" not in options:
-        options.insert(0, ".")
     if command == "check-env":  # `--config FILE` as in runs
         options = [option.removeprefix("--config=") for option in options if option != "--config"]
     runs = next((i for i, option in enumerate(options) if option.startswith("-")), len(options))
@@ -198,6 +186,5 @@ def _call(function: Callable[..., Any], command: str, options: list[str]) -> Non
     try:
         given = parser.instantiate(parser.parse_args(options))
     except ArgumentError as error:
-        message = parser_message(str(error), parameters)
-        raise ValueError(f"{message} Run `lightrl {command} --help` for help.") from error
+        raise ValueError(f"{parser_message(str(error))} Run `lightrl {command} --help` for help.") from error
     function(**{name: given[name] for name in parameters})

@@ -6,7 +6,6 @@ import ctypes
 import logging
 import os
 import signal
-import sys
 import warnings
 
 DEPENDENCIES = (
@@ -30,18 +29,8 @@ MESSAGES = (
 
 def quiet() -> None:
     """Hides the tips, loading progress bars, and deprecation warnings of dependencies in this process."""
-    if "transformers" in sys.modules:
-        from transformers.utils import logging as transformers_logging
-
-        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    else:  # read when it is loaded
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    if "datasets" in sys.modules:
-        from datasets.utils import disable_progress_bars
-
-        disable_progress_bars()
-    else:
-        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     for category in (DeprecationWarning, FutureWarning, PendingDeprecationWarning):
         warnings.filterwarnings("ignore", category=category, module=DEPENDENCIES)
     for message in MESSAGES:

@@ -10,8 +10,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
-from tempfile import mkdtemp
-from typing import Any, Literal
+from typing import Any
 
 from jsonargparse import Namespace, set_parsing_settings
 from lightning.pytorch import Trainer
@@ -117,12 +116,6 @@ class LightRLCLI(YamlCLI):
             "subdirectories of the same name.",
         )
         parser.add_argument(
-            "--without",
-            type=list[Literal["ThroughputMonitor"]],
-            default=[],
-            help="Default callbacks to disable.",
-        )
-        parser.add_argument(
             "--base",
             type=str | list[str] | None,
             default=None,
@@ -131,13 +124,8 @@ class LightRLCLI(YamlCLI):
         )
 
     def before_instantiate_classes(self) -> None:
-        """Rejects a directory that can't be created, and drops `base`: the saved configuration is complete."""
-        config = self._of_command(self.config)
-        config.base = None
-        name = "trainer.default_root_dir" if config.run_dir is None else "run_dir"
-        if config.run_dir is not None:
-            config.trainer.default_root_dir = config.run_dir
-        _require_folder(config.trainer.default_root_dir, name)
+        """Drops `base`: the saved configuration is complete."""
+        self._of_command(self.config).base = None
 
     def instantiate_classes(self) -> None:
         """Builds all classes with secrets, and keeps secrets out of the saved configuration."""
@@ -182,8 +170,7 @@ class LightRLCLI(YamlCLI):
         refuse_crowd(trainer.strategy)  # before ranks are started
         self.guard = RunGuard()
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        wanted = "ThroughputMonitor" not in self._of_command(self.config).without and not trainer.barebones
-        if wanted and not any(isinstance(callback, ThroughputMonitor) for callback in callbacks):
+        if not any(isinstance(callback, ThroughputMonitor) for callback in callbacks):
             callbacks.insert(0, ThroughputMonitor())
         callbacks.insert(0, self.guard)
         savers = trainer.checkpoint_callbacks
@@ -195,7 +182,7 @@ class LightRLCLI(YamlCLI):
     def before_fit(self) -> None:
         """Locks the run directory before a logger opens a file in it, and logs the hyperparameters."""
         self.before_validate()
-        if not self.trainer.is_global_zero or getattr(self.trainer, "fast_dev_run", False):
+        if not self.trainer.is_global_zero:
             return
         for logger in self.trainer.loggers:
             if isinstance(logger, CSVLogger):
@@ -216,7 +203,7 @@ class LightRLCLI(YamlCLI):
         if not self.trainer.is_global_zero:
             return
         self._begin_loggers()
-        for logger in () if getattr(self.trainer, "fast_dev_run", False) else self.trainer.loggers:
+        for logger in self.trainer.loggers:
             folder = getattr(logger, "log_dir", None)
             if isinstance(folder, str) and "://" not in folder:
                 used = os.path.isdir(folder) and any(name != LOCK for name in os.listdir(folder))
@@ -240,19 +227,6 @@ class LightRLCLI(YamlCLI):
     def _of_command(self, config: Any) -> Any:
         """The part of a configuration that the command reads; all of it with `run=False`."""
         return config if self.subcommand is None else config[self.subcommand]
-
-
-def _require_folder(path: str | os.PathLike[str] | None, name: str) -> None:
-    """Raises a ValueError if the run directory can't be created. Doesn't check scheme://... URLs."""
-    if path is None or "://" in str(path):
-        return
-    place = os.path.abspath(path)
-    while not os.path.exists(place):
-        place = os.path.dirname(place)
-    try:
-        os.rmdir(mkdtemp(prefix=".lightrl-", dir=place))  # permissions are not conclusive for /proc and the like
-    except OSError as error:
-        raise ValueError(f"{name}={str(path)!r}: cannot be created ({error.strerror}). Use another path.") from error
 
 
 def redacted(config: Any) -> Any:

@@ -20,14 +20,14 @@ def init(
     """Create a project to edit and run: a configuration, a reward function or tools, training examples, and a README.
 
     Args:
-        dir: Directory to write to. Existing files are never overwritten. Defaults to the current directory.
+        dir: Directory to write to. Existing files are never overwritten.
         task: Template: `grpo` (prompts and a reward function), `agent` (tools that the policy calls over several
             turns), `program` (an agent written with any client SDK), `sft` (prompts and completions), `rlhf` (SFT, a
             reward model trained on preference pairs, then PPO), or `vlm` (questions about images).
         model: Model directory or model ID. Defaults to Qwen2.5-0.5B-Instruct, or Qwen2.5-VL-3B-Instruct for `vlm`.
 
     Raises:
-        ValueError: A file already exists, or the directory can't be written to.
+        ValueError: A file already exists.
     """
     folder = Path(os.path.expanduser(dir))
     model = model or ("Qwen/Qwen2.5-VL-3B-Instruct" if task == "vlm" else "Qwen/Qwen2.5-0.5B-Instruct")
@@ -35,18 +35,15 @@ def init(
     values = {"MODEL": str(path.resolve()) if path.is_dir() else model, "ENGINE": default_engine()}
     files = sorted(file for file in (TEMPLATES / task).rglob("*") if file.is_file() and file.suffix != ".pyc")
     targets = {file: folder / file.relative_to(TEMPLATES / task) for file in files}
-    try:
-        there = [str(target) for target in targets.values() if os.path.lexists(target)]
-        if there:
-            raise ValueError(f"dir={dir}: would overwrite {', '.join(there)}. Use another directory.")
-        for file, target in targets.items():
-            text = file.read_text()
-            for name, value in values.items():
-                text = text.replace("{{" + name + "}}", value)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(text)
-    except OSError as error:
-        raise ValueError(f"dir={dir[:80]!r}: is not writable ({error.strerror}). Use another directory.") from error
+    there = [str(target) for target in targets.values() if os.path.lexists(target)]
+    if there:
+        raise ValueError(f"dir={dir}: would overwrite {', '.join(there)}. Use another directory.")
+    for file, target in targets.items():
+        text = file.read_text()
+        for name, value in values.items():
+            text = text.replace("{{" + name + "}}", value)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text)
     print(f"Wrote {', '.join(sorted(target.name for target in targets.values()))} to {folder}. Next steps:\n")
     if folder.resolve() != Path.cwd():
         print(f"  cd {shlex.quote(str(folder))}")
