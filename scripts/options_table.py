@@ -136,7 +136,6 @@ def options_page() -> str:
                 ("run_dir", "`null`", "Directory for everything the run writes."),
                 ("seed_everything", "`0`", "Seed of all random number generators."),
                 ("ckpt_path", "`null`", "Checkpoint to resume from; `last` is the newest one."),
-                ("without", "`[]`", "Default callbacks to disable."),
                 ("trainer", "", "Arguments of Lightning's `Trainer`: `max_epochs`, `devices`, `strategy`, ..."),
                 ("model", "", "`class_path` and `init_args` of a module."),
                 ("data", "", "`class_path` and `init_args` of a data module."),

@@ -20,21 +20,18 @@ from lightrl.algorithms import CriticSpec, GRPOLightningModule, PPOLightningModu
 from lightrl.callbacks import WeightSync
 from lightrl.cli import main
 from lightrl.cli.config_files import expand_configs
-from lightrl.cli.plan import plan
 from lightrl.cli.plan.memory import (
     USABLE,
     ModelSize,
     Plan,
     activations,
     advice,
-    fitting,
     head,
     host_memory,
     largest_micro_batch,
     measure_model,
     memory,
     micro_batch,
-    smallest_fit,
     total,
     trained_parameters,
 )
@@ -180,18 +177,6 @@ def test_the_largest_micro_batch_fits_and_twice_of_it_does_not(big: str) -> None
     ours, twice = (total(memory(replace(case, micro_batch_tokens=n), "fsdp2")) for n in (tokens, 2 * tokens))
     assert ours <= limit < twice
     assert largest_micro_batch(case, "fsdp2", 2.0**30) is None
-
-
-def test_smallest_fit_fits_and_half_of_it_does_not(big: str) -> None:
-    case, limit = Plan(measure_model(big, compute=torch.bfloat16)), 40 * 2.0**30
-    gpus = smallest_fit(case, "fsdp2", limit)
-    assert gpus is not None and gpus > 1
-    assert (
-        total(memory(replace(case, gpus=gpus), "fsdp2"))
-        <= limit
-        < total(memory(replace(case, gpus=gpus // 2), "fsdp2"))
-    )
-    assert smallest_fit(case, "ddp", 2.0**30) is None
 
 
 def test_the_head_and_the_step_by_hand(big: str) -> None:
@@ -379,13 +364,6 @@ def test_the_command_rejects(big: str, arguments: list[str], message: str, capsy
     assert stop.value.code == 2 and message in capsys.readouterr().err
 
 
-def test_a_plan_that_nothing_makes_fit_says_so(big: str, capsys: pytest.CaptureFixture[str]) -> None:
-    plan(big, gpu_memory=1, lora=32, engine="elsewhere", length=16384)
-    assert "No strategy fits. Try more memory, a smaller model, shorter sequences" in capsys.readouterr().out
-    plan(big, gpu_memory=1, lora=32, engine="elsewhere", length=16384, gradient_checkpointing=False)
-    assert "No strategy fits. Try --gradient_checkpointing true." in capsys.readouterr().out
-
-
 SMOLLM2 = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536,
     "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152,
@@ -440,9 +418,7 @@ def test_one_cpu_is_not_told_to_shard(tmp_path: Path) -> None:
         precision="32-true", micro_batch_tokens=tokens, checkpointing=False, cpu=True, engine_width=4, caches=False,
     )  # fmt: skip
     assert 5e9 < total(memory(case, "ddp")) < 9e9  # runs of this size peaked at 5.5 GB with shorter completions
-    assert fitting(case, 16 * 2.0**30) == ["ddp"]
-    said = advice(case, fitting(case, 4 * 2.0**30), 4 * 2.0**30)
-    assert "--gradient_checkpointing true" in said and "fsdp2" not in said and "zero" not in said
+    assert advice(case, 16 * 2.0**30).startswith("Use ddp") and "No strategy fits" in advice(case, 4 * 2.0**30)
 
 
 def test_the_command_plans_for_one_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,7 +51,7 @@ def test_the_page_is_whole_and_needs_nothing_else(tmp_path: Path, capsys: pytest
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in page.parent.glob("*.png"))
     text = page.read_text()
     assert not re.search(r'(src|href|srcset)="(?!data:image/png;base64,)', text)
-    assert "0.9375" in text and "first: 0.5<" in text  # last and first evaluation
+    assert "<td>0.5</td><td>0.9375</td>" in text  # first and last evaluation
     assert "&lt;b&gt;2&lt;/b&gt;" in text and "<b>2</b>" not in text  # a completion is text, not HTML
     assert "before training" in text and "after rollout 6" in text and "reward 1 ↑" in text
 
@@ -69,7 +69,7 @@ def test_the_page_begins_with_what_was_run_and_the_result(tmp_path: Path) -> Non
         "hardware: 2 cores of <EPYC>\ncommand: lightrl fit --config x.yaml\nresult: eval accuracy 0.1 -> 0.6\n"
     )
     page = report(run).read_text()
-    head = page[: page.index("class=tiles")]
+    head = page[: page.index("<h2>Summary")]
     for text in (
         *("org/SmolLM2, GRPOLightningModule", "Rows(size=9); evaluation: held_out.jsonl", "learning rate 2e-05"),
         *("VLLMEngine", "8 completions per prompt", "2 cores of &lt;EPYC&gt;", "lightrl fit --config x.yaml"),
@@ -127,7 +127,7 @@ def test_a_run_cut_short_is_read_up_to_the_cut(tmp_path: Path) -> None:
 def test_nan_and_infinity_leave_a_gap(tmp_path: Path) -> None:
     write_run(tmp_path, [{"step": 0, "reward/mean": "nan"}, {"step": 1, "reward/mean": 0.25, "optim/grad_norm": "inf"}])
     text = report(tmp_path).read_text()
-    assert "first: 0.25" in text
+    assert "<td>0.25</td><td>0.25</td>" in text
     assert not (tmp_path / "report" / "gradient_norm.png").exists()  # nothing finite to draw
 
 

@@ -251,7 +251,7 @@ def _memory(built: Any, prompts: list[int]) -> Iterator[Finding]:
     """Compares the run's memory, as in `lightrl plan`, with the device's. `prompts` are lengths in tokens."""
     import torch
 
-    from lightrl.cli.plan.memory import USABLE, Plan, advice, fitting, measure_model, memory, micro_batch, total
+    from lightrl.cli.plan.memory import USABLE, Plan, advice, measure_model, memory, micro_batch, total
 
     module, data, trainer = built.model, built.datamodule, built.trainer
     engine, response = type(data.engine).__name__, data.sampling.max_new_tokens
@@ -293,7 +293,7 @@ def _memory(built: Any, prompts: list[int]) -> Iterator[Finding]:
     needed, limit = total(memory(case, _strategy(trainer))), USABLE * there
     said = f"memory: peak of about {needed / GIB:.2g} GiB per process, of {there / GIB:.2g} GiB available"
     if needed > limit:
-        yield "problem", f"{said}. {advice(case, fitting(case, limit), limit)} Run `lightrl plan` for a breakdown"
+        yield "problem", f"{said}. {advice(case, limit)} Run `lightrl plan` for a breakdown"
     else:
         yield "ok", said
 

@@ -130,4 +130,4 @@ def _print_memory(case: Any, gpu_memory: float) -> None:
         table.add_row("host, all ranks", *(f"{host_memory(case, name) / GIB:.0f}" for name in chosen))
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(table)
-    console.print(advice(case, [name for name in chosen if totals[name] <= limit], limit))
+    console.print(advice(case, limit))

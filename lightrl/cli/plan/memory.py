@@ -363,22 +363,11 @@ def largest_micro_batch(plan: Plan, strategy: str, limit: float) -> int | None:
     return largest
 
 
-def smallest_fit(plan: Plan, strategy: str, limit: float) -> int | None:
-    """Smallest number of GPUs (a power of two) on which the plan fits in `limit` bytes each; None above 1024."""
-    sizes = (2**i for i in range(11))
-    return next((n for n in sizes if total(memory(replace(plan, gpus=n), strategy)) <= limit), None)
-
-
 def candidates(case: Plan) -> tuple[str, ...]:
     """Applicable strategies: sharding needs several processes, and offloading needs a GPU."""
     if case.gpus > 1:
         return STRATEGIES
     return ("ddp",) if case.cpu else ("ddp", "zero2_offload", "zero3_offload")
-
-
-def fitting(case: Plan, limit: float) -> list[str]:
-    """The candidates that fit in `limit` bytes per GPU."""
-    return [name for name in candidates(case) if total(memory(case, name)) <= limit]
 
 
 _WHY = {  # by preference
@@ -392,21 +381,14 @@ _WHY = {  # by preference
 }
 
 
-def advice(case: Plan, fits: list[str], limit: float) -> str:
-    """Recommends one of the strategies that fit in `limit` bytes per GPU, or changes if none fits."""
+def advice(case: Plan, limit: float) -> str:
+    """Recommends a strategy that fits in `limit` bytes per GPU, or changes if none fits."""
     for name, why in _WHY.items():
-        if name in fits:
+        if name in candidates(case) and total(memory(case, name)) <= limit:
             tokens = largest_micro_batch(case, name, limit)
             room = "" if tokens is None else f" Micro-batches can have up to {tokens} tokens (micro_batch_tokens)."
             return f"Use {name}: {why}{room}"
-    tokens = largest_micro_batch(case, "ddp" if case.cpu else "fsdp2", limit)
-    needed = None if case.cpu else smallest_fit(case, "fsdp2", limit)
-    ways = [
-        f"fsdp2 on {needed} GPUs" if needed is not None else "",
-        "--engine asleep, --engine elsewhere" if case.engine and not case.cpu else "",
-        "--lora 32" if not case.lora else "",
-        "--gradient_checkpointing true" if not case.checkpointing else "",
-        f"--micro_batch_tokens {tokens}{'' if case.cpu else ' with fsdp2'}" if tokens is not None else "",
-    ]
-    ways = [way for way in ways if way] or ["more memory", "a smaller model", "shorter sequences (--length)"]
-    return f"No strategy fits. Try {', '.join(ways)}."
+    return (
+        "No strategy fits. Try more GPUs, --engine asleep, --lora 32, --gradient_checkpointing true, or smaller "
+        "micro-batches (--micro_batch_tokens)."
+    )

@@ -12,6 +12,7 @@ from lightrl.cli.report.assets import asset
 from lightrl.cli.report.header import header
 from lightrl.cli.report.plots import Image, after_rollouts
 from lightrl.cli.report.read import Run, Series
+from lightrl.ops.progress import clock
 
 # (metric, label, unit, which value is best: max, min, or None)
 SUMMARY = (
@@ -27,7 +28,6 @@ SUMMARY = (
     ("throughput/tokens_per_second", "Throughput", "tokens/s", max),
     ("time/step", "Time per rollout", "s", min),
 )
-TILES = 4
 CHANGED = 12
 """Maximum number of evaluation prompts shown before and after training."""
 
@@ -61,11 +61,10 @@ def render_page(run: Run, before: Run | None, images: Sequence[Image]) -> str:
     rows = summary(run, before)
     seconds = sum(after_rollouts(run, "time/step").values())
     facts = [f"{run.num_rollouts:,} {'rollouts' if 'reward/mean' in run.metrics else 'batches'}"]
-    facts += [f"{duration(seconds)} of training"] if seconds else []
+    facts += [f"{clock(seconds)} of training"] if seconds else []
     body = [
         f"<h1>{escape(run.name)}</h1><p class=soft>LightRL run report: {', '.join(facts)}.</p>",
         header(run, before),
-        f"<div class=tiles>{''.join(_tile(row) for row in rows[:TILES])}</div>",
         f"<h2>Summary</h2>{_summary_table(rows)}" if rows else "",
         f"<h2>Metrics</h2><div class=grid>{''.join(_plot(image) for image in images)}</div>" if images else "",
         _samples(run, before),
@@ -105,25 +104,9 @@ def _document(title: str, body: Sequence[str]) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def duration(seconds: float) -> str:
-    """Formats seconds as `45 s`, `3 min 20 s`, or `2 h 05 min`."""
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
-
-
 def number(value: float) -> str:
     """Formats a number with four significant digits and thousands separators."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
-def _tile(row: Row) -> str:
-    unit = f" <small>{escape(row.unit)}</small>" if row.unit else ""
-    return (
-        f"<div class='card tile'><small>{escape(row.label)}</small><b>{number(row.last[1])}{unit}</b>"
-        f"<small>first: {number(row.first[1])}</small></div>"
-    )
 
 
 def _summary_table(rows: list[Row]) -> str:
