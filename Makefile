@@ -2,7 +2,6 @@
 #   make quickstart   SmolLM2-135M-Instruct learns to add by GRPO through vLLM; ends with a report
 #   make test         lint, types, and tests
 #   make test-long    run the long tests that `make test` skips
-#   make pairs        four covering arrays of all features, runs of two rollouts; page docs/feature_pairs.md
 #   make faults       inject CASES faults into real runs and write the table into docs/reliability.md (about an hour);
 #                     resumes if interrupted (outputs/faults.jsonl)
 #   make long-haul    2,000 rollouts, with vLLM and sampled ahead: memory, descriptors, threads and files must stay; table as above
@@ -16,7 +15,7 @@ CASES ?= 310
 OMP_NUM_THREADS ?= 1
 export VENV OMP_NUM_THREADS
 
-.PHONY: quickstart test test-long faults long-haul pairs audit lint setup clean
+.PHONY: quickstart test test-long faults long-haul audit lint setup clean
 
 quickstart: setup
 	@env -u OMP_NUM_THREADS $(VENV)/bin/lightrl quickstart
@@ -29,12 +28,6 @@ test-long: setup
 
 faults: setup
 	$(VENV)/bin/python -m tests.faults.campaign --cases $(CASES) --workers $(WORKERS) --results outputs/faults.jsonl --table docs/reliability.md
-
-pairs: setup
-	$(VENV)/bin/python -m tests.pairs --arrays 4 --results outputs/pairs.jsonl --page docs/feature_pairs.md
-
-long-haul: setup
-	$(VENV)/bin/python -m tests.faults.long_haul --rollouts 2000 --table docs/reliability.md
 
 audit: setup
 	$(VENV)/bin/python scripts/audit.py

@@ -1,9 +1,8 @@
-"""All features as factors, how a run is built from one setting of each, and what must be refused."""
+"""All features as factors, how a run is built from one setting of each, and what is refused at setup."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,7 @@ from lightrl.algorithms import CriticSpec
 from lightrl.algorithms.schedule import LRSchedule
 from lightrl.algorithms.settings import ExtraLosses, Shaping, Updates
 from lightrl.data.prompts import PromptSource
-from lightrl.engines.base import Engine
 from lightrl.engines.transformers.engine import TransformersEngine
-from lightrl.engines.vllm.engine import VLLMEngine
 from lightrl.environments import EnvironmentEpisode
 from lightrl.models.spec import LoraSpec, ModelSpec
 from lightrl.records import SamplingParams
@@ -97,7 +94,7 @@ FACTORS: dict[str, list[str]] = {
     "clips": ["default", "advantage", "reward", "no norm"],
     "whiten": [OWN, "yes", "no"],
     "group": [*GROUPS],
-    "sampling": ["plain", "temperature", "top_p", "repetition penalty"],
+    "sampling": ["plain", "temperature", "top_p"],
     "lora": ["no", "yes", "with reference"],
     "refills": ["no", "yes"],
     "ptx": ["no", "yes"],
@@ -110,11 +107,9 @@ FACTORS: dict[str, list[str]] = {
     "entropy": ["no", "yes"],
     "schedule": ["none", "cosine"],
     "freeze": ["no", "embeddings"],
-    "engine": ["transformers", "vLLM"],
-    "ranks": ["1", "2"],
 }
 
-# ---- what must be refused ----------------------------------------------------------------------------------------
+# ---- what is refused --------------------------------------------------------------------------------------------
 
 OWN_ESTIMATOR = {
     **dict.fromkeys(["GRPO", "DrGRPO", "DAPO", "GSPO", "CPGD"], "GroupRelative"),
@@ -151,122 +146,32 @@ def whitens(s: Settings) -> bool:
     return s.get("whiten") == "yes" or (s.get("whiten") == OWN and s.get("algorithm") == "PPO")
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """A combination that is rejected.
-
-    Attributes:
-        name: what meets what, for the page.
-        message: a pattern of what is said.
-        holds: whether settings have it; of settings that are not all known, whether those known have it.
-    """
-
-    name: str
-    message: str
-    holds: Callable[[Settings], bool] = field(compare=False)
-
-
-REFUSALS = [
-    Refusal(
-        "a critic with an algorithm other than PPO",
-        "has no critic",
-        lambda s: s.get("algorithm") not in ("PPO", None) and s.get("critic") not in ("none", None),
+REFUSALS: list[Callable[[Settings], bool]] = [
+    lambda s: s.get("algorithm") not in ("PPO", None) and s.get("critic") not in ("none", None),
+    lambda s: estimator(s) in WITH_CRITIC and s.get("critic") == "none",
+    lambda s: s.get("critic") not in ("none", None) and estimator(s) not in {*WITH_CRITIC, None},
+    lambda s: kl(s) == "KLInReward" and estimator(s) in {*BINARY, "GDPO"},
+    lambda s: whitens(s) and estimator(s) in NORMALIZES,
+    lambda s: s.get("clips") == "reward" and estimator(s) in {"GDPO", *TURNS},
+    lambda s: s.get("group") == "1" and estimator(s) not in {*NO_GROUPS, None},
+    lambda s: s.get("group") == "1" and s.get("refills") == "yes",
+    lambda s: s.get("callback") in ("AdaptiveKL", "LinearKL", "ReferenceSync") and kl(s) == "none",
+    lambda s: s.get("callback") == "ReferenceSync" and s.get("lora") == "yes",
+    lambda s: s.get("callback") == "OffloadModels" and s.get("overlap") == "staleness",
+    lambda s: (
+        s.get("callback") == "OffloadModels"
+        and s.get("critic") in ("none", "shared")
+        and (kl(s) == "none" or s.get("lora") == "yes")
     ),
-    Refusal(
-        "GAE or TurnGAE without a critic",
-        "needs a critic but critic=None",
-        lambda s: estimator(s) in WITH_CRITIC and s.get("critic") == "none",
-    ),
-    Refusal(
-        "a critic with an estimator that doesn't use values",
-        "the estimator doesn't use values",
-        lambda s: s.get("critic") not in ("none", None) and estimator(s) not in {*WITH_CRITIC, None},
-    ),
-    Refusal(
-        "KLInReward with MaxRL, PassAtK, or GDPO",
-        "with kl=KLInReward",
-        lambda s: kl(s) == "KLInReward" and estimator(s) in {*BINARY, "GDPO"},
-    ),
-    Refusal(
-        "whiten_advantages (PPO's default) with an estimator that normalizes over the batch",
-        "with whiten_advantages=True",
-        lambda s: whitens(s) and estimator(s) in NORMALIZES,
-    ),
-    Refusal(
-        "reward_clip with GDPO, TurnReturns, TurnGAE, or GiGPO",
-        "reward_clip=.* with advantage=",
-        lambda s: s.get("clips") == "reward" and estimator(s) in {"GDPO", *TURNS},
-    ),
-    Refusal(
-        "group_size 1 with an estimator that compares completions",
-        "group_size=1 with",
-        lambda s: s.get("group") == "1" and estimator(s) not in {*NO_GROUPS, None},
-    ),
-    Refusal(
-        "dynamic_sampling_rounds with group_size 1",
-        "dynamic_sampling_rounds=.*: a group of one",
-        lambda s: s.get("group") == "1" and s.get("refills") == "yes",
-    ),
-    Refusal(
-        "AdaptiveKL, LinearKL, or ReferenceSync without a KL term",
-        "with kl=None",
-        lambda s: s.get("callback") in ("AdaptiveKL", "LinearKL", "ReferenceSync") and kl(s) == "none",
-    ),
-    Refusal(
-        "ReferenceSync with LoRA and no separate reference",
-        "callback ReferenceSync with actor.lora",
-        lambda s: s.get("callback") == "ReferenceSync" and s.get("lora") == "yes",
-    ),
-    Refusal(
-        "OffloadModels with Ahead",
-        "OffloadModels with schedule=Ahead",
-        lambda s: s.get("callback") == "OffloadModels" and s.get("overlap") == "staleness",
-    ),
-    Refusal(
-        "OffloadModels with a separate critic under DDP",
-        "OffloadModels with strategy=DDPStrategy",
-        lambda s: s.get("callback") == "OffloadModels" and s.get("ranks") == "2" and s.get("critic") in OWN_CRITIC,
-    ),
-    Refusal(
-        "OffloadModels without a separate reference or critic",
-        "OffloadModels: .* to offload",
-        lambda s: (
-            s.get("callback") == "OffloadModels"
-            and s.get("critic") in ("none", "shared")
-            and (kl(s) == "none" or s.get("lora") == "yes")
-        ),
-    ),
-    Refusal(
-        "RewardNormalization with MaxRL, PassAtK, GDPO, TurnReturns, TurnGAE, or GiGPO",
-        "callback RewardNormalization with advantage=",
-        lambda s: s.get("callback") == "RewardNormalization" and estimator(s) in {*BINARY, "GDPO", *TURNS},
-    ),
-    Refusal(
-        "LogprobMonitor with RolloutRatio, which uses the engine's log-probs as the old ones",
-        "LogprobMonitor with loss=RolloutRatio",
-        lambda s: s.get("callback") == "LogprobMonitor" and loss(s) == "RolloutRatio",
-    ),
-    Refusal(
-        "TrajectoryLogprobCheck with a temperature other than 1, top_p, or a repetition penalty",
-        "TrajectoryLogprobCheck with sampling",
-        lambda s: s.get("callback") == "TrajectoryLogprobCheck" and s.get("sampling") not in ("plain", None),
-    ),
-    Refusal(
-        "top_p with vLLM, which doesn't record the remaining tokens",
-        "sampling.top_p",
-        lambda s: s.get("sampling") == "top_p" and s.get("engine") == "vLLM",
-    ),
-    Refusal(
-        "a repetition penalty in training",
-        "sampling.repetition_penalty",
-        lambda s: s.get("sampling") == "repetition penalty",
-    ),
+    lambda s: s.get("callback") == "RewardNormalization" and estimator(s) in {*BINARY, "GDPO", *TURNS},
+    lambda s: s.get("callback") == "LogprobMonitor" and loss(s) == "RolloutRatio",
+    lambda s: s.get("callback") == "TrajectoryLogprobCheck" and s.get("sampling") not in ("plain", None),
 ]
 
 
-def refusals(s: Settings) -> list[Refusal]:
-    """Those that settings have."""
-    return [refusal for refusal in REFUSALS if refusal.holds(s)]
+def refused(s: Settings) -> bool:
+    """Whether settings are rejected at setup; of settings that are not all known, whether those known are."""
+    return any(holds(s) for holds in REFUSALS)
 
 
 # ---- a run ---------------------------------------------------------------------------------------------------------
@@ -315,7 +220,6 @@ SAMPLING = {
     "plain": {},
     "temperature": {"temperature": 0.7},
     "top_p": {"top_p": 0.8},
-    "repetition penalty": {"repetition_penalty": 1.2},
 }
 
 
@@ -356,7 +260,7 @@ def module_of(s: Settings, model: str) -> Any:
     elif s["updates"] == "micro-batches":
         updates["micro_batch_tokens"] = 24
     elif s["updates"] == "mini-batches":
-        updates["minibatch_size"] = GROUPS[s["group"]] * int(s["ranks"])
+        updates["minibatch_size"] = GROUPS[s["group"]]
     if s["masks"] == "truncated":
         shaping["mask_truncated"] = True
     elif s["masks"] == "top entropy":
@@ -373,18 +277,6 @@ def module_of(s: Settings, model: str) -> Any:
     return getattr(a, f"{s['algorithm']}LightningModule")(spec, **arguments)
 
 
-def engine_of(s: Settings) -> Engine:
-    """The engine. With overlap it may be asked beside the trainer, which of vLLM one in processes of its own may."""
-    if s["engine"] == "vLLM":
-        return VLLMEngine(
-            in_process=s["overlap"] == "none",
-            max_model_len=128,
-            progress_timeout=60.0,
-            engine_args={"kv_cache_memory_bytes": 32 << 20},
-        )
-    return TransformersEngine() if s["overlap"] == "none" else ThreadEngine()
-
-
 def data_of(s: Settings) -> RolloutDataModule:
     """The data module."""
     rows: list[dict[str, Any]] = [{"prompt": f"{n}+{n}="} for n in range(4)]
@@ -396,14 +288,14 @@ def data_of(s: Settings) -> RolloutDataModule:
         rows = [{"prompt": "what is it?", "image": picture(8, 8, n)} for n in range(4)]
     if s["ptx"] == "yes":
         text, answer = {"text": ("1+1=", "2"), "image": ("what", "a"), "environment": ("say", "a")}[s["rows"]]
-        ptx_rows = [{"prompt": text, "completion": answer}] * 2 * int(s["ranks"])
+        ptx_rows = [{"prompt": text, "completion": answer}] * 2
         arguments["ptx"] = PTXSource(rows=ptx_rows, batch_size=2)
     return RolloutDataModule(
         PromptSource(rows=rows),
-        engine=engine_of(s),
+        engine=TransformersEngine() if s["overlap"] == "none" else ThreadEngine(),
         sampling=SamplingParams(max_new_tokens=4, **SAMPLING[s["sampling"]]),
         group_size=GROUPS[s["group"]],
-        prompts_per_rollout=2 * int(s["ranks"]),
+        prompts_per_rollout=2,
         rollouts_per_epoch=2,
         dynamic_sampling_rounds=int(s["refills"] == "yes"),
         schedule=Ahead() if s["overlap"] == "staleness" else OnPolicy(),
