@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -36,17 +35,6 @@ def test_answers_are_right_and_held_out_questions_are_held_out() -> None:
     shown = Demonstrations(size=300)()["prompt"]
     asked = {text.split("<|im_start|>user\n")[1].split("<|im_end|>")[0] for text in shown}
     assert asked <= set(rows["train"]["prompt"])
-
-
-def test_writers_are_as_careful_as_they_are_said_to_be() -> None:
-    """Last turns that give the answer: four in ten of the conversations, and of the others none but by chance."""
-    for careful, low, high in ((0.4, 0.35, 0.45), (1.0, 1.0, 1.0), (0.0, 0.0, 0.02)):
-        rows = Demonstrations(size=1000, careful=careful)()
-        last = [(row["prompt"], row["completion"]) for row in rows if "tool_call" not in row["completion"]]
-        right = sum(
-            eval(prompt.split("<|im_start|>user\n")[1].split("<|im_end|>")[0]) == int(answer) for prompt, answer in last
-        )
-        assert len(last) == 1000 and low <= right / 1000 <= high
 
 
 def test_demonstrated_calls_are_read_as_calls(start: Path) -> None:
@@ -136,10 +124,3 @@ def test_the_policy_learns(start: Path, root: Path, tmp_path: Path, monkeypatch:
     step("agent/sft", tmp_path, "sft", start)
     right = step("agent/grpo", tmp_path, "grpo", tmp_path / "sft" / "model")["eval/reward/ExactAnswer"]
     assert right[-1] >= right[0] + 0.25
-
-
-def test_run_script_explains_itself(root: Path) -> None:
-    done: Any = subprocess.run(
-        ["bash", "examples/agent/run.sh", "--fast"], cwd=root, capture_output=True, text=True, timeout=550
-    )
-    assert done.returncode == 2 and "usage: examples/agent/run.sh [--engine" in done.stderr

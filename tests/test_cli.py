@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import json
-import os
 import subprocess
 import sys
 import warnings
@@ -35,7 +34,7 @@ from lightrl.cli import main, run
 from lightrl.cli.lightning_cli import redacted
 from lightrl.cli.report.read import read_run
 from lightrl.data import PromptSource
-from lightrl.engines import EngineContext, EngineDiedError, StaleWeightsError
+from lightrl.engines import EngineContext, EngineDiedError
 from lightrl.rollout.collector import RolloutStalledError
 from tests.toys import quickstart_model
 
@@ -92,13 +91,6 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 # ---- help --------------------------------------------------------------------------------------------------------
 
 
-def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--help"])
-    out = capsys.readouterr().out
-    for command in ("fit", "validate", "test", "predict", "report", "serve-reward"):
-        assert f"lightrl {command}" in out
-
-
 def test_help_of_a_class(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["fit", "--model.help", "GRPOLightningModule"])
@@ -131,11 +123,6 @@ def test_every_argument_is_explained(cls: type) -> None:
     parser.add_class_arguments(cls, "it")
     unexplained = [a.dest for a in parser._actions if a.dest.startswith("it.") and not (a.help or "").strip(" .")]
     assert unexplained == []
-
-
-def test_the_walk_finds_the_classes_that_matter() -> None:
-    names = {c.__name__ for c in configurable_classes()}
-    assert names >= {"GRPOLightningModule", "RolloutDataModule", "VLLMEngine", "WeightSync", "GAE", "ExactAnswer"}
 
 
 # ---- running -----------------------------------------------------------------------------------------------------
@@ -209,10 +196,8 @@ def test_a_run_that_does_not_begin_leaves_what_the_run_before_logged(
     main(["fit", "--config", config])
     left = [tmp_path / "run" / name for name in ("metrics.csv", "samples.jsonl")]
     before = [path.read_bytes() for path in left]
-    mistakes = ("actor=/nonexistent/m", "updates.minibatch_size=7")
-    for mistake in (*(f"--model.init_args.{each}" for each in mistakes), "--data.init_args.rewards=[nowhere]"):
-        refused(capsys, "--config", config, mistake)
-        assert [path.read_bytes() for path in left] == before
+    refused(capsys, "--config", config, "--model.init_args.updates.minibatch_size=7")
+    assert [path.read_bytes() for path in left] == before
     main(["fit", "--config", config])
     assert [path.read_bytes().count(b"\n") for path in left] == [content.count(b"\n") for content in before]
 
@@ -280,9 +265,8 @@ def test_rows_that_stand_in_yaml_are_read_and_written_as_they_are(write: Callabl
         assert read == row and {name: type(v) for name, v in read.items()} == {name: type(v) for name, v in row.items()}
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_predict_writes_completions_with_rewards(suffix: str, write: Callable[..., str], tmp_path: Path) -> None:
-    target = tmp_path / f"out.{suffix}"
+def test_predict_writes_completions_with_rewards(write: Callable[..., str], tmp_path: Path) -> None:
+    target = tmp_path / "out.jsonl"
     writer = {"class_path": "PredictionWriter", "init_args": {"path": str(target)}}
     prompts = {"rows": {**ARITHMETIC, "init_args": {"split": "eval"}}, "limit": 3}
     config = write(
@@ -290,12 +274,7 @@ def test_predict_writes_completions_with_rewards(suffix: str, write: Callable[..
         data={"evaluation": {"predict_prompts": prompts, "group_size": 2}},
     )
     main(["predict", "--config", config])
-    if suffix == "jsonl":
-        records = [json.loads(line) for line in target.read_text().splitlines()]
-    else:
-        from pyarrow import parquet
-
-        records = parquet.read_table(target).to_pylist()
+    records = [json.loads(line) for line in target.read_text().splitlines()]
     assert len(records) == 3 * 2
     for record in records:
         assert record["reward"] == float(record["completion"] == record["answer"])
@@ -337,25 +316,18 @@ def engine(name: str, **arguments: Any) -> dict[str, Any]:
 
 EARLY: dict[str, dict[str, Any]] = {
     "prompt_column='question'": {"data": {"prompts": {"rows": ARITHMETIC, "prompt_column": "question"}}},
-    "path='./nosuch.jsonl'": {"data": {"prompts": {"path": "./nosuch.jsonl"}}},
     "'./nosuch'": {"model": {"actor": {"path": "./nosuch"}}},
-    "coef=-1.0": {"model": {"kl": {"class_path": "KLInLoss", "init_args": {"coef": -1.0}}}},
-    "'ExactAnswer'": {"data": {"rewards": ["ExactAnwser"]}},
-    "'nosuch.py:f'": {"data": {"rewards": ["nosuch.py:f"]}},
     "NO_SUCH_VARIABLE": {"model": {"actor": {"path": "${env:NO_SUCH_VARIABLE}"}}},
 }
 """Part of the message -> mistakes that are found before a model is loaded."""
 LATE: dict[str, dict[str, Any]] = {
     "minibatch_size=3": {"model": {"updates": {"minibatch_size": 3}}},
     "maximum length of 64": {"data": {"sampling": {"max_new_tokens": 99}}},
-    "freeze=['*']": {"model": {"actor": {"path": "MODEL", "freeze": ["*"]}}},
-    "lora.target_modules=['nope']": {"model": {"actor": {"path": "MODEL", "lora": {"target_modules": ["nope"]}}}},
 }
 OF_THE_PARSER: dict[str, dict[str, Any]] = {
     "group_size": {"data": {"group_size": "x"}},
     "groupsize": {"data": {"groupsize": 3}},
     "VLMEngine": {"data": {"engine": "VLMEngine"}},
-    "abstract": {"data": {"engine": "lightrl.engines.base.Engine"}},
 }
 OF_LIGHTNING: dict[str, dict[str, Any]] = {
     "strategy='foo'": {"trainer": {"strategy": "foo"}},
@@ -381,21 +353,6 @@ def test_a_mistake_is_one_line(
     assert loaded == []
 
 
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [
-        ("--trainer.max_epochz=3", "max_epochz"),
-        ("--data.init_args.sampling.max_new_tokenz=4", "max_new_tokenz"),
-        ("--model=NoSuchModule", "NoSuchModule"),
-        ("--model.init_args.actor.path=nobody/nothing", "model path 'nobody/nothing'"),
-    ],
-)
-def test_a_mistake_on_the_command_line_is_named(
-    argument: str, message: str, write: Callable[..., str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert message in refused(capsys, "--config", write(), argument)
-
-
 @pytest.mark.parametrize("kind", ["missing", "flipped"])
 def test_a_checkpoint_that_cannot_be_read_is_one_message(
     kind: str, write: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -410,41 +367,6 @@ def test_a_checkpoint_that_cannot_be_read_is_one_message(
         path.write_bytes(content)
     message = refused(capsys, "--config", config, "--ckpt_path", str(path))
     assert "last.ckpt" in message and message.count("\n") == 1
-
-
-def test_last_skips_what_is_damaged(write: Callable[..., str], tmp_path: Path, caplog: Any) -> None:
-    folder = tmp_path / "checkpoints"
-    config = checkpointed(write, "GRPOLightningModule", folder, data={"rollouts_per_epoch": 2})
-    main(["fit", "--config", config])
-    (folder / "last.ckpt").write_bytes(b"")
-    with pytest.warns(UserWarning, match="from .*last.ckpt.previous and skips .*last.ckpt: it is empty"):
-        cli = run(["fit", "--config", config, "--ckpt_path", "last", "--trainer.max_epochs", "2"])
-    assert cli.trainer.global_step == 4
-
-
-def test_last_goes_on_from_the_furthest_after_the_clock_was_set_back(
-    write: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Or after a copy: times of files say little. An older checkpoint of another name does not win."""
-    folder = tmp_path / "checkpoints"
-    keep_all = {"every_n_rollouts": 1, "dirpath": str(folder), "save_top_k": -1}
-    callbacks = ["WeightSync", {"class_path": "RolloutCheckpoint", "init_args": keep_all}]
-    config = write(trainer={"enable_checkpointing": True, "callbacks": callbacks}, data={"rollouts_per_epoch": 2})
-    main(["fit", "--config", config])
-    for name in ("last", "rollout=000002"):
-        os.utime(folder / f"{name}.ckpt", (0, 0))
-    cli = run(["fit", "--config", config, "--ckpt_path", "last", "--trainer.max_epochs", "2"])
-    assert cli.trainer.ckpt_path == str(folder / "last.ckpt") and cli.trainer.global_step == 4
-
-
-def test_last_with_nothing_whole_is_refused(
-    write: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "checkpoints"
-    folder.mkdir()
-    (folder / "last.ckpt").write_bytes(b"")
-    config = checkpointed(write, "GRPOLightningModule", folder)
-    assert "ckpt_path=last: " in refused(capsys, "--config", config, "--ckpt_path", "last")
 
 
 def test_secrets_stay_out_of_what_a_run_writes(
@@ -558,22 +480,15 @@ def test_an_interrupt_is_one_line(
     assert (stop.value.code, capsys.readouterr().err) == (130, message)
 
 
-@pytest.mark.parametrize(
-    "start",
-    [
-        "import runpy; runpy.run_module('lightrl', run_name='__main__')",
-        "from lightrl.__main__ import command; command()",
-    ],
-)
-def test_an_interrupt_while_the_command_line_loads_is_one_line(start: str) -> None:
-    script = f"""
+def test_an_interrupt_while_the_command_line_loads_is_one_line() -> None:
+    script = """
 import sys
 class Interrupting:
     def find_spec(self, name, *args):
         if name == "lightrl.cli.config_files":
             raise KeyboardInterrupt
 sys.meta_path.insert(0, Interrupting())
-{start}
+from lightrl.__main__ import command; command()
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (130, "Interrupted.\n")
@@ -583,35 +498,9 @@ sys.meta_path.insert(0, Interrupting())
 def test_reward_functions_that_fail(
     write: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "mine.py").write_text(
-        "def short(completions): return [0.0]\n"
-        "def broken(completions): raise KeyError('gone')\n"
-        "def nan(completions): return [float('nan')] * len(completions)\n"
-    )
-    for name, words in (("short", "1"), ("broken", "gone"), ("nan", "nan")):
-        message = refused(capsys, "--config", write(data={"rewards": [f"mine.py:{name}"]}))
-        assert name in message and words in message
-
-
-def test_environments_that_fail(write: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "mine.py").write_text(
-        "from lightrl.environments import Environment\n"
-        "class Mine(Environment):\n"
-        "    async def reset(self, row, *, seed): return [{'role': 'user', 'content': row['nothere']}]\n"
-        "    async def step(self, reply): raise AssertionError\n"
-    )
-    episode = {"class_path": "EnvironmentEpisode", "init_args": {"environment": {"class_path": "mine.Mine"}}}
-    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    actor = yaml.safe_load(Path(write()).read_text())["model"]["init_args"]["actor"] | {"chat_template": template}
-    message = refused(capsys, "--config", write(data={"episode": episode, "rewards": None}, model={"actor": actor}))
-    assert "max_failed=0.5 (EnvironmentEpisode): " in message and "KeyError: 'nothere'" in message
-    assert 'mine.py", line 3, in reset' in message and "Traceback" not in message
-
-
-def test_an_engine_that_was_never_synced(write: Callable[..., str]) -> None:
-    """Not a mistake in a value: it keeps its traceback, as everything does that LightRL does not call the user's."""
-    with pytest.raises(StaleWeightsError, match="Idle did not push the weights"):
-        main(["fit", "--config", write(trainer={"callbacks": [{"class_path": "tests.toys.Idle"}]})])
+    (tmp_path / "mine.py").write_text("def broken(completions): raise KeyError('gone')\n")
+    message = refused(capsys, "--config", write(data={"rewards": ["mine.py:broken"]}))
+    assert "broken" in message and "gone" in message
 
 
 class Dying(RLCallback):

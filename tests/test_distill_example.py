@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +37,3 @@ def test_the_pipeline_briefly(root: Path, tmp_path: Path, monkeypatch: pytest.Mo
     metrics = cli.trainer.callback_metrics
     assert metrics["loss/teacher"] > 0 and "eval/reward/ExactAnswer" in metrics
     assert (tmp_path / "distill" / "model" / "config.json").is_file()
-
-
-def test_run_script_explains_itself(root: Path) -> None:
-    done = subprocess.run(
-        ["bash", "examples/distill/run.sh", "--fast"], cwd=root, capture_output=True, text=True, timeout=550
-    )
-    assert done.returncode == 2 and "usage: examples/distill/run.sh" in done.stderr

@@ -6,40 +6,9 @@ import json
 import os
 import subprocess
 import sys
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-
-
-@pytest.fixture
-def script(root: Path) -> Any:
-    """`scripts/gpu_check.py`, which runs nothing when it is imported."""
-    spec = spec_from_file_location("gpu_check", root / "scripts" / "gpu_check.py")
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "--device cuda: no CUDA device found. To test the script, use --device cpu --tiny"),
-        (["--device", "cpu"], "--device cpu: the default sizes require a GPU. Add --tiny"),
-        (["--device", "cpu", "--tiny", "--out", "."], "--out .: is not writable (Is a directory)"),
-    ],
-)
-def test_what_cannot_run_is_refused_before_a_step(
-    script: Any, arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["gpu_check", *arguments])
-    with pytest.raises(SystemExit) as stop:
-        script.main()
-    assert stop.value.code == 2 and message in capsys.readouterr().err
 
 
 @pytest.mark.long

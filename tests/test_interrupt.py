@@ -72,19 +72,12 @@ SCENES: dict[str, tuple[int | None, Callable[[], dict[str, Any]]]] = {
     "generating": (2, lambda: {"reward": Reward(3, send(signal.SIGINT))}),
     "generating_sigterm": (2, lambda: {"reward": Reward(3, send(signal.SIGTERM))}),
     "generating_the_first": (None, lambda: {"reward": Reward(1, send(signal.SIGINT))}),
-    "generating_after_an_epoch": (3, lambda: {"reward": Reward(5, send(signal.SIGINT))}),  # evaluation counts
     "updating": (2, lambda: {"callbacks": [During(send(signal.SIGINT), update=2)]}),
-    "updating_last_of_epoch": (3, lambda: {"callbacks": [During(send(signal.SIGINT), update=3)]}),
-    "updating_sigterm": (2, lambda: {"callbacks": [During(send(signal.SIGTERM), update=2)]}),
-    "evaluating": (3, lambda: {"callbacks": [During(send(signal.SIGINT), evaluation="middle")]}),
     "evaluating_sigterm": (3, lambda: {"callbacks": [During(send(signal.SIGTERM), evaluation="start")]}),
 }
 
 
-LONG = {"generating_after_an_epoch", "updating_last_of_epoch", "updating_sigterm", "evaluating"}
-
-
-@pytest.mark.parametrize("scene", [pytest.param(s, marks=pytest.mark.long) if s in LONG else s for s in SCENES])
+@pytest.mark.parametrize("scene", SCENES)
 def test_interrupted_and_resumed_is_the_run_that_was_not(
     scene: str, model: str, whole: tuple[Any, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -108,21 +101,18 @@ def test_interrupted_and_resumed_is_the_run_that_was_not(
     assert rows(tmp_path, "first") == expected[:saved]
     assert rows(tmp_path, "resumed") == expected[saved:]
     evaluations = rows(whole[1], "first", "eval/reward")
-    done = len(rows(tmp_path, "first", "eval/reward"))
-    assert len(evaluations) == 2 and done == (scene == "generating_after_an_epoch")
-    assert rows(tmp_path, "resumed", "eval/reward") == evaluations[done:]
+    assert len(evaluations) == 2 and rows(tmp_path, "resumed", "eval/reward") == evaluations
 
 
-@pytest.mark.parametrize("every_n", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_an_evaluation_that_kill_9_cut_is_made_by_the_run_that_goes_on(
-    every_n: int, model: str, whole: tuple[Any, Path], tmp_path: Path
+    model: str, whole: tuple[Any, Path], tmp_path: Path
 ) -> None:
     last, kept = tmp_path / "checkpoints" / "last.ckpt", tmp_path / "kept.ckpt"  # kept is what a kill would leave
     during = During(lambda: kept.write_bytes(last.read_bytes()), evaluation="middle")
-    undisturbed = run(tmp_path, model, every_n_rollouts=every_n, callbacks=[during], **EVALUATION)
+    undisturbed = run(tmp_path, model, every_n_rollouts=3, callbacks=[during], **EVALUATION)
     assert_same(undisturbed, whole[0])
     stopping = EarlyStopping("eval/reward", mode="max", patience=9)
-    again = run(tmp_path, model, resume=str(kept), every_n_rollouts=every_n, callbacks=[stopping], **EVALUATION)
+    again = run(tmp_path, model, resume=str(kept), every_n_rollouts=3, callbacks=[stopping], **EVALUATION)
     assert_same(again, whole[0])
     assert rows(tmp_path, "resumed") == rows(whole[1], "first")[3:]
     assert rows(tmp_path, "resumed", "eval/reward") == rows(whole[1], "first", "eval/reward")
@@ -175,9 +165,8 @@ def test_ctrl_c_on_the_command_with_an_engine_of_its_own(tmp_path: Path) -> None
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("during", ["load", "update"])
-def test_a_second_ctrl_c_ends_the_process_wherever_it_hangs(during: str, model: str, tmp_path: Path) -> None:
-    process = forks.Fork("tests.hanging", *([] if during == "load" else [model, str(tmp_path)]))
+def test_a_second_ctrl_c_ends_the_process_wherever_it_hangs(model: str, tmp_path: Path) -> None:
+    process = forks.Fork("tests.hanging", model, str(tmp_path))
     try:
         assert until(lambda: "hangs\n" in process.printed() or process.poll() is not None, 300)
         assert "hangs\n" in process.printed(), process.printed()[-3000:]

@@ -132,9 +132,6 @@ def test_no_files_import_each_other_in_a_circle(files: Files) -> None:
     ("path", "source"),
     [
         ("lightrl/ops/x.py", "import lightrl.records"),
-        ("lightrl/models/x.py", "from lightrl.engines.base import Engine"),
-        ("lightrl/distributed/x.py", "from lightrl.models import spec"),
-        ("lightrl/objectives/x.py", "def f():\n    from lightrl import data\n"),
         ("lightrl/objectives/x.py", "def f():\n    from ..engines import vllm\n"),
         ("lightrl/engines/vllm/x.py", "from ...data import prompts"),
         ("lightrl/models/x.py", "if TYPE_CHECKING:\n    from lightrl.data.prompts import PromptSource\n"),
@@ -143,24 +140,6 @@ def test_no_files_import_each_other_in_a_circle(files: Files) -> None:
 )
 def test_an_import_in_the_wrong_direction_is_found(path: str, source: str) -> None:
     assert len(wrong_way({path: source})) == 1
-
-
-def test_imports_from_above_are_let_through() -> None:
-    allowed = "import torch\nimport lightrl\nfrom lightrl.engines.base import Engine\nfrom . import prompts\n"
-    assert (
-        wrong_way({"lightrl/data/x.py": allowed, "lightrl/cli/__init__.py": "from lightrl.callbacks import ema"}) == []
-    )
-
-
-def test_circles_are_found() -> None:
-    a, b, c = "lightrl/data/a.py", "lightrl/data/b.py", "lightrl/data/__init__.py"
-    assert circles({a: "from lightrl.data.b import f", b: "from lightrl.data import a"}) == [f"{a} <-> {b}"]
-    assert circles({a: "def f():\n    from . import b", b: "if TYPE_CHECKING:\n    import lightrl.data.a"}) == [
-        f"{a} <-> {b}"
-    ]
-    through_the_package = {a: "from lightrl.data.b import f", b: "from lightrl.data import X", c: "from . import a"}
-    assert circles(through_the_package) == [f"{c} <-> {a} <-> {b}"]
-    assert circles({a: "from lightrl.data.b import f", b: "import torch", c: "from lightrl.data.a import g"}) == []
 
 
 # ---- what belongs to others --------------------------------------------------------------------------------------
@@ -283,14 +262,6 @@ def test_private_parts_of_dependencies_are_used_in_compat_only(files: Files) -> 
     assert inherited_private_parts(files) == []
 
 
-def test_what_is_private_to_a_base_class_of_a_dependency_is_found() -> None:
-    source = (
-        "class C(ModelCheckpoint):\n    def f(self): self._own = self._last_saved\n    def g(self): return self._own"
-    )
-    assert inherited_private_parts({"lightrl/callbacks/x.py": source}) == ["lightrl/callbacks/x.py:2: self._last_saved"]
-    assert inherited_private_parts({"lightrl/compat/x.py": source}) == []
-
-
 @pytest.mark.parametrize(
     "source",
     [
@@ -306,27 +277,13 @@ def test_anothers_private_attribute_is_found(source: str) -> None:
     assert len(others_private_attributes({"lightrl/data/x.py": source})) == 1
 
 
-def test_own_private_attributes_are_let_through() -> None:
-    source = """
-class C:
-    def f(self, other: C): return self._seeds + other._seeds + super()._seeds + C._seeds + self.__dict__ + row._asdict()
-    @classmethod
-    def g(cls): return cls._seeds
-"""
-    assert others_private_attributes({"lightrl/data/x.py": source}) == []
-    assert others_private_attributes({"lightrl/compat/x.py": "def f(x): return x._seeds"}) == []
-
-
 @pytest.mark.parametrize(
     "source",
     [
         "from jsonargparse import _typehints",
-        "from torch.utils._triton import has_triton",
-        "import torch._dynamo",
         "from lightrl.data.rows import _checked",
         "def f():\n    from vllm.v1.engine import core",
         "from deepspeed.runtime.zero.partition_parameters import Init",
-        "torch._foreach_mul_(x, 2)",
         "torch.ops.aten._softmax(x)",
         "create_block_mask(f, None, _compile=True)",
         "optimizer.averaged_gradients.clear()",
@@ -337,11 +294,6 @@ class C:
 def test_a_private_part_of_a_dependency_is_found(source: str) -> None:
     assert len(dependencies_private_parts({"lightrl/models/x.py": source})) == 1
     assert dependencies_private_parts({"lightrl/compat/x.py": source}) == []
-
-
-def test_documented_parts_are_let_through() -> None:
-    source = "from __future__ import annotations\nimport torch\nfrom . import rows\nx.__class__ = torch.nn.Linear"
-    assert dependencies_private_parts({"lightrl/models/x.py": source}) == []
 
 
 # ---- a light import ----------------------------------------------------------------------------------------------

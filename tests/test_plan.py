@@ -421,14 +421,6 @@ def test_one_cpu_is_not_told_to_shard(tmp_path: Path) -> None:
     assert advice(case, 16 * 2.0**30).startswith("Use ddp") and "No strategy fits" in advice(case, 4 * 2.0**30)
 
 
-def test_the_command_plans_for_one_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(SMOLLM2))
-    case = ["--device", "cpu", "--gpus", "1", "--gpu_memory", "16", "--precision", "32-true", "--algorithm", "grpo"]
-    main(["plan", "--model", str(tmp_path), *case, "--micro_batch_tokens", "2048"])
-    out = capsys.readouterr().out
-    assert "process" in out and "yes" in out and "fsdp2" not in out and "zero" not in out
-
-
 def test_the_seconds_of_a_step_by_hand() -> None:
     """Two engines with 4 sequences each at 5e14 operations and 1e12 bytes per second: 4 prompts of 1e12 operations take
     8 ms; 1,000 steps read 2e9 + 4 x 1,000 x 1e5 = 2.4e9 bytes, 2.4 ms, and need 2 ms more. 12,000 tokens x 2e9 and

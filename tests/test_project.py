@@ -15,7 +15,7 @@ import pytest
 from examples.agent.make_model import make_model
 from examples.vlm.make_model import main as make_vlm
 from lightrl.cli import main
-from lightrl.cli.project import TASKS, init
+from lightrl.cli.project import TASKS
 from lightrl.cli.quickstart import quickstart
 from tests.toys import quickstart_model
 from tests.waiting import gone, until
@@ -133,21 +133,6 @@ def test_what_is_there_is_not_overwritten(model: str, tmp_path: Path, capsys: py
     assert "rewards.py" in capsys.readouterr().err
     assert (tmp_path / "mine" / "rewards.py").read_text() == "# mine"
     assert not (tmp_path / "mine" / "config.yaml").exists()
-
-
-@pytest.mark.parametrize("folder", ["a_file", "/proc/x", "x" * 300])
-def test_a_folder_that_cannot_be_is_refused(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a_file").write_text("mine")
-    with pytest.raises(ValueError, match="^dir="):
-        init(folder)
-
-
-def test_a_folder_with_spaces_and_umlauts_can_be_entered_as_printed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    main(["init", "Übung 1"])
-    assert (tmp_path / "Übung 1/config.yaml").is_file() and "  cd 'Übung 1'\n" in capsys.readouterr().out
 
 
 def test_an_interrupted_quickstart_waits_for_its_step_and_says_where_it_stopped(tmp_path: Path) -> None:
@@ -275,14 +260,10 @@ def test_an_interrupted_quickstart_goes_on_where_it_was(
     assert run() == ["sft", "ppo", "report"]  # after one that is done
 
 
-@pytest.mark.parametrize("noted", [b"{", b"", b"[1]", b"\xff"])
-def test_a_quickstart_whose_notes_are_damaged_says_how_to_begin_anew(
-    noted: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_quickstart_whose_notes_are_damaged_says_how_to_begin_anew() -> None:
     place = Path("outputs/quickstart")
     place.mkdir(parents=True)
-    (place / "steps.json").write_bytes(noted)
+    (place / "steps.json").write_bytes(b"{")
     with pytest.raises(ValueError, match="steps.json"):
         quickstart(rollouts=1, tiny=True)
-    assert (place / "steps.json").read_bytes() == noted
+    assert (place / "steps.json").read_bytes() == b"{"

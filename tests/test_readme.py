@@ -63,27 +63,6 @@ def test_the_figures_of_the_pages_are_those_of_the_committed_results() -> None:
     assert f"{vlm['trl']['times']:.1f}x the speed of TRL 1.16" in text
 
 
-def test_one_run_and_several_give_a_sentence_and_a_curve(tmp_path: Path) -> None:
-    run = {
-        "wall_seconds": 600,
-        "eval_score": {"0": 0.1, "8": 0.2, "16": 0.5},
-        "eval_accuracy": {"16": 0.5},
-        "train_reward": [0.1, 0.3],
-    }
-    better = {"eval_score": {"0": 0.1, "8": 0.3, "16": 0.6}, "eval_accuracy": {"16": 0.6}}
-    shared = {"cores": 2, "runs": [run, {**run, "wall_seconds": 720, **better}]}
-    for content, told in (
-        ({"cores": 2, **run}, "from 10% to 50% in 16 rollouts (10 minutes on two CPU cores, one seed)"),
-        (shared, "from 10% to 50-60% in 16 rollouts (10-12 minutes on two CPU cores, two seeds)"),
-        ([{"cores": 2, **run}] * 5, "cores, five seeds)"),
-    ):
-        (tmp_path / "results.json").write_text(json.dumps(content))
-        runs = plot_quickstart.load_runs(tmp_path / "results.json")
-        assert told in plot_quickstart.sentence(runs)
-        plot_quickstart.draw(runs, tmp_path / "curve.png", dark=True)
-        assert (tmp_path / "curve.png").stat().st_size > 1000
-
-
 def test_the_readme_is_short_and_its_links_exist() -> None:
     assert len(README.split()) <= 1000
     linked = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", README) + re.findall(r'(?:src|srcset)="([^"]+)"', README)

@@ -284,9 +284,3 @@ def test_every_logged_metric_is_documented(root: Path) -> None:
     assert missing == [], "logged by the code, but not a row of docs/metrics.md"
     stale = sorted(known for known in documented if not any(pattern(name).fullmatch(known) for name in logged))
     assert stale == [], "rows of docs/metrics.md that no code logs"
-
-
-def test_the_check_sees_literals_and_f_strings() -> None:
-    source = 'log("kl/new", 1); log(f"eval/pass@{k}", 2); open("models/x"); x = "reward/ is a prefix"; y = "reward/"'
-    assert set(logged_names(source)) == {"kl/new", "eval/pass@{}"}
-    assert pattern("eval/pass@{}").fullmatch("eval/pass@<k>") and not pattern("kl/new").fullmatch("kl/newer")

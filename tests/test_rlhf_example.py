@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +29,6 @@ def test_held_out_prompts_are_held_out() -> None:
     assert not held_out & {prompt for rows in seen for prompt in rows["prompt"]}
     assert set(Preferences(split="eval", size=50)()["prompt"]) <= held_out
     assert PromptRows()().column_names == ["prompt"]  # nothing of the rule reaches PPO
-
-
-def test_labels_are_right_most_of_the_time() -> None:
-    """Noise 0.5 and gaps of 1 and more: P(right) >= sigmoid(2) = 0.88; without noise all are."""
-    for noise, low, high in ((0.5, 0.88, 0.99), (1e-2, 1.0, 1.0)):
-        rows = Preferences(size=2000, noise=noise)()
-        gaps = [utility(r["prompt"], r["chosen"]) - utility(r["prompt"], r["rejected"]) for r in rows]
-        right = sum(gap > 0 for gap in gaps) / sum(gap != 0 for gap in gaps)
-        assert low <= right <= high
 
 
 @pytest.mark.slow
@@ -76,10 +66,3 @@ def test_the_pipeline_briefly(root: Path, tmp_path: Path, monkeypatch: pytest.Mo
     )
     assert "eval/reward/preference" in cli.trainer.callback_metrics
     assert 0.0 <= compare(models["sft"], models["ppo"], models["reward"], samples=1) <= 1.0
-
-
-def test_run_script_explains_itself(root: Path) -> None:
-    done = subprocess.run(
-        ["bash", "examples/rlhf/run.sh", "--fast"], cwd=root, capture_output=True, text=True, timeout=550
-    )
-    assert done.returncode == 2 and "usage: examples/rlhf/run.sh [--engine" in done.stderr
