@@ -179,7 +179,7 @@ def test_a_resumed_run_goes_on_in_its_table_and_an_evaluation_leaves_the_run_as_
         cli = run(["fit", "--config", config])
         assert "v_num" not in get_standard_metrics(cli.trainer)
         run(["fit", "--config", config, "--ckpt_path=last", "--trainer.max_epochs=2"])
-        metrics = read_run(tmp_path / "run", "run_dir").metrics
+        metrics = read_run(tmp_path / "run").metrics
         assert list(metrics["reward/mean"]) == [0, 1] and list(metrics["eval/reward"]) == [-1, 0, 1]
         left = ("config.yaml", "metrics.csv", "samples.jsonl")
         before = [(tmp_path / "run" / name).read_bytes() for name in left]

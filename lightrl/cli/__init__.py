@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import re
 import signal
@@ -27,7 +26,7 @@ USAGE = """LightRL: reinforcement learning for LLMs and VLMs, built on PyTorch L
   lightrl validate --config x.yaml   evaluate on the evaluation prompts
   lightrl test --config x.yaml       evaluate on test prompts
   lightrl predict --config x.yaml    write completions with their rewards
-  lightrl report RUN_DIR ...         plot one or several runs, with sample completions, as an HTML page
+  lightrl report RUN_DIR             plot a run, with sample completions, as an HTML page
   lightrl view RUN_DIR               show saved trajectories token by token as an HTML page
   lightrl serve-reward ...           serve a reward function over HTTP
   lightrl check-env --config x.yaml  test an environment or agent program without training
@@ -173,9 +172,6 @@ def _call(function: Callable[..., Any], command: str, options: list[str]) -> Non
 
     if command == "check-env":  # `--config FILE` as in runs
         options = [option.removeprefix("--config=") for option in options if option != "--config"]
-    runs = next((i for i, option in enumerate(options) if option.startswith("-")), len(options))
-    if command == "report" and runs > 1:
-        options[1:runs] = [f"--others={json.dumps(options[1:runs])}"]
     # Options may contain dashes; a flag needs no value.
     options = [re.sub(r"^--[\w-]+", lambda name: "--" + name[0][2:].replace("-", "_"), o) for o in options]
     parameters = inspect.signature(function).parameters

@@ -215,7 +215,7 @@ def test_the_evaluation_before_training_is_logged_at_step_minus_one(
     better.rewards = torch.tensor([1.0, 1.0, 1.0, 1.0])
     rollouts.rewards = torch.tensor([0.0, 0.0, 1.0, 0.0])
     trainer.fit(module, Loader([rollouts] * 2), Loader([rollouts, better, better]))
-    run = read_run(tmp_path, "run_dir")
+    run = read_run(tmp_path)
     # all three batches before training too: (0.25 + 1 + 1) / 3
     assert run.metrics["eval/reward"] == pytest.approx({-1: 0.75, 1: 0.75})
     assert [(r["step"], r["phase"]) for r in run.samples] == [(-1, "eval")] * 12 + [(1, "eval")] * 12

@@ -23,26 +23,25 @@ SETTINGS = (
 """Arguments of the module or the data module, and their labels in the report."""
 
 
-def header(run: Run, before: Run | None) -> str:
+def header(run: Run) -> str:
     """The result line and the table of facts, if the run recorded them."""
     facts = "".join(f"<tr><th>{name}</th><td>{escape(text)}</td></tr>" for name, text in _facts(run.settings) if text)
-    line = result(run, before)
+    line = result(run)
     return (f"<p class=result>{escape(line)}</p>" if line else "") + (
         f"<div class='card wide'><table class=facts>{facts}</table></div>" if facts else ""
     )
 
 
-def result(run: Run, before: Run | None) -> str:
-    """The run's final result line, or one computed from the metrics so far. `before` is the baseline."""
-    if before is None and "result" in run.settings:
+def result(run: Run) -> str:
+    """The run's final result line, or one computed from the metrics so far."""
+    if "result" in run.settings:
         return str(run.settings["result"])
     rewards = [record.get("reward") for record in run.samples if record["phase"] == "eval"]
     binary = bool(rewards) and all(reward in (0, 1, None) for reward in rewards)
-    last = headline({name: list(each.values())[-1] for name, each in run.metrics.items()}, binary)
-    start = (before or run).metrics
-    first = headline({name: next(iter(each.values())) for name, each in start.items()}, binary)
-    evaluated = [min(each) for name, each in run.metrics.items() if name.startswith("eval/")]
-    at = min(evaluated, default=-1) + 1 if before is None else 0
+    first, last = (
+        headline({name: list(each.values())[at] for name, each in run.metrics.items()}, binary) for at in (0, -1)
+    )
+    at = min((min(each) for name, each in run.metrics.items() if name.startswith("eval/")), default=-1) + 1
     seconds = sum(x for x in run.metrics.get("time/step", {}).values() if x == x)
     unit = "rollout" if "reward/mean" in run.metrics else "batch"
     return result_line(first, last, at, count(run.num_rollouts, unit), seconds) if last else ""

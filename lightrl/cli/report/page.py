@@ -43,11 +43,11 @@ class Row(NamedTuple):
     best: tuple[int, float] | None
 
 
-def summary(run: Run, before: Run | None = None) -> list[Row]:
+def summary(run: Run) -> list[Row]:
     """A row for each logged metric of `SUMMARY`."""
     rows: list[Row] = []
     for name, label, unit, best in SUMMARY:
-        series = after_rollouts(run, name, before)
+        series = after_rollouts(run, name)
         if not series or any(name == "eval/reward" and row.series == series for row in rows):
             continue
         points = list(series.items())
@@ -56,52 +56,26 @@ def summary(run: Run, before: Run | None = None) -> list[Row]:
     return rows
 
 
-def render_page(run: Run, before: Run | None, images: Sequence[Image]) -> str:
-    """Renders the page of a run. `before` is an evaluation before training."""
-    rows = summary(run, before)
+def render_page(run: Run, images: Sequence[Image]) -> str:
+    """Renders the page of a run."""
+    rows = summary(run)
     seconds = sum(after_rollouts(run, "time/step").values())
     facts = [f"{run.num_rollouts:,} {'rollouts' if 'reward/mean' in run.metrics else 'batches'}"]
     facts += [f"{clock(seconds)} of training"] if seconds else []
     body = [
         f"<h1>{escape(run.name)}</h1><p class=soft>LightRL run report: {', '.join(facts)}.</p>",
-        header(run, before),
+        header(run),
         f"<h2>Summary</h2>{_summary_table(rows)}" if rows else "",
         f"<h2>Metrics</h2><div class=grid>{''.join(_plot(image) for image in images)}</div>" if images else "",
-        _samples(run, before),
+        _samples(run),
     ]
-    return _document(f"{run.name} - LightRL report", body)
-
-
-def render_comparison(runs: Sequence[Run], images: Sequence[Image]) -> str:
-    """Renders the page of several runs with unique names: a table, and plots with one line per run."""
-    summaries = [{row.label: row for row in summary(run)} for run in runs]
-    labels = [label for _, label, _, _ in SUMMARY if any(label in rows for rows in summaries)]
-    lines = []
-    for run, rows in zip(runs, summaries, strict=True):
-        cells = []
-        for label in labels:
-            row = rows.get(label)
-            best = "" if row is None or row.best is None else f" <small>best {number(row.best[1])}</small>"
-            cells.append(f"<td>{'-' if row is None else number(row.last[1])}{best}</td>")
-        lines.append(f"<tr><td>{escape(run.name)}</td><td>{run.num_rollouts:,}</td>{''.join(cells)}</tr>")
-    head = "".join(f"<th>{escape(label)}</th>" for label in labels)
-    body = [
-        f"<h1>{len(runs)} runs</h1><p class=soft>LightRL run comparison: last and best values.</p>",
-        f"<div class='card wide'><table><tr><th>Run</th><th>Rollouts</th>{head}</tr>{''.join(lines)}</table></div>",
-        f"<h2>Metrics</h2><div class=grid>{''.join(_plot(image) for image in images)}</div>",
-    ]
-    return _document("LightRL run comparison", body)
-
-
-def _document(title: str, body: Sequence[str]) -> str:
-    """The HTML file. Replaces unpaired surrogates with "?"."""
     text = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{asset('report.css')}</style></head>"
+        f"<title>{escape(run.name)} - LightRL report</title><style>{asset('report.css')}</style></head>"
         f"<body><main>{''.join(body)}</main><script>{asset('report.js')}</script></body></html>\n"
     )
-    return text.encode("utf-8", "replace").decode("utf-8")
+    return text.encode("utf-8", "replace").decode("utf-8")  # unpaired surrogates become "?"
 
 
 def number(value: float) -> str:
@@ -131,19 +105,17 @@ def _plot(image: Image) -> str:
     )
 
 
-def _samples(run: Run, before: Run | None) -> str:
+def _samples(run: Run) -> str:
     """Completions of the same prompts before and after training, or the first and last logged ones."""
     samples = [r for r in run.samples if r["phase"] == "eval"]
-    earlier = [r for r in before.samples if r["phase"] == "eval"] if before is not None else []
-    pairs = _pairs(_at_step(earlier, -1) if earlier else _at_step(samples, 0), _at_step(samples, -1))
-    if pairs and (earlier or samples[0]["step"] != samples[-1]["step"]):
-        start = "before training" if earlier else _when(samples[0])
+    pairs = _pairs(_at_step(samples, 0), _at_step(samples, -1))
+    if pairs and samples[0]["step"] != samples[-1]["step"]:
         changed = [pair for pair in pairs if pair[0]["completion"] != pair[1]["completion"]]
         gains = [_gain(pair) for pair in changed]
         changed.sort(key=lambda pair: -abs(_gain(pair)))
         cards = [
             f"<div class='card sample'>{_question(new)}<div class=pair>"
-            f"{_completion(old, start)}{_completion(new, _when(new), old)}</div></div>"
+            f"{_completion(old, _when(old))}{_completion(new, _when(new), old)}</div></div>"
             for old, new in (changed or pairs)[:CHANGED]
         ]
         rose, fell = sum(gain > 0 for gain in gains), sum(gain < 0 for gain in gains)

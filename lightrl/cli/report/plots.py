@@ -111,30 +111,15 @@ PANELS = (
 )  # fmt: skip
 
 
-def draw_panels(run: Run, before: Run | None) -> list[Image]:
-    """Draws the panels that the run has metrics for. `before` is an evaluation before training, at 0 rollouts."""
-    lines = ((panel, _lines(panel, run, before)) for panel in PANELS)
+def draw_panels(run: Run) -> list[Image]:
+    """Draws the panels that the run has metrics for."""
+    lines = ((panel, _lines(panel, run)) for panel in PANELS)
     return [_image(panel, found, run.metrics.get(panel.band or "", {})) for panel, found in lines if found]
 
 
-def draw_comparison(runs: Sequence[Run]) -> list[Image]:
-    """Draws each panel's first metric that any of the runs has, with one line per run."""
-    images = []
-    for panel in PANELS:
-        metric = next((name for name, _ in panel.lines if any(name in run.metrics for run in runs)), None)
-        if metric is not None:
-            lines = {run.name: after_rollouts(run, metric) for run in runs}
-            if lines := {name: series for name, series in lines.items() if series}:
-                images.append(_image(panel._replace(title=f"{panel.title}: {metric}"), lines, {}))
-    return images
-
-
-def after_rollouts(run: Run, metric: str, before: Run | None = None) -> Series:
-    """A metric's finite values by number of completed rollouts, with an evaluation of the run `before` at 0."""
-    series = {step + 1: value for step, value in run.metrics.get(metric, {}).items()}
-    if before is not None and metric.startswith("eval/") and metric in before.metrics:
-        series = {0: list(before.metrics[metric].values())[-1], **series}
-    return {step: value for step, value in series.items() if not math.isnan(value)}
+def after_rollouts(run: Run, metric: str) -> Series:
+    """A metric's finite values by number of completed rollouts."""
+    return {step + 1: value for step, value in run.metrics.get(metric, {}).items() if not math.isnan(value)}
 
 
 def running_mean(values: list[float], width: int) -> list[float]:
@@ -143,14 +128,14 @@ def running_mean(values: list[float], width: int) -> list[float]:
     return [sum(window) / len(window) for window in windows]
 
 
-def _lines(panel: Panel, run: Run, before: Run | None) -> dict[str, Series]:
+def _lines(panel: Panel, run: Run) -> dict[str, Series]:
     """The panel's logged lines by label, without duplicates of earlier ones."""
     found: dict[str, Series] = {}
     for wanted, label in panel.lines:
         prefix = wanted.removesuffix("*")
         names = [name for name in run.metrics if (name == wanted if prefix == wanted else name.startswith(prefix))]
         for name in sorted(names, key=lambda x: (len(x), x)):
-            series = after_rollouts(run, name, before)
+            series = after_rollouts(run, name)
             if series and series not in found.values():
                 found[label or name.split("/")[-1]] = series
     return found

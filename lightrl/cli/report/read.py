@@ -41,14 +41,10 @@ class Run:
         return 1 + max((max(series) for series in self.metrics.values()), default=-1)
 
 
-def read_run(folder: Path, argument: str) -> Run:
+def read_run(folder: Path, argument: str = "run_dir") -> Run:
     """Reads `metrics.csv`, `samples.jsonl`, and `hparams.yaml` of a run, merged over its `version_*` directories.
 
-    If a later directory starts at an earlier step, it replaces everything after that step.
-
-    Args:
-        folder: Run directory.
-        argument: Its name in error messages.
+    If a later directory starts at an earlier step, it replaces everything after that step. `argument` is for messages.
 
     Raises:
         ValueError: `metrics.csv` is missing or empty.

@@ -27,7 +27,7 @@ def view(
     Args:
         run_dir: Directory of a run with the callback `RolloutWriter`, its `rollouts` directory, or one `rollout=...`.
         out: File to write. Defaults to `run_dir/trajectories.html`.
-        max_trajectories: Maximum number of trajectories. Keeps complete groups of the newest rollouts.
+        max_trajectories: Maximum number of trajectories, from the newest rollouts. The newest one is always complete.
 
     Returns:
         Path of the page. It needs no server or network and executes nothing from a trajectory.
@@ -54,21 +54,12 @@ def _newest(folder: Path, most: int) -> tuple[list[dict[str, Any]], int]:
     rollouts = [(place, list(files)) for place, files in groupby(found, key=lambda path: path.parent)]
     rollouts.sort(key=lambda pair: pair[0].name, reverse=True)
     kept: list[dict[str, Any]] = []
-    count = 0
-    for place, files in rollouts:
-        if count and len(kept) >= most:
-            break
+    for number, (place, files) in enumerate(rollouts):
         new = [{**record, "folder": place} for path in files for record in read_records(path, folder)]
+        if kept and len(kept) + len(new) > most:
+            return kept, len(rollouts) - number
         kept = new + kept
-        count += 1
-    begin = max(len(kept) - most, 0)
-    while 0 < begin < len(kept) and _group(kept[begin]) == _group(kept[begin - 1]):
-        begin += 1
-    return kept[begin:] or kept[-most:], len(rollouts) - count
-
-
-def _group(record: dict[str, Any]) -> tuple[Any, ...]:
-    return record.get("rollout"), record.get("rank"), record.get("group")
+    return kept, 0
 
 
 def render(records: list[dict[str, Any]], name: str, older: int) -> str:
