@@ -49,19 +49,15 @@ DIRECT: dict[str, tuple[str, Any]] = {
     "repetition_penalty": ("data.sampling.repetition_penalty", None),
     "vllm_structured_outputs_regex": ("data.sampling.regex", None),
     "generation_kwargs": ("data.sampling.extra", None),
+    "lora_r": ("model.actor.lora.r", 16),
+    "lora_alpha": ("model.actor.lora.alpha", 32),
+    "lora_target_modules": ("model.actor.lora.target_modules", "all-linear"),
+    "load_in_4bit": ("model.actor.lora.quantize_4bit", False),
+    "vllm_gpu_memory_utilization": ("data.engine.gpu_memory_utilization", 0.3),
+    "vllm_tensor_parallel_size": ("data.engine.tensor_parallel_size", 1),
+    "vllm_max_model_length": ("data.engine.max_model_len", None),
 }
 """Option -> (our key without the module's `init_args`, TRL's default, which is written explicitly unless None)."""
-VLLM: dict[str, tuple[str, Any]] = {
-    "vllm_gpu_memory_utilization": ("gpu_memory_utilization", 0.3),
-    "vllm_tensor_parallel_size": ("tensor_parallel_size", 1),
-    "vllm_max_model_length": ("max_model_len", None),
-}
-LORA: dict[str, tuple[str, Any]] = {
-    "lora_r": ("r", 16),
-    "lora_alpha": ("alpha", 32),
-    "lora_target_modules": ("target_modules", "all-linear"),
-    "load_in_4bit": ("quantize_4bit", False),
-}
 REWARDS: dict[str, Any] = {
     "accuracy_reward": {"class_path": "MathVerify", "init_args": {"column": "solution"}},
     "think_format_reward": {
@@ -119,7 +115,16 @@ def convert_trl(
     for name in ("model_name_or_path", "dataset_name"):
         if left.get(name) is None:
             raise ValueError(f"{name}=None: is required. Add it to the script's configuration.")
-    found = _taken(left, DIRECT)
+    found: Options = {}
+    for name, (place, default) in DIRECT.items():
+        given = left.pop(name, None)
+        value = default if given is None else given
+        if value is not None:
+            *above, last = place.split(".")
+            inner = found
+            for part in above:
+                inner = inner.setdefault(part, {})
+            inner[last] = value
     model, data = found["model"], found["data"]
     notes = [
         "prompts.chat_template: set to false, because TRL applies the chat template only to conversations, not to "
@@ -128,9 +133,8 @@ def convert_trl(
     batch, minibatch = _sizes(left, data["group_size"], devices)
     updates = batch // minibatch * model["ppo_epochs"]
     model["updates"]["minibatch_size"] = None if minibatch == batch else minibatch
-    lora = _taken(left, LORA)
-    if left.pop("use_peft", False):
-        model["actor"]["lora"] = lora
+    if not left.pop("use_peft", False):
+        del model["actor"]["lora"]
     model["optimizer"]["class_path"] = "torch.optim.AdamW"
     model["optimizer"]["init_args"]["betas"] = [left.pop("adam_beta1", 0.9), left.pop("adam_beta2", 0.999)]
     kind, ratio = left.pop("lr_scheduler_type", "linear"), left.pop("warmup_ratio", 0.0)
@@ -142,7 +146,7 @@ def convert_trl(
     data["prompts"]["chat_template"] = False
     data |= {
         "rewards": _rewards(left, notes),
-        "engine": _engine(left, model),
+        "engine": _engine(left, model, data["engine"]),
         "prompts_per_rollout": batch // data["group_size"],
         "rollouts_per_epoch": None,
     }
@@ -161,21 +165,6 @@ def convert_trl(
 def _number(value: Any) -> Any:
     """Converts numbers that YAML reads as text, such as 1e-5, as TRL's parser does."""
     return float(value) if isinstance(value, str) and re.fullmatch(r"[-+]?\d+e[-+]?\d+", value) else value
-
-
-def _taken(left: Options, table: dict[str, tuple[str, Any]]) -> Options:
-    """Moves the options of a table to their keys."""
-    found: Options = {}
-    for name, (place, default) in table.items():
-        given = left.pop(name, None)
-        value = default if given is None else given
-        if value is not None:
-            *above, last = place.split(".")
-            inner = found
-            for part in above:
-                inner = inner.setdefault(part, {})
-            inner[last] = value
-    return found
 
 
 def _part(name: str, **arguments: Any) -> Options:
@@ -235,9 +224,9 @@ def _rewards(left: Options, notes: list[str]) -> list[Any] | Options:
     return functions if weights is None else {"functions": functions, "weights": weights}
 
 
-def _engine(left: Options, model: Options) -> Options:
+def _engine(left: Options, model: Options, arguments: Options) -> Options:
     """The engine. Wraps the loss in TRL's correction of vLLM's log-probs."""
-    used, mode, arguments = left.pop("use_vllm", False), left.pop("vllm_mode", "colocate"), _taken(left, VLLM)
+    used, mode = left.pop("use_vllm", False), left.pop("vllm_mode", "colocate")
     url = left.pop("vllm_server_base_url", None) or "http://127.0.0.1:8000"
     sleeps, corrected = left.pop("vllm_enable_sleep_mode", False), left.pop("vllm_importance_sampling_correction", True)
     level, _, kind = left.pop("vllm_importance_sampling_mode", "sequence_mask").partition("_")
