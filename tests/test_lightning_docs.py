@@ -135,16 +135,6 @@ def test_a_null_number_of_rollouts_is_one_pass_in_the_order_of_the_rows(model: s
     assert len(seen) == 12
 
 
-def test_prompts_are_taken_as_rows_a_path_or_a_data_set_and_nothing_else(tmp_path: Path) -> None:
-    from datasets import Dataset
-
-    assert data(prompts=Dataset.from_list(ROW_NAMES)).prompts.read()[1]["answer"] == 2
-    assert data(prompts=tmp_path / "rows.jsonl").prompts == PromptSource(path=str(tmp_path / "rows.jsonl"))
-    for wrong in (3, ["text"], None):
-        with pytest.raises(ValueError, match="prompts="):
-            data(prompts=wrong)
-
-
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [

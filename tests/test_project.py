@@ -202,25 +202,6 @@ def test_a_quickstart_is_refused_while_another_one_is_alive_there(
         first.wait()
 
 
-def test_a_quickstart_leaves_the_folder_of_a_step_that_runs_by_hand(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code = (
-        "import time; from lightrl.checkpoints.run_folder import FolderLock as F; held = F('outputs/quickstart/ppo'); "
-    )
-    code += "print('held', flush=True); time.sleep(500)"
-    first = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    monkeypatch.setattr("lightrl.cli.quickstart._run_step", lambda command: 0)
-    try:
-        assert first.stdout is not None and first.stdout.readline() == "held\n"
-        with pytest.raises(ValueError, match=f"quickstart/ppo' is in use by process {first.pid}"):
-            quickstart(tiny=True, fresh=True)
-        assert (tmp_path / "outputs/quickstart/ppo").is_dir()
-    finally:
-        first.kill()
-        first.wait()
-
-
 def test_an_interrupted_quickstart_goes_on_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

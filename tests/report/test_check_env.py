@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import tempfile
@@ -155,32 +154,6 @@ def test_a_program_is_played_with_the_model_that_is_asked_for(
     main(["check-env", path, "--rows", "1", "--model", str(tmp_path / "model")])
     out = capsys.readouterr().out
     assert "--- model, example 0" in out and "trains 5 tokens" in out and "reward 0.5" in out
-
-
-class Unmade(Says):
-    def __init__(self) -> None:
-        raise ValueError("no licence")
-
-
-class Unclosed(Says):
-    async def close(self) -> None:
-        raise OSError("gone")
-
-
-class Slow(Says):
-    async def reset(self, row: Mapping[str, Any], *, seed: int) -> list[dict[str, Any]]:
-        await asyncio.sleep(600)
-        return []
-
-
-def test_an_environment_that_cannot_be_made_begun_or_closed_is_told_in_words() -> None:
-    assert "failed: ValueError: no licence" in check(Unmade).problems()[0]
-    assert any("`close` failed or took too long" in text for text in check(Unclosed).problems())
-    tokenizer = make_tokenizer(FAMILIES["qwen2.5"])
-    attempts = EnvironmentEpisode(Slow, max_turns=3, environment_timeout=0.1)
-    attempts.setup(tokenizer)
-    found = play(attempts, [{"prompt": "add"}], tokenizer, SamplingParams(max_new_tokens=20))
-    assert "failed: reset took longer than environment_timeout" in found.problems()[0]
 
 
 def test_nothing_of_the_run_is_left_by_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

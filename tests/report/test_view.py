@@ -116,18 +116,6 @@ def test_search_filters_and_order_choose_trajectories(browser: Browser, tmp_path
     assert browser.console() == []
 
 
-def test_a_group_stands_side_by_side_with_its_turns(browser: Browser, tmp_path: Path) -> None:
-    browser.open(view(run_of(tmp_path, 8, turns=3)))
-    browser.run("document.querySelectorAll('nav button')[5].click()")
-    articles = browser.run("return [...document.querySelectorAll('article')].map(a => a.innerText)")
-    assert len(articles) == 4 and all("turn 3" in text and "environment +0.5" in text for text in articles)
-    assert "#5" in browser.run("return document.querySelector('article.chosen').innerText")
-    assert browser.run("return document.querySelectorAll('article.chosen pre.sampled').length") == 3
-    browser.run("document.dispatchEvent(new KeyboardEvent('keydown', {key: 'k'}))")
-    assert "#4" in browser.run("return document.querySelector('article.chosen').innerText")
-    assert browser.console() == []
-
-
 def test_overlays_colour_the_sampled_tokens(browser: Browser, tmp_path: Path) -> None:
     browser.open(view(run_of(tmp_path, 4)))
     colours = "return [...document.querySelectorAll('pre.sampled span')].map(s => s.style.background)"
@@ -275,25 +263,6 @@ def test_the_question_stays_in_sight_of_a_long_conversation(browser: Browser, tm
     assert places[0] == 3000 and abs(places[1]) < 1 and places[2] < places[3] / 4, places
     assert abs(places[4]) < 1, "the number and reward of a trajectory stay below it"
     assert browser.run("return document.getElementById('question').textContent").startswith("Where is the needle?")
-    assert browser.console() == []
-
-
-def test_filters_by_reward_and_failure(browser: Browser, tmp_path: Path) -> None:
-    run = run_of(tmp_path, 16)
-    records = [json.loads(line) for line in next(run.glob("rollouts/*/rank0.jsonl")).open()]
-    browser.open(view(run))
-    rewards = {i: r["reward"] for i, r in enumerate(records)}
-    pick(browser, "from", "0")
-    assert shown(browser) == [i for i, x in rewards.items() if x is not None and x >= 0]
-    pick(browser, "to", "0.25")
-    assert shown(browser) == [i for i, x in rewards.items() if x is not None and 0 <= x <= 0.25]
-    pick(browser, "from", "")
-    pick(browser, "to", "")
-    pick(browser, "learnt", "failed")
-    assert shown(browser) == [7, 15]
-    pick(browser, "learnt", "mixed")
-    different = {i // 4 for i in rewards if len({rewards[j] for j in range(i // 4 * 4, i // 4 * 4 + 4)} - {None}) > 1}
-    assert shown(browser) == [i for i in rewards if i // 4 in different] != []
     assert browser.console() == []
 
 
