@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightrl.compat.arguments import require_model_folder
 from lightrl.compat.torch import fake_tensors, storage_key
 from lightrl.compat.transformers import experts_of_any_dtype
 from lightrl.distributed.strategies import LARGE_MODEL
@@ -84,14 +83,10 @@ def measure_model(path: str, *, compute: torch.dtype) -> ModelSize:
     Args:
         path: Model directory, its config.json, or a model ID.
         compute: Dtype of matrix products: float32, or bfloat16 under autocast or with bfloat16 weights.
-
-    Raises:
-        ValueError: The model does not exist.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     path = path.removesuffix("config.json") or "."
-    require_model_folder(path)
     config: Any = AutoConfig.from_pretrained(path, trust_remote_code=False)
     text: Any = config.get_text_config()
     family: Any = AutoModelForCausalLM if text is config else AutoModelForImageTextToText
