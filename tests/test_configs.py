@@ -141,7 +141,11 @@ def test_every_yaml_is_covered() -> None:
 
 def marked(config: Path) -> Any:
     """A recipe for another size, or with the examples of the test below, runs as its neighbor does."""
-    return pytest.param(config, marks=pytest.mark.long) if re.search("2.5_1.5b|vl_7b|few_shot|rloo_in|drgrpo|clevr", config.stem) else config
+    return (
+        pytest.param(config, marks=pytest.mark.long)
+        if re.search("2.5_1.5b|vl_7b|few_shot|rloo_in|drgrpo|clevr", config.stem)
+        else config
+    )
 
 
 @pytest.mark.parametrize("config", map(marked, WHOLE), ids=name)
