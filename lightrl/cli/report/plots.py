@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import matplotlib
 from matplotlib.figure import Figure
+from matplotlib.rcsetup import cycler
 from matplotlib.ticker import MaxNLocator
 
 from lightrl.cli.report.read import Run, Series
@@ -20,7 +21,7 @@ STYLE: dict[Any, Any] = {
     "axes.axisbelow": True,
     "axes.edgecolor": "#e5e7eb",
     "axes.grid": True,
-    "axes.prop_cycle": matplotlib.cycler(color=COLORS),
+    "axes.prop_cycle": cycler(color=COLORS),
     "axes.spines.left": False,
     "axes.spines.right": False,
     "axes.spines.top": False,
