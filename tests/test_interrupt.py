@@ -142,7 +142,7 @@ def test_ctrl_c_on_the_command_with_an_engine_of_its_own(tmp_path: Path) -> None
     data = {
         "prompts": {"rows": [{"prompt": f"{a}+{b}="} for a in range(4) for b in range(4)]},
         "rewards": ["signals:reward"],
-        "engine": {"class_path": "VLLMEngine", "init_args": {"in_process": False, "restart_engine": True}},
+        "engine": {"class_path": "VLLMEngine", "init_args": {"in_process": False}},
         "sampling": {"max_new_tokens": 4},
         "prompts_per_rollout": 8,
     }
