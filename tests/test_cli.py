@@ -112,7 +112,7 @@ def configurable_classes() -> list[type]:
     )
     found = [getattr(package, name) for package in packages for name in {*dir(package), *package.__all__}]
     classes = {c for c in found if inspect.isclass(c) and c.__module__.startswith("lightrl.")}
-    internal = {EngineContext, lightrl.rewards.RewardScorer, lightrl.rewards.ScoreHandle}
+    internal = {EngineContext, lightrl.rewards.RewardScorer}
     kept = [c for c in classes if c not in internal and not inspect.isabstract(c) and not issubclass(c, BaseException)]
     return sorted((c for c in kept if c.__name__ != "KLPenalty"), key=lambda c: c.__name__)
 

@@ -6,11 +6,9 @@ import functools
 import os
 from abc import abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -193,35 +191,6 @@ class SavesPretrained(LightningModule):
 
         described = run_record.description(type(self).__name__, models, self._tokenizer_path)
         return {**described, "settings": self.run_settings()}
-
-    @contextmanager
-    def weights_of(self, checkpoint_path: str | Path, average: str | None = None) -> Iterator[None]:
-        """Context manager that puts a checkpoint's weights of this run into the trained model. Collective.
-
-        Args:
-            checkpoint_path: Checkpoint file or directory.
-            average: Name of an `EMA` callback's state in the checkpoint, to use its average. Defaults to the model's
-                weights. Checkpoints from before training have no average.
-        """
-        from lightrl.checkpoints.reading import read_checkpoint
-
-        model, checkpoint = self.trained_model[0], read_checkpoint(checkpoint_path)
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        before = {name: strategies.local_shard(p).clone() for name, p in trained.items()}
-        names = {parameter: name for name, parameter in self.named_parameters()}
-        ranks = checkpoint["callbacks"][average]["ranks"] if average is not None else [{}]
-        rank = self._strategy().global_rank if len(ranks) > 1 else 0
-        with torch.no_grad():
-            for name, parameter in trained.items():
-                if ranks[rank]:
-                    strategies.local_shard(parameter).copy_(ranks[rank][name])
-                else:
-                    strategies.blend_parameter(parameter, checkpoint["state_dict"][names[parameter]], 1.0)
-            try:
-                yield
-            finally:
-                for name, parameter in trained.items():
-                    strategies.local_shard(parameter).copy_(before[name])
 
     # ---- Hugging Face format -----------------------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ from lightning.pytorch import Trainer
 
 from lightrl.algorithms.experience import first_rows
 from lightrl.algorithms.hooks import RLCallback
-from lightrl.compat.arguments import above, at_least
 from lightrl.ops.entropy import adaptive_entropy_coef
 from lightrl.records import Rollouts
 
@@ -23,14 +22,11 @@ class AdaptiveEntropy(RLCallback):
     trained tokens has no effect.
 
     Args:
-        target: Target entropy in nats per token, above 0.
-        step: Change of the coefficient per rollout, above 0.
+        target: Target entropy in nats per token.
+        step: Change of the coefficient per rollout.
         start: Initial coefficient.
-        minimum: Lower bound of the coefficient, at least 0.
+        minimum: Lower bound of the coefficient.
         maximum: Upper bound of the coefficient.
-
-    Raises:
-        ValueError: If an argument is out of range.
 
     Source: Skywork-OR1, https://arxiv.org/abs/2505.22312, section 4, which uses the entropy of the next step. We use
         `policy/entropy` of the previous rollout, which needs no additional forward pass.
@@ -41,13 +37,8 @@ class AdaptiveEntropy(RLCallback):
     def __init__(
         self, target: float = 0.2, step: float = 0.005, start: float = 0.0, minimum: float = 0.0, maximum: float = 1.0
     ) -> None:
-        if not 0 <= minimum <= start <= maximum:
-            raise ValueError(
-                f"AdaptiveEntropy: minimum={minimum}, start={start}, maximum={maximum}: out of order. Use 0 <= minimum "
-                "<= start <= maximum."
-            )
-        self.target = above("AdaptiveEntropy.target", target)
-        self.step = above("AdaptiveEntropy.step", step)
+        self.target = target
+        self.step = step
         self.minimum = minimum
         self.maximum = maximum
         self.coef = start
@@ -80,7 +71,9 @@ class AdaptiveEntropy(RLCallback):
         self.coef, self.active = state_dict["coef"], state_dict["active"]
 
 
-class _KLControl(RLCallback):
+class KLCallback(RLCallback):
+    """A callback that requires a KL penalty."""
+
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Rejects modules without a KL penalty."""
         super().setup(trainer, pl_module, stage)
@@ -91,18 +84,18 @@ class _KLControl(RLCallback):
             )
 
 
-class AdaptiveKL(_KLControl):
+class AdaptiveKL(KLCallback):
     """Adapts the KL coefficient to keep the KL divergence from the reference near a target.
 
     After each rollout of n trajectories, `coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * n / horizon`. A rollout
     without trained tokens has no effect.
 
     Args:
-        target: Target KL divergence in nats per sampled token, above 0.
+        target: Target KL divergence in nats per sampled token.
         horizon: Number of trajectories in which a constant error of 20% multiplies the coefficient by about e^0.2.
 
     Raises:
-        ValueError: If an argument is out of range, or the module has no KL penalty.
+        ValueError: If the module has no KL penalty.
 
     Source: Ziegler et al. (2019), https://arxiv.org/abs/1909.08593, section 2.2, which sums the KL over a sequence. We
         use `kl/ref`, the mean per token, so that the target doesn't depend on the length.
@@ -112,8 +105,8 @@ class AdaptiveKL(_KLControl):
     reads_all_rows = False
 
     def __init__(self, target: float = 0.05, horizon: float = 10_000) -> None:
-        self.target = above("AdaptiveKL.target", target)
-        self.horizon = above("AdaptiveKL.horizon", horizon)
+        self.target = target
+        self.horizon = horizon
         self.coef: float | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
@@ -141,25 +134,25 @@ class AdaptiveKL(_KLControl):
         self.coef = state_dict["coef"]
 
 
-class LinearKL(_KLControl):
+class LinearKL(KLCallback):
     """Changes the KL coefficient linearly from `start` to `end` over the first `num_rollouts` rollouts.
 
     Args:
         start: Coefficient of the first rollout.
         end: Final coefficient.
-        num_rollouts: Length of the ramp in rollouts, at least 1.
+        num_rollouts: Length of the ramp in rollouts.
 
     Raises:
-        ValueError: If an argument is out of range, or the module has no KL penalty.
+        ValueError: If the module has no KL penalty.
     """
 
     reads_old_logprobs = False
     reads_all_rows = False
 
     def __init__(self, start: float, end: float, num_rollouts: int) -> None:
-        self.start = at_least("LinearKL.start", start, 0)
-        self.end = at_least("LinearKL.end", end, 0)
-        self.num_rollouts = at_least("LinearKL.num_rollouts", num_rollouts, 1)
+        self.start = start
+        self.end = end
+        self.num_rollouts = num_rollouts
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Sets the coefficient of this rollout."""
@@ -175,7 +168,7 @@ class RewardNormalization(RLCallback):
 
     Args:
         center: Whether to subtract the mean. Has an effect on REINFORCE and GAE, but not on group estimators.
-        min_std: Lower bound of the standard deviation, above 0.
+        min_std: Lower bound of the standard deviation.
 
     Source: Chan et al. (1983), parallel Welford algorithm,
         http://i.stanford.edu/pub/cstr/reports/cs/tr/79/773/CS-TR-79-773.pdf.
@@ -186,7 +179,7 @@ class RewardNormalization(RLCallback):
 
     def __init__(self, center: bool = True, min_std: float = 1e-4) -> None:
         self.center = center
-        self.min_std = above("RewardNormalization.min_std", min_std)
+        self.min_std = min_std
         self.count = 0.0
         self.mean = 0.0
         self.sum_squares = 0.0

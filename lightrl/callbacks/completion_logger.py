@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
-from lightning.pytorch.loggers import CometLogger, MLFlowLogger, TensorBoardLogger
+from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -23,11 +23,11 @@ from torch import Tensor
 
 from lightrl.algorithms.experience import TrajectoryLayout, first_rows, trajectory_lengths
 from lightrl.algorithms.hooks import RLCallback
-from lightrl.callbacks.run_files import contact_sheet, describe, png, run_folder, write_once
+from lightrl.callbacks.run_files import describe, run_folder, thumbnail, write_once
 from lightrl.callbacks.traces import log_traces
 from lightrl.checkpoints.files import append_lines
-from lightrl.compat.arguments import at_least
 from lightrl.records import Experience, Rollouts
+from lightrl.rewards.encoding import png
 from lightrl.rollout.collation import asked, question
 
 WIDTH_WITHOUT_TERMINAL = 120
@@ -35,9 +35,6 @@ THUMBNAILS = "thumbnails"
 COLUMNS = ("prompt", "completion", "reward", "advantage", "num_tokens")
 HIDDEN = re.compile("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Control characters, bidirectional formatting characters, and surrogates."""
-_MARKS = "[\u0300-\u036f\u20d0-\u20ff\ufe00-\ufe0f\U0001f3fb-\U0001f3ff\U000e0020-\U000e007f]"
-CLUSTER = re.compile(f"(?:[\U0001f1e6-\U0001f1ff]{{2}}|.){_MARKS}*(?:\u200d.{_MARKS}*)*", re.DOTALL)
-"""Approximate grapheme cluster: a flag, or a character with combining marks and joined characters."""
 EVALUATED = 32
 """Minimum number of completions per evaluation in the file, for the report's before/after comparison."""
 
@@ -45,7 +42,7 @@ EVALUATED = 32
 class CompletionLogger(RLCallback):
     """Logs a few completions every N rollouts, and those of the first prompts at each evaluation.
 
-    Prints a table in the terminal (rank 0) and logs it to loggers with tables (W&B, MLflow, Comet) or text
+    Prints a table in the terminal (rank 0) and logs it to loggers with tables (W&B, MLflow) or text
     (TensorBoard). Loggers with a trace view (MLflow, Weave, trackio) also receive conversations; see `log_traces`. The
     full records are appended to `samples.jsonl` in the run directory, which `lightrl report` reads. A new run replaces
     this file, and a resumed run appends to it.
@@ -59,10 +56,10 @@ class CompletionLogger(RLCallback):
     Put `CompletionLogger` before `RewardNormalization` to log raw rewards.
 
     Args:
-        every_n_rollouts: Number of rollouts between training tables, at least 1. Every evaluation is logged.
-        num_samples: Number of completions per table, from different prompts if possible, at least 1. The file contains
-            at least 32 per evaluation.
-        max_characters: Maximum length of a text in the terminal, at least 20. Longer texts keep their start and end.
+        every_n_rollouts: Number of rollouts between training tables. Every evaluation is logged.
+        num_samples: Number of completions per table, from different prompts if possible. The file contains at least 32
+            per evaluation.
+        max_characters: Maximum length of a text in the terminal. Longer texts keep their start and end.
         terminal: Whether to print tables in the terminal.
         full_prompts: Whether to print full prompts with the chat template instead of the last user message.
     """
@@ -78,9 +75,9 @@ class CompletionLogger(RLCallback):
         terminal: bool = True,
         full_prompts: bool = False,
     ) -> None:
-        self.every_n_rollouts = at_least("CompletionLogger.every_n_rollouts", every_n_rollouts, 1)
-        self.num_samples = at_least("CompletionLogger.num_samples", num_samples, 1)
-        self.max_characters = at_least("CompletionLogger.max_characters", max_characters, 20)
+        self.every_n_rollouts = every_n_rollouts
+        self.num_samples = num_samples
+        self.max_characters = max_characters
         self.terminal = terminal
         self.full_prompts = full_prompts
         self._path = Path("samples.jsonl")
@@ -165,7 +162,7 @@ class CompletionLogger(RLCallback):
     def _log(self, trainer: Trainer, phase: str, records: list[dict[str, Any]], title: str) -> None:
         self._begin()
         step = -1 if trainer.sanity_checking else max(trainer.fit_loop.total_batch_idx, 0)
-        sheets = [contact_sheet(record["media"]) if "media" in record else None for record in records]
+        sheets = [thumbnail(record["media"]) if "media" in record else None for record in records]
         records = [self._in_words(trainer, record, sheet) for record, sheet in zip(records, sheets, strict=True)]
         if not _trying_out(trainer):
             lines = [json.dumps({"step": step, "phase": phase, **r}, default=str, ensure_ascii=False) for r in records]
@@ -215,10 +212,6 @@ def log_samples(logger: Any, name: str, records: list[dict[str, Any]], sheets: l
         logger.experiment.log_table(logger.run_id, columns, f"{name}.json")  # appends rows
         for key, sheet in pages.items():
             logger.experiment.log_image(logger.run_id, np.asarray(sheet), key=key.replace("/", "_"), step=step)
-    elif isinstance(logger, CometLogger):
-        logger.experiment.log_table(f"{name.replace('/', '_')}_{step}.csv", rows, headers=shown)
-        for key, sheet in pages.items():
-            logger.experiment.log_image(np.asarray(sheet), name=key, step=step)
     elif hasattr(logger, "log_table"):
         if any(sheet is not None for sheet in sheets):
             import wandb
@@ -300,19 +293,13 @@ def _logged_by(column: str, rollouts: Rollouts) -> bool:
 
 
 def shorten(text: str, length: int) -> str:
-    """Escapes control characters and shortens a text to its start and end, at most `length` characters.
-
-    Doesn't cut emoji that consist of several characters, such as flags.
-    """
+    """Escapes control characters and shortens a text to its start and end, at most `length` characters."""
     text = text.replace("\r\n", "\n").replace("\n", "↵")
     text = "".join(c.encode("unicode_escape").decode() if HIDDEN.match(c) else c for c in text)
     if len(text) <= length:
         return text
     tail = (length - 3) // 2
-    whole = [cluster.end() for cluster in CLUSTER.finditer(text)]
-    head = max((end for end in whole if end <= length - 3 - tail), default=0)
-    rest = min(end for end in (0, *whole) if end >= len(text) - tail)
-    return f"{text[:head]} … {text[rest:]}"
+    return f"{text[: length - 3 - tail]} … {text[len(text) - tail :]}"
 
 
 def samples_table(records: list[dict[str, Any]], title: str, max_characters: int, full_prompts: bool = False) -> Table:
@@ -359,7 +346,7 @@ def print_table(trainer: Trainer, table: Table) -> None:
     out, tty = StringIO(), sys.stdout.isatty()
     width = shutil.get_terminal_size((WIDTH_WITHOUT_TERMINAL, 24)).columns
     Console(file=out, width=width, force_terminal=tty, no_color=not tty).print(table)
-    printer = bar.print if bar is not None and getattr(bar, "is_enabled", True) else print
+    printer = bar.print if bar is not None else print
     printer(out.getvalue().rstrip("\n"))
 
 

@@ -10,9 +10,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from lightrl.algorithms.hooks import RLCallback
-from lightrl.algorithms.saving import SavesPretrained
-from lightrl.compat.arguments import at_least, fraction
+from lightrl.callbacks.coefficients import KLCallback
 from lightrl.distributed import strategies
 from lightrl.rollout.datamodule import RolloutDataModule
 
@@ -26,37 +24,22 @@ class EMA(Callback):
     Training still samples with the policy. Use `HFExport(ema=True)` to export the average.
 
     Args:
-        decay: Decay rate in [0, 1). 0.99 averages over about the last 100 rollouts.
+        decay: Decay rate. 0.99 averages over about the last 100 rollouts.
         evaluate: Whether validation uses the average. Adds weight pushes before and after validation.
-
-    Raises:
-        ValueError: If `decay` is out of range, or the module is not a LightRL module.
     """
 
     def __init__(self, decay: float = 0.99, evaluate: bool = True) -> None:
-        self.decay = fraction("EMA.decay", decay, "[0, 1)")
+        self.decay = decay
         self.evaluate = evaluate
         self._average: dict[str, Tensor] = {}
         self._policy: dict[str, Tensor] = {}
         self._sharded = False
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Rejects modules that are not LightRL modules."""
-        if not isinstance(pl_module, SavesPretrained):
-            raise ValueError(
-                f"callback EMA with {type(pl_module).__name__}: requires a LightRL module. Remove the callback."
-            )
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Initializes the average from the policy or a checkpoint."""
         shards = _shards(pl_module)
         self._sharded = any(strategies.is_sharded(parameter) for parameter in pl_module.trained_model[0].parameters())
         start = self._average or shards
-        if {name: value.shape for name, value in start.items()} != {name: v.shape for name, v in shards.items()}:
-            raise ValueError(
-                "callback EMA: the checkpoint's average does not match the model's trained parameters. Resume with the "
-                "same model settings and, for sharded weights, the same number of ranks."
-            )
         self._average = {name: start[name].to(value.device).float().clone() for name, value in shards.items()}
 
     @torch.no_grad()
@@ -128,7 +111,7 @@ def _forget_weights(trainer: Trainer) -> None:
         data.engine.mark_stale()
 
 
-class ReferenceSync(RLCallback):
+class ReferenceSync(KLCallback):
     """Moves the reference model toward the policy.
 
         ref = alpha * policy + (1 - alpha) * ref
@@ -138,11 +121,11 @@ class ReferenceSync(RLCallback):
     merged weights.
 
     Args:
-        every_n_rollouts: Number of rollouts between updates, at least 1.
-        alpha: Mixing weight of the policy, in (0, 1]. 1 copies the policy.
+        every_n_rollouts: Number of rollouts between updates.
+        alpha: Mixing weight of the policy. 1 copies the policy.
 
     Raises:
-        ValueError: If an argument is out of range, or the module has no reference model.
+        ValueError: If the reference can't be updated.
 
     Source: TR-DPO, https://arxiv.org/abs/2404.09656, eq. 5-6. TRL's `sync_ref_model` counts optimizer steps (512 by
         default) instead of rollouts, with the same alpha.
@@ -153,14 +136,12 @@ class ReferenceSync(RLCallback):
     reads_all_rows = False
 
     def __init__(self, every_n_rollouts: int = 100, alpha: float = 0.6) -> None:
-        self.every_n_rollouts = at_least("ReferenceSync.every_n_rollouts", every_n_rollouts, 1)
-        self.alpha = fraction("ReferenceSync.alpha", alpha, "(0, 1]")
+        self.every_n_rollouts = every_n_rollouts
+        self.alpha = alpha
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Rejects modules without a reference model that can be updated."""
         super().setup(trainer, pl_module, stage)
-        if pl_module.kl is None:
-            raise ValueError("callback ReferenceSync with kl=None: requires a reference. Set kl or remove it.")
         if (pl_module.reference_spec or pl_module.actor_spec).lora is not None:
             where = "actor.lora and reference=None" if pl_module.reference_spec is None else "reference.lora"
             raise ValueError(

@@ -9,12 +9,10 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
 from lightrl.algorithms.hooks import RLCallback
 from lightrl.records import Experience
-from lightrl.rollout.datamodule import RolloutDataModule
 
 Role = Literal["reference", "critic", "reward_models", "teachers"]
 ROLES: tuple[Role, ...] = ("reference", "critic", "reward_models", "teachers")
@@ -22,13 +20,7 @@ ROLES: tuple[Role, ...] = ("reference", "critic", "reward_models", "teachers")
 
 def on_host(value: torch.Tensor) -> torch.Tensor:
     """Copies a tensor to the CPU, into pinned memory if available, which halves the time."""
-    if not value.is_cuda:
-        return value.to("cpu")
-    try:
-        host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
-    except RuntimeError as error:
-        rank_zero_warn(f"No pinned memory is left, so copies from the GPU are slower: {error}")
-        return value.to("cpu")
+    host = torch.empty(value.shape, dtype=value.dtype, pin_memory=torch.cuda.is_available())
     return host.copy_(value)
 
 
@@ -87,33 +79,25 @@ class OffloadModels(RLCallback):
         models: Models to offload, if they are separate models.
 
     Raises:
-        ValueError: If the module has none of the models, DeepSpeed or FSDP2 shards the models, the schedule samples
-            during updates, or a critic is used with DDP, which requires its parameters in place.
+        ValueError: If DeepSpeed or FSDP2 shards the models, or a critic is used with DDP, which requires its parameters
+            in place.
     """
 
     reads_old_logprobs = False
     reads_all_rows = False
 
     def __init__(self, models: Sequence[Role] = ROLES) -> None:
-        unknown = sorted(set(models) - set(ROLES))
-        if unknown or not models:
-            raise ValueError(f"OffloadModels.models={list(models)}: unknown or empty. Use some of {', '.join(ROLES)}.")
         self.models = tuple(models)
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        """Rejects strategies and schedules that need the models on the GPU at all times."""
+        """Rejects strategies that need the models on the GPU at all times."""
         super().setup(trainer, pl_module, stage)
-        strategy, data = trainer.strategy, trainer.datamodule  # type: ignore[attr-defined]
+        strategy = trainer.strategy
         name = type(strategy).__name__
         if isinstance(strategy, (DeepSpeedStrategy, ModelParallelStrategy)):
             raise ValueError(
                 f"callback OffloadModels with strategy={name}: the strategy shards the models. Remove the callback, or "
                 "use `cpu_offload` of FSDP2Strategy or `offload_parameters` in DeepSpeed's config."
-            )
-        if isinstance(data, RolloutDataModule) and data.schedule.max_staleness:
-            raise ValueError(
-                f"callback OffloadModels with schedule={type(data.schedule).__name__}: the engine samples during "
-                "updates, so the models are always in use. Remove one of the two."
             )
         critic = getattr(pl_module, "critic_spec", None)
         own_critic = critic is not None and not critic.shared
@@ -122,14 +106,6 @@ class OffloadModels(RLCallback):
             raise ValueError(
                 f"callback OffloadModels with strategy={name}: DDP does not support offloading the critic. Set "
                 f"models={others}, or use a shared critic."
-            )
-
-    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Rejects modules without any of the models."""
-        if not any(True for _ in self._models(pl_module, self.models)):
-            raise ValueError(
-                f"callback OffloadModels: {type(pl_module).__name__} has no {', '.join(self.models)} to offload. "
-                "Remove the callback."
             )
 
     def _models(self, module: Any, roles: Sequence[str]) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,10 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightrl.algorithms.hooks import RLCallback
-from lightrl.callbacks.run_files import png, run_folder, write_once
+from lightrl.callbacks.run_files import run_folder, write_once
 from lightrl.checkpoints.files import DamagedError, atomic_write, read_records, verify
-from lightrl.compat.arguments import at_least
 from lightrl.records import Experience, Media, Rollouts
+from lightrl.rewards.encoding import png
 from lightrl.rollout.collation import asked
 from lightrl.rollout.datamodule import RolloutDataModule
 
@@ -49,7 +48,7 @@ class RolloutWriter(RLCallback):
     files. Load a rollout with `load_rollouts(DIR / "rollout=000010")`. A full disk stops the run.
 
     Args:
-        every_n_rollouts: Number of rollouts between saves, at least 1.
+        every_n_rollouts: Number of rollouts between saves.
         dirpath: Directory. Defaults to `rollouts/` in the run directory.
         evaluate: Whether to run the policy on each saved rollout after the update, and before it if necessary. False
             saves only values that training computes.
@@ -59,7 +58,7 @@ class RolloutWriter(RLCallback):
     reads_all_rows = False
 
     def __init__(self, every_n_rollouts: int = 10, dirpath: str | None = None, evaluate: bool = True) -> None:
-        self.every_n_rollouts = at_least("RolloutWriter.every_n_rollouts", every_n_rollouts, 1)
+        self.every_n_rollouts = every_n_rollouts
         self.dirpath = dirpath
         self.evaluate = evaluate
         self._folder = Path()
@@ -316,9 +315,9 @@ def _tensors(path: Path) -> dict[str, Any]:
     """Loads and verifies a rank's tensors, because `torch.load` doesn't verify checksums."""
     try:
         verify(path)
-        stored: dict[str, Any] = torch.load(path, weights_only=True)
-    except (DamagedError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
-        raise ValueError(f"{path} can't be read: {(str(error).splitlines() or ['it is damaged'])[0]}.") from error
+    except DamagedError as error:
+        raise ValueError(f"{path}: {error}.") from error
+    stored: dict[str, Any] = torch.load(path, weights_only=True)
     return stored
 
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import io
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightrl.checkpoints.files import atomic_write
 from lightrl.records import Media
 
-TILE, GAP, PER_LINE, MAX_TILES, FRAMES = 128, 4, 4, 12, 4
+TILE, GAP, TILES = 128, 4, 4
 
 
 def run_folder(trainer: Trainer) -> Path:
@@ -39,40 +39,29 @@ def describe(media: Media) -> str:
     return ", ".join(parts)
 
 
-def contact_sheet(media: Media) -> Any:
-    """Returns a PIL image with thumbnails of the first 12 images and video frames, or None without any.
+def thumbnail(media: Media) -> Any:
+    """Returns a PIL image with the first four images, or evenly spaced frames of a video. None without any.
 
-    Thumbnails have at most 128 pixels per side.
+    Each has at most 128 pixels per side.
     """
     from PIL import Image
 
     sources = list(media.images)
     for video in media.videos:
-        last = len(video) - 1
-        picks = sorted({round(i * last / max(1, FRAMES - 1)) for i in range(FRAMES)})
-        sources += [Image.fromarray(video[i]) for i in picks]
-    tiles = [_tile(image) for image in sources[:MAX_TILES]]
+        picks = np.linspace(0, len(video) - 1, TILES).round().astype(int)
+        sources += [Image.fromarray(video[i]) for i in dict.fromkeys(picks.tolist())]
+    tiles = [source.convert("RGB") for source in sources[:TILES]]
     if not tiles:
         return None
-    lines = [tiles[i : i + PER_LINE] for i in range(0, len(tiles), PER_LINE)]
-    heights = [max(tile.height for tile in line) for line in lines]
-    width = max(sum(tile.width + GAP for tile in line) for line in lines) - GAP
-    sheet = Image.new("RGBA", (width, sum(heights) + GAP * (len(lines) - 1)), (0, 0, 0, 0))
-    top = 0
-    for line, height in zip(lines, heights, strict=True):
-        left = 0
-        for tile in line:
-            sheet.paste(tile, (left, top))
-            left += tile.width + GAP
-        top += height + GAP
+    for tile in tiles:
+        tile.thumbnail((TILE, TILE))
+    width = sum(tile.width + GAP for tile in tiles) - GAP
+    sheet = Image.new("RGBA", (width, max(tile.height for tile in tiles)), (0, 0, 0, 0))
+    left = 0
+    for tile in tiles:
+        sheet.paste(tile, (left, 0))
+        left += tile.width + GAP
     return sheet
-
-
-def png(image: Any) -> bytes:
-    """Encodes an image as PNG."""
-    buffer = io.BytesIO()
-    image.save(buffer, format="PNG")
-    return buffer.getvalue()
 
 
 def write_once(data: bytes, folder: Path, suffix: str) -> str:
@@ -82,12 +71,6 @@ def write_once(data: bytes, folder: Path, suffix: str) -> str:
         with atomic_write(path) as file:
             file.write(data)
     return path.name
-
-
-def _tile(image: Any) -> Any:
-    copy = image.convert("RGB") if image.mode != "RGB" else image.copy()
-    copy.thumbnail((TILE, TILE))
-    return copy
 
 
 def _count(number: int, noun: str) -> str:

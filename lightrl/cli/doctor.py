@@ -204,7 +204,7 @@ def _rewards(built: Any, prompts: Any, tokenizer: Any) -> Iterator[Finding]:
     if data.scorer is None:
         yield "note", "no reward functions"
         return
-    data.scorer.require_columns(prompts.columns)
+    data.scorer.check_source(prompts.columns, "the prompts")
     given = set[float]()
     try:
         rows = prompts[:3]

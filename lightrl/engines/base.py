@@ -69,7 +69,7 @@ class Engine(ABC):
 
     dtype: str | None = None
     """Dtype of the started engine's weights: "float32", "bfloat16", or "float16". None if unknown. Log-prob checks then
-    use the tolerance of float32 (`WeightSync`) or, with a warning, bfloat16 (`LogprobMonitor`)."""
+    use the tolerance of float32 (`WeightSync`) or bfloat16 (`LogprobMonitor`)."""
 
     moved: float = 0.0
     """`time.monotonic()` of the last step. A rollout has not stalled while its engine steps."""

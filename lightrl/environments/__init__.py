@@ -8,7 +8,6 @@ from lightrl.compat.lazy import lazy_names
 
 if TYPE_CHECKING:
     from lightrl.environments.base import Environment, Reply, Step, ToolCall
-    from lightrl.environments.canary import LedgerMismatch, check_trajectories
     from lightrl.environments.code_tools import BashTool, PythonTool
     from lightrl.environments.endpoint.program import AgentProgram
     from lightrl.environments.episodes import EnvironmentFailedError, Episode, SingleTurn, Task
@@ -29,7 +28,6 @@ __all__ = [
     "Episode",
     "GymnasiumEnvironment",
     "Ledger",
-    "LedgerMismatch",
     "MCPEnvironment",
     "OpenEnvironment",
     "PythonTool",
@@ -42,11 +40,10 @@ __all__ = [
     "ToolEnvironment",
     "VerifiersProgram",
     "VerifiersRows",
-    "check_trajectories",
 ]
 
 _MODULES = (
-    *("episodes", "base", "canary", "ledger", "tools", "gym", "playing", "remote", "code_tools"),
+    *("episodes", "base", "ledger", "tools", "gym", "playing", "remote", "code_tools"),
     *("endpoint.program", "textarena", "verifiers"),
 )
 __getattr__ = lazy_names(__name__, _MODULES, __all__)

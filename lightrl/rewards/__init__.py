@@ -27,8 +27,8 @@ if TYPE_CHECKING:
         RepetitionPenalty,
         SoftOverlong,
     )
-    from lightrl.rewards.sandbox import Sandbox, SandboxedBash, SandboxedPython
-    from lightrl.rewards.scorer import RewardScorer, ScoreHandle
+    from lightrl.rewards.sandbox import Sandbox
+    from lightrl.rewards.scorer import RewardScorer
     from lightrl.rewards.server import ModelReward
 
 __all__ = [
@@ -54,9 +54,6 @@ __all__ = [
     "RewardValues",
     "Rubric",
     "Sandbox",
-    "SandboxedBash",
-    "SandboxedPython",
-    "ScoreHandle",
     "SoftOverlong",
     "extract_boxed",
     "extract_gsm8k",
@@ -65,9 +62,8 @@ __all__ = [
     "reward_name",
 ]
 
-_SCORER = ("RewardScorer", "ScoreHandle")  # the only names that need torch, and all that a run with functions needs
 _MODULES = ("base", "answers", "rules", "maths", "remote", "sandbox", "code", "judges", "rubrics", "server")
 
 
 def __getattr__(name: str) -> Any:
-    return lazy_names(__name__, ("scorer",) if name in _SCORER else _MODULES, __all__)(name)
+    return lazy_names(__name__, ("scorer",) if name == "RewardScorer" else _MODULES, __all__)(name)

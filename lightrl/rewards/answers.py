@@ -9,9 +9,9 @@ from typing import Any, Literal, TypeAlias
 
 import regex
 
-from lightrl.compat.arguments import above
-
-Extract: TypeAlias = Literal["text", "gsm8k", "boxed", "number"]
+Extract: TypeAlias = Literal["text", "gsm8k", "boxed", "number", "tags", "last_line"]
+_TIMEOUT = 1.0
+"""Time limit of a pattern in seconds per text."""
 _NUMBER = r"-?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
 _GSM8K = re.compile(rf"####\s*({_NUMBER})")
 _LAST_NUMBER = re.compile(rf"(?<![\w.]){_NUMBER}")
@@ -79,35 +79,24 @@ def extract_last_line(text: str) -> str | None:
 
 
 EXTRACTORS: dict[str, Callable[[str], str | None]] = {
-    "text": lambda text: text,
+    "text": str.strip,
     "gsm8k": extract_gsm8k,
     "boxed": extract_boxed,
     "number": extract_number,
+    "tags": extract_tags,
+    "last_line": extract_last_line,
 }
 
 
 class TimedPattern:
-    r"""A regular expression in `re` syntax with a time limit.
+    r"""A regular expression in `re` syntax with a time limit of one second. Methods raise a `TimeoutError` after it.
 
     Patterns such as `(\w+\s?)*\.` take exponential time on some texts, and Python's `re` holds the GIL while matching.
     The `regex` package releases the GIL and supports time limits.
-
-    Args:
-        owner: Name of the class in error messages.
-        pattern: Regular expression.
-        timeout: Time limit per text in seconds, above 0. Methods raise a `TimeoutError` when it expires.
-
-    Raises:
-        ValueError: The pattern or the time limit is invalid.
     """
 
-    def __init__(self, owner: str, pattern: str, timeout: float) -> None:
-        try:
-            self._compiled = regex.compile(pattern)
-        except (regex.error, TypeError) as error:
-            raise ValueError(f"{owner}: pattern={pattern!r}: is not a valid regular expression: {error}.") from error
-        self.groups = int(self._compiled.groups)
-        self.timeout = above(f"{owner}.timeout", timeout, note=" seconds")
+    def __init__(self, pattern: str) -> None:
+        self._compiled = regex.compile(pattern)
 
     def fullmatch(self, text: str) -> bool:
         """Whether the entire text matches."""
@@ -127,6 +116,6 @@ class TimedPattern:
 
     def _run(self, method: Any, text: str) -> Any:
         try:
-            return method(text, timeout=self.timeout, concurrent=True)
+            return method(text, timeout=_TIMEOUT, concurrent=True)
         except MemoryError as error:  # its backtracking stack is bounded
             raise TimeoutError("The pattern ran out of memory.") from error

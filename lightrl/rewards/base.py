@@ -6,16 +6,11 @@ import asyncio
 import inspect
 import json
 import math
-import numbers
-import re
 import traceback
-from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence, Set
 from typing import Any, TypeAlias, Union
 
-import numpy as np
-
-from lightrl.compat.arguments import MAX_REWARD, at_least, imported
+from lightrl.compat.arguments import imported
 from lightrl.engines.background import BackgroundLoop, in_thread, outcome_of
 
 RewardValues: TypeAlias = Sequence[float | None]
@@ -48,10 +43,9 @@ MEDIA = ("images", "videos", "audios")
 """Arguments of reward functions with an example's media."""
 ONLY_BY_NAME = (*MEDIA, "training_progress")
 """Arguments that are not passed in `**columns`."""
-_SHOWN_FRAMES = 8
+OFFERED = ("prompts", "completions", "completion_ids", "group_ids", "training_progress", *MEDIA)
+"""Arguments that every function can use in addition to the dataset's columns."""
 _SHOWN_CHARACTERS = 2000
-_LONGEST_LOGGED = 100_000
-_SURROGATE = re.compile("[\ud800-\udfff]")
 _UNCHANGING = frozenset({bool, int, float, complex, str, bytes, type(None)})
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -67,7 +61,7 @@ class CallFailed(RewardError):
     """Raised if a reward function raises or times out. `on_reward_error` controls the consequences."""
 
 
-class Reward(ABC):
+class Reward:
     """Base class of reward functions with settings, configured in YAML with `class_path` and `init_args`.
 
     Plain functions need no base class; YAML refers to them by import path.
@@ -81,9 +75,9 @@ class Reward(ABC):
     max_concurrency: int | None = None
     needed_columns: Sequence[str] = ()
 
-    @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Scores n completions. See `RewardFn` for the arguments, which subclasses name in their signature."""
+        raise NotImplementedError
 
     def extract_answer(self, completion: str) -> str | None:
         """Extracts the answer from a completion for majority voting (`eval/maj@n`). None means no answer.
@@ -122,25 +116,10 @@ def load_reward(path: RewardSpec) -> RewardFn:
             required arguments is instantiated.
 
     Raises:
-        ValueError: The path can't be imported, or is not a reward function.
+        ValueError: The path can't be imported.
     """
-    if not isinstance(path, str):
-        if not callable(path):
-            raise ValueError(f"reward function {path!r}: is not callable. Pass a function or an import path.")
-        return path
-    found = imported("reward function", path, [cls.__name__ for cls in Reward.__subclasses__()])
-    if isinstance(found, type) and issubclass(found, Reward):
-        try:
-            return found()
-        except TypeError as error:
-            raise ValueError(
-                f"reward function {path!r}: the class requires arguments ({error}). "
-                f"Set class_path: {path.replace(':', '.')} and init_args."
-            ) from error
-    if isinstance(found, type) or not callable(found):
-        kind = type(found).__name__
-        raise ValueError(f"reward function {path!r}: is of type {kind}. Pass a function or a subclass of Reward.")
-    return found  # type: ignore[no-any-return]
+    found = imported("reward function", path) if isinstance(path, str) else path
+    return found() if isinstance(found, type) else found  # type: ignore[no-any-return]
 
 
 class CallLog:
@@ -162,38 +141,15 @@ class CallLog:
             raise ValueError(
                 f"log_extra({column!r}): got {len(values)} values for {self.num_rows} completions. Pass one each."
             )
-        self.extra[f"{self.function}/{_text(column)}"] = [_loggable(value) for value in values]
-
-
-def _loggable(value: Any) -> Any:
-    """Converts a value to JSON types. Unsupported types become text; long values are truncated to one text."""
-    try:
-        written = json.dumps(value, default=_plain, skipkeys=True, ensure_ascii=False)
-        if len(written) > _LONGEST_LOGGED:
-            return _text(written[:_LONGEST_LOGGED] + "...")
-        return json.loads(_SURROGATE.sub(lambda found: f"\\\\u{ord(found[0]):04x}", written))
-    except Exception:  # circular, too deep, or with a broken `__str__`
-        return f"<{type(value).__name__}>"
+        self.extra[f"{self.function}/{column}"] = [json.loads(json.dumps(value, default=_plain)) for value in values]
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Set):
-        return list(value)
-    return value.item() if getattr(value, "shape", None) == () else _text(value)
-
-
-def _text(value: Any) -> str:
-    """Text that can be encoded as UTF-8: escapes surrogates and invalid bytes."""
-    text = value.decode(errors="backslashreplace") if isinstance(value, bytes) else str(value)
-    return text.encode(errors="backslashreplace").decode()
+    return value.item() if getattr(value, "shape", None) == () else str(value)
 
 
 class RewardFunction:
-    """A reward function with its name and the arguments of its signature.
-
-    Raises:
-        ValueError: The function has positional-only arguments, or `max_concurrency` is below 1.
-    """
+    """A reward function with its name and the arguments of its signature."""
 
     def __init__(self, name: str, function: RewardFn) -> None:
         self.name = name
@@ -202,30 +158,13 @@ class RewardFunction:
         self.takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
         self.takes = {p.name for p in parameters if p.kind in _NAMED}
         self.needs = {p.name for p in parameters if p.kind in _NAMED and p.default is inspect.Parameter.empty}
-        if any(p.kind is inspect.Parameter.POSITIONAL_ONLY for p in parameters):
-            raise ValueError(
-                f"reward function {name!r}: has positional-only arguments, but arguments are passed by keyword. "
-                "Remove the / from its signature."
-            )
-        own_limit, label = getattr(function, "max_concurrency", None), f"reward function {name!r}: max_concurrency"
-        self.max_concurrency = at_least(label, own_limit, 1, or_none="for the scorer's limit")
+        self.max_concurrency: int | None = getattr(function, "max_concurrency", None)
         self.needed_columns = tuple(getattr(function, "needed_columns", ()))
-        inner = getattr(function, "func", function)
-        self.is_async = inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
         self._loop = BackgroundLoop(f"reward-{name}")  # a blocking function affects neither others nor timeouts
 
     def missing(self, names: Collection[str]) -> list[str]:
         """Required arguments other than the given names, `log_metric`, and `log_extra`."""
         return sorted(self.needs - set(names) - {"log_metric", "log_extra"})
-
-    def complaint(self, names: Collection[str], source: str = "the dataset") -> str | None:
-        """An error message if a required argument is missing from a source's names; otherwise None."""
-        if not (missing := self.missing(names)):
-            return None
-        return (
-            f"reward function {self.name!r}: requires {', '.join(missing)}, which is not a column of {source}. "
-            f"Use one of: {', '.join(sorted(names))}."
-        )
 
     async def run(self, rows: Mapping[str, Sequence[Any]], timeout: float | None) -> tuple[list[float], CallLog]:
         """Calls the function.
@@ -244,22 +183,18 @@ class RewardFunction:
         num_rows = len(rows["completions"])
         log = CallLog(self.name, num_rows)
         offered = {**rows, "log_metric": log.log_metric, "log_extra": log.log_extra}
-        if complaint := self.complaint(offered):
-            raise RewardError(complaint)
-        task = asyncio.ensure_future(self._outcome(offered))
+        if missing := self.missing(offered):
+            raise RewardError(
+                f"reward function {self.name!r}: requires {', '.join(missing)}, which is not a column of the dataset. "
+                f"Use one of: {', '.join(sorted(rows))}."
+            )
         try:
-            await asyncio.wait({task}, timeout=timeout)
-        finally:
-            if not task.done():  # timed out, or the scorer is closing
-                task.cancel()
-        if not task.done():
+            value, error = await asyncio.wait_for(self._outcome(offered), timeout)
+        except asyncio.TimeoutError as late:
             raise CallFailed(
                 f"reward function {self.name!r}: did not finish within timeout={timeout} seconds. "
                 "Speed it up or raise data.rewards.timeout."
-            )
-        if task.cancelled():
-            raise CallFailed(f"reward function {self.name!r}: was cancelled.")
-        value, error = task.result()
+            ) from late
         if isinstance(error, RewardError) and not isinstance(error, CallFailed):
             raise RewardError(f"reward function {self.name!r}: {error}") from error
         if error is not None:
@@ -293,15 +228,10 @@ class RewardFunction:
 
     async def _outcome(self, offered: Mapping[str, Any]) -> tuple[Any, BaseException | None]:
         """The returned value or the raised error. Copies the arguments in the function's thread, which can be slow."""
-        if self.is_async:
-            return await self._awaited(lambda: self.function(**self._arguments(offered)))
         value, error = await in_thread(lambda: self.function(**self._arguments(offered)), f"reward-{self.name}")
-        if error is None and inspect.isawaitable(value):  # a sync function that returned a coroutine
-            return await self._awaited(lambda: value)
+        if error is None and inspect.isawaitable(value):
+            return await asyncio.wrap_future(self._loop.submit(outcome_of(lambda: value)))
         return value, error
-
-    async def _awaited(self, call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-        return await asyncio.wrap_future(self._loop.submit(outcome_of(call)))
 
 
 def check_values(name: str, values: Any, num_rows: int) -> list[float]:
@@ -310,55 +240,42 @@ def check_values(name: str, values: Any, num_rows: int) -> list[float]:
     Raises:
         RewardError: The length is wrong, or a value is neither a finite number nor None.
     """
-    scalar = getattr(values, "shape", None) == ()  # arrays and tensors without dimensions are also Collections
-    if scalar or isinstance(values, (str, bytes, Mapping, Set)) or not isinstance(values, Collection):
+    try:
+        count = -1 if isinstance(values, (Mapping, Set)) else len(values)
+    except TypeError:  # None or a single number
+        count = -1
+    if count != num_rows:
         raise RewardError(
-            f"reward function {name!r}: returned {_short(values)} of type {type(values).__name__}. "
-            f"Return a list of {num_rows} values."
-        )
-    if len(values) != num_rows:
-        raise RewardError(
-            f"reward function {name!r}: returned {len(values)} values for {num_rows} completions. "
-            "Return one value per completion, or None to leave a completion unscored."
+            f"reward function {name!r}: returned {values!r:.80} for {num_rows} completions. Return a list with one "
+            "number each, or None to leave a completion unscored."
         )
     return [_number(name, index, value) for index, value in enumerate(values)]
 
 
 def _number(name: str, index: int, value: Any) -> float:
-    if value is None or value is np.ma.masked:  # whose `item()` is 0
+    if value is None:
         return math.nan
-    number = value.item() if getattr(value, "shape", None) == () else value  # of an array or a tensor
     try:
-        result = float(number) if isinstance(number, numbers.Real) else math.nan
-    except OverflowError:
-        result = math.inf
-    if not math.isfinite(result):
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
         raise RewardError(
-            f"reward function {name!r}: value {index} is {_short(value)} of type {type(value).__name__}. "
-            "Return a finite number, or None to leave the completion unscored."
+            f"reward function {name!r}: value {index} is {value!r:.80}. Return a finite number, or None to leave the "
+            "completion unscored."
         )
-    if abs(result) > MAX_REWARD:
-        raise RewardError(
-            f"reward function {name!r}: value {index} is {result:g}, which overflows float32 sums of squares. "
-            f"Scale rewards to absolute values of at most {MAX_REWARD:g}."
-        )
-    return result
+    return number
 
 
 def copied(value: Any) -> Any:
-    """Copies nested lists, tuples, sets, and dictionaries, and makes read-only views of arrays.
+    """Copies nested lists, tuples, sets, and dictionaries. Other objects, such as images, are not copied.
 
-    Keeps a reward function's changes to its arguments out of the rollout, the logs, and other functions. Other objects,
-    such as images, are not copied.
+    Keeps a reward function's changes to its arguments out of the rollout, the logs, and other functions.
     """
     if type(value) in (list, tuple, set):
         return type(value)(value if _UNCHANGING.issuperset(map(type, value)) else map(copied, value))
     if type(value) is dict:
         return {key: copied(inner) for key, inner in value.items()}
-    if isinstance(value, np.ndarray):
-        view = value.view()
-        view.flags.writeable = False
-        return view
     return value
 
 
@@ -385,15 +302,5 @@ def users_lines(error: BaseException, *own: str) -> str:
         del frames[0]
     if not frames and error.__cause__ is not None:
         return users_lines(error.__cause__, *own)
-    if len(frames) > _SHOWN_FRAMES:
-        del frames[1 : len(frames) - _SHOWN_FRAMES + 1]  # keeps the user's first frame and the innermost frames
     lines = "".join(traceback.format_list(frames)).rstrip()
     return f"\n{lines}" if lines else ""
-
-
-def _short(value: Any) -> str:
-    try:
-        text = repr(value)
-    except Exception as error:  # an integer with thousands of digits, or a broken `__repr__`
-        return f"a {type(value).__name__} without a repr ({error})"
-    return text if len(text) <= 80 else text[:77] + "..."

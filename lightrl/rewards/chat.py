@@ -17,7 +17,6 @@ from weakref import WeakValueDictionary
 import httpx
 
 from lightrl.checkpoints.redaction import redact_text
-from lightrl.compat.arguments import at_least
 from lightrl.rewards.base import RewardError
 from lightrl.rewards.encoding import encode_rows
 from lightrl.rewards.remote import RetryingReward
@@ -42,13 +41,13 @@ class Judgment:
         value: Parsed value of the response. None if there was no valid response.
         text: Last response. None if the server did not respond.
         requests: Number of requests. 0 if the response was cached.
-        tokens: Prompt and completion tokens of these requests. None if the server doesn't report them.
+        tokens: Prompt and completion tokens of these requests, 0 if the server doesn't report them.
     """
 
     value: Any = None
     text: str | None = None
     requests: int = 0
-    tokens: tuple[int, int] | None = None
+    tokens: tuple[int, int] = (0, 0)
 
 
 class ChatJudge(RetryingReward):
@@ -60,7 +59,7 @@ class ChatJudge(RetryingReward):
 
     Logs `prompt_tokens`, `completion_tokens`, and (if `price` is set) `cost` per completion, and `cached`, the fraction
     of queries answered from the cache. `<name>/judge_call` shows requests, tokens, and cost of each query with the
-    completions. The total is logged when the judge is closed.
+    completions.
 
     Args:
         url: URL of an OpenAI-compatible server: the base URL, such as `http://127.0.0.1:8000/v1`, or the full URL
@@ -69,7 +68,6 @@ class ChatJudge(RetryingReward):
         prompt_column: Dataset column with the question. It has no chat template applied, whose special tokens would
             confuse another model. Conversations are converted to the text of their messages.
         send_images: Whether to send the example's images.
-        video_frames: Number of evenly spaced frames of each video to send as images. 0 sends none.
         max_tokens: Maximum length of a response in tokens.
         temperature: Sampling temperature of the judge. 0 is greedy.
         extra: Additional keys of the request, such as {"chat_template_kwargs": {"enable_thinking": false}}. null
@@ -83,9 +81,6 @@ class ChatJudge(RetryingReward):
         concurrency: Maximum number of concurrent requests.
         connection: Other arguments of `RetryingReward`, such as `retries`, `token_env`, and `on_failure`. With
             `on_failure="skip"`, requests that exceed the judge's context also leave their completions unscored.
-
-    Raises:
-        ValueError: An argument is out of range.
     """
 
     def __init__(
@@ -94,7 +89,6 @@ class ChatJudge(RetryingReward):
         model: str,
         prompt_column: str = "prompt",
         send_images: bool = True,
-        video_frames: int = 8,
         max_tokens: int = 2048,
         temperature: float = 0.0,
         extra: dict[str, Any] | None = None,
@@ -106,18 +100,16 @@ class ChatJudge(RetryingReward):
         **connection: Any,
     ) -> None:
         super().__init__(url, timeout=timeout, concurrency=concurrency, **connection)
-        owner, address = type(self).__name__, httpx.URL(url)
+        address = httpx.URL(url)
         if not address.path.rstrip("/").endswith("/chat/completions"):
             self.url = str(address.copy_with(path=address.path.rstrip("/") + "/chat/completions"))
         self.prompt_column = prompt_column
         self.send_images = send_images
-        self.video_frames = at_least(f"{owner}.video_frames", video_frames, 0)
-        self.answer_retries = at_least(f"{owner}.answer_retries", answer_retries, 0)
-        self.price = None if price is None else tuple(at_least(f"{owner}.price", dollars, 0) for dollars in price)
+        self.answer_retries = answer_retries
+        self.price = price
         self.body = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
         self.extra = extra or {}
         self.cache = cache
-        self.total = Judgment()
         self._answers: sqlite3.Connection | None = None
         self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
@@ -174,76 +166,56 @@ class ChatJudge(RetryingReward):
         if self.on_failure == "skip":
             log_metric("unanswered", sum(each.text is None for each in asked) / rows)
         log_metric("cached", sum(each.requests == 0 for each in judged) / max(1, len(judged)))
-        known = [each.tokens for each in judged if each.tokens is not None]
-        if known or all(each.requests == 0 for each in judged):
-            tokens = sum(prompt for prompt, _ in known), sum(completion for _, completion in known)
-            log_metric("prompt_tokens", tokens[0] / rows)
-            log_metric("completion_tokens", tokens[1] / rows)
-            if (cost := self.cost(tokens)) is not None:
-                log_metric("cost", cost / rows)
-            before = self.total.tokens or (0, 0)
-            self.total.tokens = before[0] + tokens[0], before[1] + tokens[1]
-        self.total.requests += sum(each.requests for each in judged)
+        prompt, completion = (sum(each.tokens[i] for each in judged) for i in (0, 1))
+        log_metric("prompt_tokens", prompt / rows)
+        log_metric("completion_tokens", completion / rows)
+        if (cost := self.cost((prompt, completion))) is not None:
+            log_metric("cost", cost / rows)
         log_extra("judgement", [each.text for each in asked])
         log_extra(
             "judge_call",
             [{"requests": one.requests, "tokens": one.tokens, "cost": self.cost(one.tokens)} for one in asked],
         )
 
-    def cost(self, tokens: tuple[int, int] | None) -> float | None:
-        """Cost of prompt and completion tokens in dollars; None without `price` or tokens."""
-        if tokens is None or self.price is None:
+    def cost(self, tokens: tuple[int, int]) -> float | None:
+        """Cost of prompt and completion tokens in dollars; None without `price`."""
+        if self.price is None:
             return None
         return (tokens[0] * self.price[0] + tokens[1] * self.price[1]) / 1e6
 
-    def pictures(self, images: Sequence[Any], videos: Sequence[Any], num_rows: int) -> list[list[dict[str, Any]]]:
-        """The images and video frames of each completion as message parts."""
-        pictures: list[list[str]] = [[] for _ in range(num_rows)]
-        if self.send_images and any(images):
-            pictures = [list(row) for row in encode_rows(images)]
-        if self.video_frames and any(videos):
-            sampled = {id(row): [_evenly(video, self.video_frames) for video in row] for row in videos}
-            for have, row in zip(pictures, encode_rows([sampled[id(row)] for row in videos]), strict=True):
-                have += [frame for video in row for frame in video]
+    def pictures(self, images: Sequence[Any], num_rows: int) -> list[list[dict[str, Any]]]:
+        """The images of each completion as message parts."""
+        if not self.send_images or not any(images):
+            return [[] for _ in range(num_rows)]
         return [
             [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{picture}"}} for picture in row]
-            for row in pictures
+            for row in encode_rows(images)
         ]
 
     async def close(self) -> None:  # type: ignore[override]
-        """Closes the connections and the cache, and logs the total cost."""
+        """Closes the connections and the cache."""
         await super().close()
         if self._answers is not None:
             self._answers.close()
             self._answers = None
-        if self.total.requests:
-            prompt, completion = self.total.tokens or ("unknown", "unknown")
-            cost = self.cost(self.total.tokens)
-            dollars = "" if cost is None else f", ${cost:.4f}"
-            name = type(self).__name__
-            log.info(
-                f"{name}: {self.total.requests} requests, tokens: {prompt} prompt, {completion} completion{dollars}."
-            )
 
     async def _request(self, body: dict[str, Any], judged: Judgment, read: Callable[[str], Any]) -> str | None:
         """Sends one request and adds it to `judged`. Returns why the response is invalid, or None."""
         answer = await self.post(body, "a completion")
         judged.requests += 1
-        if answer is None:
+        if answer is None and self.on_failure == "skip":
             judged.text = None
             return None
         try:
             choice = answer["choices"][0]
             text = str(choice["message"].get("content") or "")
-            usage = answer.get("usage")
-            tokens = None if usage is None else (int(usage["prompt_tokens"]), int(usage["completion_tokens"]))
+            usage = answer.get("usage") or {}
         except (AttributeError, KeyError, IndexError, TypeError) as error:
             raise RewardError(
                 f"url={self.url}: returned {str(answer)[:200]}, not a chat completion. Check the URL."
             ) from error
-        if tokens is not None:
-            before = judged.tokens or (0, 0)
-            judged.tokens = before[0] + tokens[0], before[1] + tokens[1]
+        prompt, completion = judged.tokens
+        judged.tokens = prompt + usage.get("prompt_tokens", 0), completion + usage.get("completion_tokens", 0)
         if choice.get("finish_reason") == "length":  # a truncated response may end in a quote from a completion
             judged.text = text
             return "It was cut off. Be shorter."
@@ -257,14 +229,10 @@ class ChatJudge(RetryingReward):
 
     def _open_cache(self) -> sqlite3.Connection:
         if self._answers is None:
-            try:
-                if self.cache is not None:
-                    Path(self.cache).parent.mkdir(parents=True, exist_ok=True)
-                answers = sqlite3.connect(self.cache or "", timeout=60, check_same_thread=False)
-                answers.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, answer TEXT)")
-            except (OSError, sqlite3.Error) as error:
-                raise RewardError(f"cache={self.cache!r}: {error}. Use another file.") from error
-            self._answers = answers
+            if self.cache is not None:
+                Path(self.cache).parent.mkdir(parents=True, exist_ok=True)
+            self._answers = sqlite3.connect(self.cache or "", timeout=60, check_same_thread=False)
+            self._answers.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, answer TEXT)")
         return self._answers
 
 
@@ -356,11 +324,3 @@ def plain_text(value: Any) -> str:
     if listed and all(isinstance(part, dict) and "type" in part for part in value):
         return "\n".join(str(part["text"]) for part in value if part["type"] == "text" and part.get("text") is not None)
     return str(value)
-
-
-def _evenly(frames: Any, count: int) -> list[Any]:
-    """At most `count` frames, including the first and the last."""
-    total = len(frames)
-    if total <= count:
-        return list(frames)
-    return [frames[round(i * (total - 1) / max(1, count - 1))] for i in range(count)]

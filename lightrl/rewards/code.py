@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightrl.compat.arguments import above, at_least
 from lightrl.engines.background import in_thread
 from lightrl.rewards.base import Reward, RewardError
 from lightrl.rewards.rules import column_of
@@ -60,13 +59,13 @@ class CodeTests(Reward):
     Args:
         column: Dataset column with the tests.
         all_or_nothing: Whether to return 1 if all tests pass and 0 otherwise, instead of the fraction.
-        test_timeout: Time limit per test in seconds, above 0.
+        test_timeout: Time limit per test in seconds.
         sandbox: Sandbox for the code. Its `timeout` applies to all tests of a completion together. Defaults to a
             `Sandbox` with a timeout of 30 seconds.
         concurrency: Maximum number of completions tested concurrently. Defaults to the number of CPUs.
 
     Raises:
-        ValueError: A number is out of range, or no sandbox works on this system.
+        ValueError: No sandbox works on this system.
     """
 
     def __init__(
@@ -80,9 +79,8 @@ class CodeTests(Reward):
         self.column = column
         self.needed_columns = (column,)
         self.all_or_nothing = all_or_nothing
-        self.test_timeout = above("CodeTests.test_timeout", test_timeout, note=" seconds")
+        self.test_timeout = test_timeout
         self.sandbox = sandbox or Sandbox(timeout=30.0)
-        at_least("CodeTests.concurrency", concurrency, 1, or_none="for the number of CPUs")
         self._slots = threading.Semaphore(concurrency or os.cpu_count() or 1)
 
     async def __call__(

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
@@ -60,57 +58,22 @@ def encode_rows(rows: Sequence[Any]) -> list[Any]:
     return [done[id(row)] for row in rows]
 
 
-def decode_images(rows: Sequence[Any], name: str = "images", max_pixels: float = math.inf) -> list[list[Any]]:
-    """Decodes the images of n rows. Each row is a list of base64 texts, one such text, or None.
+def decode_image(text: str) -> Any:
+    """Decodes base64, or a data URL, to a PIL image.
 
     Raises:
-        ValueError: A value is not a base64 image, or the images have more than `max_pixels` pixels in total.
+        ValueError: The value is not a base64 image.
     """
-    decode = _Decoder(name, max_pixels)
-    return [
-        [decode(text, number) for text in ([row] if isinstance(row, str) else decode.listed(row, number))]
-        for number, row in enumerate(rows)
-    ]
+    try:
+        image = open_image(io.BytesIO(base64.b64decode(text.rpartition(",")[2], validate=True)))
+        image.load()
+    except Exception as error:  # PIL raises many types for broken files
+        raise ValueError(f"{str(text)[:40]!r} is not a base64 image.") from error
+    return image
 
 
-def decode_videos(rows: Sequence[Any], max_pixels: float = math.inf) -> list[list[Any]]:
-    """Decodes the videos of n rows, each a list of videos of base64 frames, to arrays (frames, height, width, 3).
-
-    Raises:
-        ValueError: A frame is not a base64 image, or the videos have more than `max_pixels` pixels in total.
-    """
+def decode_video(frames: Sequence[str]) -> Any:
+    """Decodes base64 frames to an array (frames, height, width, 3)."""
     import numpy as np
 
-    decode = _Decoder("videos", max_pixels)
-
-    def video(frames: Any, row: int) -> Any:
-        listed = decode.listed(frames, row)
-        return np.stack([np.asarray(decode(frame, row).convert("RGB")) for frame in listed])
-
-    return [[video(frames, number) for frames in decode.listed(row, number)] for number, row in enumerate(rows)]
-
-
-@dataclass
-class _Decoder:
-    """Decodes base64 images up to a total number of pixels, because a small file can contain a huge image."""
-
-    name: str
-    left: float
-
-    def listed(self, value: Any, row: int) -> list[Any]:
-        if not isinstance(value, list | None):
-            raise ValueError(f"{self.name}, row {row}: {str(value)[:40]!r} is not a list. Send a list.")
-        return value or []
-
-    def __call__(self, text: Any, row: int) -> Any:
-        try:
-            encoded = text.split(",", 1)[1] if text.startswith("data:") else text
-            image = open_image(io.BytesIO(base64.b64decode(encoded, validate=True)))
-            self.left -= image.width * image.height
-            if self.left >= 0:
-                image.load()
-        except Exception as error:  # PIL raises many types for broken files
-            raise ValueError(f"{self.name}, row {row}: {str(text)[:40]!r} is not a base64 image. Fix it.") from error
-        if self.left < 0:
-            raise ValueError(f"{self.name}, row {row}: the request has too many pixels. Send fewer rows per request.")
-        return image
+    return np.stack([np.asarray(decode_image(frame).convert("RGB")) for frame in frames])

@@ -7,7 +7,6 @@ import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from lightrl.compat.arguments import one_of
 from lightrl.engines.background import all_of
 from lightrl.rewards.answers import TimedPattern
 from lightrl.rewards.chat import (
@@ -56,12 +55,11 @@ class GenerativeJudge(ChatJudge):
             literal braces.
         pattern: Regular expression whose only group is the number. Has a time limit of one second per judgment.
         low: Grade with reward 0.
-        high: Grade with reward 1. Must be above `low`.
+        high: Grade with reward 1.
         judge: Other arguments of `ChatJudge`.
 
     Raises:
-        ValueError: An argument is out of range, the pattern doesn't have exactly one group, or the instruction has an
-            invalid placeholder or lacks `{completion}`.
+        ValueError: The instruction lacks `{completion}`.
     """
 
     def __init__(
@@ -74,13 +72,11 @@ class GenerativeJudge(ChatJudge):
         high: float = 10.0,
         **judge: Any,
     ) -> None:
-        self.pattern = TimedPattern("GenerativeJudge", pattern, timeout=1.0)
-        if self.pattern.groups != 1:
-            raise ValueError(f"GenerativeJudge: pattern={pattern!r}: has {self.pattern.groups} groups. Use one group.")
-        if not low < high:
-            raise ValueError(f"GenerativeJudge: low={low}: must be below high={high}. Change one of them.")
         super().__init__(url, model, **judge)
-        self.fields = _fields(instruction)
+        self.pattern = TimedPattern(pattern)
+        self.fields = {name for _, name, _, _ in string.Formatter().parse(instruction) if name}
+        if "completion" not in self.fields:
+            raise ValueError("GenerativeJudge: instruction: lacks {completion}, the text to grade. Add it.")
         self.instruction = instruction
         self.low = low
         self.high = high
@@ -91,7 +87,6 @@ class GenerativeJudge(ChatJudge):
         log_metric: Callable[[str, float], None],
         log_extra: Callable[[str, Sequence[Any]], None],
         images: Sequence[Any] = (),
-        videos: Sequence[Any] = (),
         **columns: Any,
     ) -> list[float | None]:
         names = {name: self.prompt_column if name == "prompt" else name for name in self.fields - {"completion"}}
@@ -102,7 +97,7 @@ class GenerativeJudge(ChatJudge):
             )
             for i, text in enumerate(completions)
         ]
-        pictures = self.pictures(images, videos, len(completions))
+        pictures = self.pictures(images, len(completions))
         judged = await all_of(
             self.ask([{"role": "user", "content": [*shown, {"type": "text", "text": text}]}], self._number)
             for text, shown in zip(texts, pictures, strict=True)
@@ -139,9 +134,6 @@ class GroupRanking(ChatJudge):
         columns: Dataset columns to show to the judge, such as a reference answer.
         judge: Other arguments of `ChatJudge`.
 
-    Raises:
-        ValueError: An argument is out of range.
-
     Source: RULER, https://art.openpipe.ai/fundamentals/ruler. RULER supports only scores and keeps the sampling order.
     """
 
@@ -155,7 +147,7 @@ class GroupRanking(ChatJudge):
         **judge: Any,
     ) -> None:
         super().__init__(url, model, **judge)
-        self.by = one_of("GroupRanking.by", by, "score", "rank")
+        self.by = by
         self.columns = list(columns or [])
         self.needed_columns = tuple(self.columns)
         self.instruction = (
@@ -172,11 +164,10 @@ class GroupRanking(ChatJudge):
         log_metric: Callable[[str, float], None],
         log_extra: Callable[[str, Sequence[Any]], None],
         images: Sequence[Any] = (),
-        videos: Sequence[Any] = (),
         **columns: Any,
     ) -> list[float | None]:
         rows = rows_to_judge(completions, self.prompt_column, self.columns, columns)
-        pictures = self.pictures(images, videos, len(completions))
+        pictures = self.pictures(images, len(completions))
         groups = list(dict.fromkeys(group_ids))
         answers = [quoted(row.pop("answer")) for row in rows]
         members = [[i for i, of_row in enumerate(group_ids) if of_row == group] for group in groups]
@@ -225,23 +216,3 @@ class GroupRanking(ChatJudge):
         every = list(scores.values())
         below = {x: sum(y < x for y in every) + (every.count(x) - 1) / 2 for x in every}
         return {answer: below[x] / (len(every) - 1) if len(every) > 1 else 0.5 for answer, x in scores.items()}
-
-
-def _fields(instruction: str) -> set[str]:
-    """The placeholders in an instruction."""
-    try:
-        parts = [part[1:] for part in string.Formatter().parse(instruction) if part[1] is not None]
-    except ValueError as error:
-        raise ValueError(
-            f"GenerativeJudge: instruction={instruction[:60]!r}: {error}. Double literal braces ({{{{ and }}}})."
-        ) from error
-    for name, form, conversion in parts:
-        if not name or form or conversion or set(".[]") & set(name) or name.isdigit():
-            raise ValueError(
-                f"GenerativeJudge: instruction: the placeholder {{{name}}} must be a plain name. Use {{completion}}, "
-                "{prompt}, or {COLUMN}, and double literal braces."
-            )
-    fields = {str(name) for name, _, _ in parts}
-    if "completion" not in fields:
-        raise ValueError("GenerativeJudge: instruction: lacks {completion}, the text to grade. Add it.")
-    return fields

@@ -12,12 +12,11 @@ import queue
 import select
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightrl.compat.arguments import above, at_least, require_packages
+from lightrl.compat.arguments import require_packages
 from lightrl.rewards.base import Reward
 from lightrl.rewards.rules import column_of
 
@@ -29,35 +28,26 @@ class MathVerify(Reward):
     """1 if the final answer is mathematically equal to the reference (`1/2` = `0.5`), 0 otherwise.
 
     math-verify finds the answer: the last box, LaTeX formula, or number. A completion is unscored if the reference is
-    None or not a formula, or if the comparison times out. Logs the fractions of `unparsable` references, `timeouts`,
-    and process `crashes`.
+    None or not a formula, or if the comparison times out. Logs the fractions of `unparsable` references and
+    `timeouts`, which include comparisons that ran out of memory.
 
     Args:
         column: Dataset column with the reference: LaTeX with or without dollar signs, or a number.
-        timeout: Time limit per comparison in seconds, above 0. Excludes the startup of a process.
+        timeout: Time limit per comparison in seconds. Excludes the startup of a process.
         num_workers: Maximum number of processes. Each uses about 80 MB and starts on demand.
-        timeout_value: Reward of a comparison that timed out. None leaves the completion unscored; 0 counts it as
-            incorrect.
 
     Raises:
-        ValueError: math-verify is not installed, or a number is out of range.
+        ValueError: math-verify is not installed.
 
     Source: https://github.com/huggingface/Math-Verify with its default settings.
     """
 
-    def __init__(
-        self,
-        column: str = "answer",
-        timeout: float = 5.0,
-        num_workers: int = 1,
-        timeout_value: float | None = None,
-    ) -> None:
+    def __init__(self, column: str = "answer", timeout: float = 5.0, num_workers: int = 1) -> None:
         require_packages("MathVerify", "math", "math_verify")
         self.column = column
         self.needed_columns = (column,)
-        self.timeout = above("MathVerify.timeout", timeout, note=" seconds")
-        self.timeout_value = timeout_value
-        self.max_concurrency = at_least("MathVerify.num_workers", num_workers, 1)
+        self.timeout = timeout
+        self.max_concurrency = num_workers
         self._workers = [_Worker() for _ in range(num_workers)]
         self._idle: queue.LifoQueue[_Worker] = queue.LifoQueue()  # LIFO, so that few workers start
         for worker in self._workers:
@@ -67,20 +57,25 @@ class MathVerify(Reward):
         self, completions: Sequence[str], log_metric: Callable[[str, float], None] | None = None, **columns: Any
     ) -> list[float | None]:
         pairs = list(zip(column_of(columns, self.column), completions, strict=True))
-        with self._worker() as worker:
+        worker = self._idle.get()
+        try:
             verdicts = [
                 "none" if gold is None else worker.ask({"gold": str(gold), "text": text, "timeout": self.timeout})
                 for gold, text in pairs
             ]
+        finally:
+            self._idle.put(worker)
         if log_metric is not None:
-            for name, verdict in (("unparsable", "unparsable"), ("timeouts", "timeout"), ("crashes", "crashed")):
+            for name, verdict in (("unparsable", "unparsable"), ("timeouts", "timeout")):
                 log_metric(name, verdicts.count(verdict) / max(1, len(verdicts)))
-        values: dict[str, float | None] = {"equal": 1.0, "unequal": 0.0, "timeout": self.timeout_value}
-        return [values.get(verdict) for verdict in verdicts]
+        return [{"equal": 1.0, "unequal": 0.0}.get(verdict) for verdict in verdicts]
 
     def extract_answer(self, completion: str) -> str | None:
-        with self._worker() as worker:
+        worker = self._idle.get()
+        try:
             answer = worker.ask({"text": completion, "timeout": self.timeout})
+        finally:
+            self._idle.put(worker)
         return answer.removeprefix("=") if answer.startswith("=") else None
 
     def close(self) -> None:
@@ -88,43 +83,29 @@ class MathVerify(Reward):
         for worker in self._workers:
             worker.stop()
 
-    @contextlib.contextmanager
-    def _worker(self) -> Any:
-        worker = self._idle.get()
-        try:
-            yield worker
-        finally:
-            self._idle.put(worker)
-
 
 class _Worker:
     """A child process, started on first use and after it was killed. Used by one thread at a time."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._lock = threading.Lock()
 
     def ask(self, question: dict[str, Any]) -> str:
-        """The process's response, "timeout", or "crashed" if the process died twice."""
-        request, timeout = json.dumps(question).encode() + b"\n", question["timeout"]
-        for _ in range(2):  # an earlier request may have killed it
-            process = self._started()
-            answer: bytes | None = b""
-            with contextlib.suppress(BrokenPipeError):
-                assert process.stdin is not None
-                process.stdin.write(request)
-                process.stdin.flush()
-                answer = self._line(process, timeout + _GRACE_SECONDS)
-            if answer:
-                return str(json.loads(answer))
-            self.stop()
-            if answer is None:
-                return "timeout"
-        return "crashed"
+        """The process's response, or "timeout" if there is none."""
+        process = self._started()
+        answer: bytes | None = None
+        with contextlib.suppress(BrokenPipeError):
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(question).encode() + b"\n")
+            process.stdin.flush()
+            answer = self._line(process, question["timeout"] + _GRACE_SECONDS)
+        if answer:
+            return str(json.loads(answer))
+        self.stop()
+        return "timeout"
 
     def stop(self) -> None:
-        with self._lock:
-            process, self._process = self._process, None
+        process, self._process = self._process, None
         if process is not None:
             process.kill()
             process.wait()
@@ -138,8 +119,7 @@ class _Worker:
             return self._process
         command = [sys.executable, str(Path(__file__).with_name("maths_worker.py"))]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
-        with self._lock:
-            self._process = process
+        self._process = process
         if not self._line(process, _START_SECONDS):
             self.stop()
             raise RuntimeError(f"MathVerify: its process did not start ({' '.join(command)}). See its error above.")

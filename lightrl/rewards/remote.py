@@ -13,7 +13,7 @@ from typing import Any, Literal
 import httpx
 
 from lightrl.checkpoints.redaction import redact_text, remember_secret
-from lightrl.compat.arguments import above, at_least, bearer_token, one_of
+from lightrl.compat.arguments import bearer_token
 from lightrl.engines.background import all_of
 from lightrl.rewards.base import Reward, RewardError
 from lightrl.rewards.encoding import encode_rows
@@ -21,20 +21,20 @@ from lightrl.rewards.rules import column_of
 
 log = logging.getLogger(__name__)
 _RETRIED_STATUS = frozenset({408, 425, 429})  # temporary; every other 4xx is an error in the request
+_LONGEST_WAIT = 30.0
 
 
 class RetryingReward(Reward):
     """Base class of rewards that post JSON to a URL, with retries.
 
     Retries requests after timeouts, connection errors, and 5xx responses. Waits `backoff * 2^k * u` seconds before
-    retry k = 0, 1, ..., with u uniform in [0.5, 1.5], but at most `max_backoff`.
+    retry k = 0, 1, ..., with u uniform in [0.5, 1.5], but at most 30 seconds.
 
     Args:
         url: URL of the server.
         timeout: Time limit for connecting, and between two chunks of the response, in seconds.
         retries: Maximum number of retries per request.
         backoff: Delay before the first retry in seconds.
-        max_backoff: Maximum delay before a retry in seconds.
         concurrency: Maximum number of concurrent requests of this object.
         token_env: Environment variable with the server's bearer token. Defaults to no token. The token itself is not an
             argument, because arguments are saved in checkpoints and logs.
@@ -42,7 +42,7 @@ class RetryingReward(Reward):
             of that request unscored, logs a warning, and counts them in `reward/<name>/unanswered`.
 
     Raises:
-        ValueError: An argument is out of range, or `token_env` contains no valid token.
+        ValueError: `token_env` contains no valid token.
     """
 
     def __init__(
@@ -52,28 +52,24 @@ class RetryingReward(Reward):
         timeout: float = 60.0,
         retries: int = 4,
         backoff: float = 0.5,
-        max_backoff: float = 30.0,
         concurrency: int = 8,
         token_env: str | None = None,
         on_failure: Literal["error", "skip"] = "error",
     ) -> None:
-        owner = type(self).__name__
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(f"{owner}.url={url!r}: must start with http:// or https://. Fix the URL.")
         self.url = url
-        if token_env is not None and not os.environ.get(token_env):
-            raise ValueError(f"{owner}.token_env={token_env!r}: the environment variable is not set. Set it.")
-        self.token_env = token_env
-        self._headers()
-        self.on_failure = one_of(f"{owner}.on_failure", on_failure, "error", "skip")
-        self.timeout = above(f"{owner}.timeout", timeout, note=" seconds")
-        self.retries = at_least(f"{owner}.retries", retries, 0)
-        self.backoff = above(f"{owner}.backoff", backoff, note=" seconds")
-        self.max_backoff = above(f"{owner}.max_backoff", max_backoff, note=" seconds")
-        self.concurrency = at_least(f"{owner}.concurrency", concurrency, 1)
+        self._headers = {}
+        if token_env is not None:
+            token = bearer_token(f"{type(self).__name__}.token_env={token_env!r}", os.environ.get(token_env))
+            if token is None:
+                raise ValueError(f"{type(self).__name__}.token_env={token_env!r}: is not set. Export the token.")
+            remember_secret(token)  # a server may echo it
+            self._headers = {"Authorization": f"Bearer {token}"}
+        self.on_failure = on_failure
+        self.timeout = timeout
+        self.retries = retries
+        self.backoff = backoff
+        self.concurrency = concurrency
         self._client: httpx.AsyncClient | None = None
-        self._slots: asyncio.Semaphore | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def post(self, body: Mapping[str, Any], what: str) -> Any:
         """Posts JSON and returns the JSON response; None if all retries failed and `on_failure` is "skip".
@@ -86,15 +82,14 @@ class RetryingReward(Reward):
             ConnectionError: All retries failed and `on_failure` is "error".
             RewardError: The server rejected the request, or its response is not JSON.
         """
-        client, slots = self._open()
+        client = self._open()
         problem = ""
         for attempt in range(self.retries + 1):
             if attempt:
                 wait = self.backoff * 2 ** (attempt - 1) * random.uniform(0.5, 1.5)
-                await asyncio.sleep(min(self.max_backoff, wait))
+                await asyncio.sleep(min(_LONGEST_WAIT, wait))
             try:
-                async with slots:
-                    response = await client.post(self.url, json=body, headers=self._headers())
+                response = await client.post(self.url, json=body)
             except httpx.TransportError as error:  # timeouts and connection errors
                 problem = redact_text(f"{type(error).__name__}: {error}")
                 continue
@@ -109,38 +104,29 @@ class RetryingReward(Reward):
 
     async def close(self) -> None:  # type: ignore[override]
         """Closes the connections. The next request opens new ones."""
-        client, self._client, self._loop = self._client, None, None
+        client, self._client = self._client, None
         if client is not None:
             await client.aclose()
 
     def _decoded(self, response: httpx.Response) -> Any:
         said, status = redact_text(response.text)[:200], response.status_code
         if status != 200:
-            hints = {401: " Set token_env.", 403: " Set token_env.", 413: " Lower batch_size."}
-            raise RewardError(f"{self.url} rejected the request with status {status}: {said}.{hints.get(status, '')}")
+            raise RewardError(f"{self.url} rejected the request with status {status}: {said}.")
         try:
-            value = json.loads(response.content)
+            return json.loads(response.content)
         except ValueError as error:
             raise RewardError(f"url={self.url}: returned {said!r}, which is not JSON. Check the URL.") from error
-        if value is None:  # None means that the server did not respond
-            raise RewardError(f"url={self.url}: returned null. Check the URL.")
-        return value
 
-    def _headers(self) -> dict[str, str]:
-        if self.token_env is None:
-            return {}
-        token = os.environ[self.token_env]
-        remember_secret(token)  # a server may echo it
-        bearer_token(f"{type(self).__name__}.token_env: the token in ${self.token_env}", token)
-        return {"Authorization": f"Bearer {token}"}
-
-    def _open(self) -> tuple[httpx.AsyncClient, asyncio.Semaphore]:
-        loop = asyncio.get_running_loop()
-        if self._client is None or self._slots is None or self._loop is not loop:  # connections are bound to a loop
+    def _open(self) -> httpx.AsyncClient:
+        if self._client is None:
             local = httpx.URL(self.url).host in ("127.0.0.1", "localhost", "::1")
-            self._client = httpx.AsyncClient(timeout=self.timeout, trust_env=not local)  # no proxy for loopback
-            self._slots, self._loop = asyncio.Semaphore(self.concurrency), loop
-        return self._client, self._slots
+            self._client = httpx.AsyncClient(
+                timeout=httpx.Timeout(self.timeout, pool=None),
+                limits=httpx.Limits(max_connections=self.concurrency),
+                headers=self._headers,
+                trust_env=not local,  # no proxy for loopback
+            )
+        return self._client
 
 
 class RemoteReward(RetryingReward):
@@ -161,15 +147,10 @@ class RemoteReward(RetryingReward):
         columns: Dataset columns to send in `columns`.
         reference_column: Dataset column to send as `references`.
         label_column: Dataset column to send as `labels`.
-        image_column: Dataset column to send as `images` instead of the decoded images. Text is sent unchanged, bytes
-            and PIL images as base64.
         send_media: Whether to send images and videos.
         send_completion_ids: Whether to send the sampled token IDs.
         batch_size: Maximum number of completions per request. Larger groups are not split.
         connection: Other arguments of `RetryingReward`, such as `timeout`, `retries`, and `token_env`.
-
-    Raises:
-        ValueError: An argument is out of range, or `token_env` contains no valid token.
     """
 
     def __init__(
@@ -178,7 +159,6 @@ class RemoteReward(RetryingReward):
         columns: list[str] | None = None,
         reference_column: str | None = None,
         label_column: str | None = None,
-        image_column: str | None = None,
         send_media: bool = True,
         send_completion_ids: bool = False,
         batch_size: int = 64,
@@ -186,10 +166,10 @@ class RemoteReward(RetryingReward):
     ) -> None:
         super().__init__(url, **connection)
         self.columns = list(columns or [])
-        self.fields = {"references": reference_column, "labels": label_column, "images": image_column}
+        self.fields = {"references": reference_column, "labels": label_column}
         self.send_media = send_media
         self.send_completion_ids = send_completion_ids
-        self.batch_size = at_least("RemoteReward.batch_size", batch_size, 1)
+        self.batch_size = batch_size
 
     async def __call__(
         self,
@@ -201,14 +181,10 @@ class RemoteReward(RetryingReward):
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
     ) -> list[float | None]:
-        media = {name: rows for name, rows in (("images", images), ("videos", videos)) if any(rows)}
-        rows: dict[str, Any] = {
-            key: list(column_of({**columns, **media}, name)) for key, name in self.fields.items() if name
-        }
+        rows: dict[str, Any] = {key: list(column_of(columns, name)) for key, name in self.fields.items() if name}
         own = {name: list(column_of(columns, name)) for name in self.columns}
         if self.send_media:
-            rows = {**media, **rows}
-        rows |= {name: encode_rows(rows[name]) for name in ("images", "videos") if name in rows}
+            rows |= {name: encode_rows(media) for name, media in (("images", images), ("videos", videos)) if any(media)}
         if self.send_completion_ids:
             rows["completion_ids"] = [list(ids) for ids in columns["completion_ids"]]
         rows["queries"] = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
@@ -226,7 +202,7 @@ class RemoteReward(RetryingReward):
     async def _ask(self, body: dict[str, Any], num_rows: int) -> list[float | None] | None:
         """Rewards of one request; None if all retries failed and `on_failure` is "skip"."""
         answer = await self.post(body, f"{num_rows} completion{'s' * (num_rows != 1)}")
-        if answer is None:
+        if answer is None and self.on_failure == "skip":
             return None
         rewards = answer.get("rewards") if isinstance(answer, dict) else None
         if not isinstance(rewards, list) or len(rewards) != num_rows:

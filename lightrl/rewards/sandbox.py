@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightrl.compat.arguments import above, at_least, install_command
+from lightrl.compat.arguments import install_command
 
 _GRACE_SECONDS = 15.0
 _MIB = 1 << 20
@@ -75,8 +75,7 @@ class Sandbox:
         readable: Additional files and directories that programs can read.
 
     Raises:
-        ValueError: A limit is out of range, or neither mechanism works on this system. The message says what to
-            install.
+        ValueError: Neither mechanism works on this system. The message says what to install.
     """
 
     def __init__(
@@ -89,11 +88,11 @@ class Sandbox:
         python: str | None = None,
         readable: Sequence[str] = (),
     ) -> None:
-        self.timeout = above("Sandbox.timeout", timeout, note=" seconds")
-        self.memory_mib = at_least("Sandbox.memory_mib", memory_mib, 64)
-        self.max_processes = at_least("Sandbox.max_processes", max_processes, 1)
-        self.disk_mib = at_least("Sandbox.disk_mib", disk_mib, 1)
-        self.output_kib = at_least("Sandbox.output_kib", output_kib, 1)
+        self.timeout = timeout
+        self.memory_mib = memory_mib
+        self.max_processes = max_processes
+        self.disk_mib = disk_mib
+        self.output_kib = output_kib
         self.python = python or sys.executable
         roots = (sys.prefix, sys.base_prefix) if python is None else (Path(python).parent.parent,)
         self._readable = [str(path) for path in (*roots, *readable)]
@@ -256,17 +255,3 @@ def _trial(name: str, place: str) -> str | None:
     finally:
         running.stop()
     return None if ended["code"] == 7 else said.decode(errors="replace").strip() or str(ended)
-
-
-class SandboxedPython(Sandbox):
-    """Runs Python programs with the limits of `Sandbox`. A call returns the output and the reason of a failure."""
-
-    def __call__(self, code: str) -> str:
-        return self.run_python(code).text()
-
-
-class SandboxedBash(Sandbox):
-    """Runs bash scripts with the limits of `Sandbox`. A call returns the output and the reason of a failure."""
-
-    def __call__(self, code: str) -> str:
-        return self.run_bash(code).text()

@@ -9,17 +9,15 @@ import asyncio
 import concurrent.futures
 import logging
 import math
-from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from lightrl.compat.arguments import MAX_REWARD, above, at_least, one_of
-from lightrl.engines.background import BackgroundLoop, all_of, patient_result
+from lightrl.engines.background import BackgroundLoop, all_of
 from lightrl.records import Scores
 from lightrl.rewards.base import (
-    MEDIA,
+    OFFERED,
     CallFailed,
     CallLog,
-    RewardError,
     RewardFunction,
     RewardSpec,
     extracted_answer,
@@ -28,39 +26,10 @@ from lightrl.rewards.base import (
     reward_name,
 )
 
-OFFERED = ("prompts", "completions", "completion_ids", "group_ids", "training_progress", *MEDIA)
-"""Arguments that every function can use in addition to the dataset's columns."""
 OWN_NAMES = ("prompts", "completions", "completion_ids", "group_ids", "training_progress", "log_metric", "log_extra")
 """Arguments of reward functions that take precedence over a column of the same name."""
 
 log = logging.getLogger(__name__)
-
-
-class ScoreHandle:
-    """The scores of one submission, available when the slowest function is done."""
-
-    def __init__(self, future: concurrent.futures.Future[Scores]) -> None:
-        self._future = future
-
-    def done(self) -> bool:
-        """Whether `result` would return or raise immediately."""
-        return self._future.done()
-
-    def __await__(self) -> Generator[Any, None, Scores]:
-        """Waits on an event loop. Canceling the wait cancels the scoring."""
-        return asyncio.wrap_future(self._future).__await__()
-
-    def result(self, timeout: float | None = None) -> Scores:
-        """Waits for the scores for at most `timeout` seconds.
-
-        Raises:
-            RewardError: A function failed, or the scorer was closed.
-            TimeoutError: The scores are not available yet. You can call `result` again.
-        """
-        try:
-            return patient_result(self._future) if timeout is None else self._future.result(timeout)
-        except concurrent.futures.CancelledError as error:
-            raise RewardError("The RewardScorer was closed before it had scored these completions.") from error
 
 
 class RewardScorer:
@@ -90,7 +59,7 @@ class RewardScorer:
         weights: Name -> weight, excluding functions whose weight depends on the label.
 
     Raises:
-        ValueError: Lengths differ, names are duplicated, a function is unknown, or a number is out of range.
+        ValueError: Names are duplicated, a function is unknown, or `weights` and `rewards_by_label` are both set.
     """
 
     def __init__(
@@ -106,16 +75,21 @@ class RewardScorer:
     ) -> None:
         loaded = [load_reward(function) for function in functions]
         names = [reward_name(function) for function in loaded] if names is None else names
-        _check(loaded, names, weights, rewards_by_label)
         self.names = list(names)
-        at_least("max_concurrency", max_concurrency, 1)
+        if len(set(self.names)) < len(self.names):
+            raise ValueError(f"names={self.names}: must be unique. Set names=[...].")
+        if weights is not None and rewards_by_label is not None:
+            raise ValueError("weights and rewards_by_label are mutually exclusive. Set only one.")
+        listed = {name for parts in (rewards_by_label or {}).values() for name, _ in parts}
+        if unknown := sorted(listed - set(self.names)):
+            raise ValueError(f"rewards_by_label: {unknown} are not reward functions. Use some of {self.names}.")
         self.rewards_by_label = (
             None if rewards_by_label is None else {label: dict(parts) for label, parts in rewards_by_label.items()}
         )
         self.weights = _weights(self.names, weights, self.rewards_by_label)
         self.label_column = label_column
-        self.timeout = above("timeout", timeout, or_none="for no limit")
-        self.on_reward_error = one_of("on_reward_error", on_reward_error, "error", "skip")
+        self.timeout = timeout
+        self.on_reward_error = on_reward_error
         self._functions = [RewardFunction(name, function) for name, function in zip(self.names, loaded, strict=True)]
         self._limits = [function.max_concurrency or max_concurrency for function in self._functions]
         self._loop = BackgroundLoop("rewards")
@@ -141,8 +115,8 @@ class RewardScorer:
         columns: Mapping[str, Sequence[Any]],
         group_ids: Sequence[int],
         media: Mapping[str, Sequence[Any]] | None = None,
-    ) -> ScoreHandle:
-        """Starts scoring n completions and returns immediately.
+    ) -> concurrent.futures.Future[Scores]:
+        """Starts scoring n completions and returns a future immediately. Closing the scorer cancels it.
 
         Args:
             prompts: n strings.
@@ -151,32 +125,20 @@ class RewardScorer:
             columns: Dataset column -> n values.
             group_ids: n integers. Submit all completions of a prompt together.
             media: Decoded `images`, `videos`, and `audios`, n lists each. Take precedence over columns.
-
-        Raises:
-            ValueError: Lengths differ, or a label is unknown.
         """
         rows: dict[str, Sequence[Any]] = {**columns, **(media or {})}
         rows.update(prompts=prompts, completions=completions, completion_ids=completion_ids, group_ids=group_ids)
         rows["training_progress"] = [self._progress] * len(completions)
-        wrong = {name: len(values) for name, values in rows.items() if len(values) != len(completions)}
-        if wrong:
-            raise ValueError(
-                f"RewardScorer.submit: got {len(completions)} completions, but {wrong} values. Pass one value each."
-            )
-        weights = self._row_weights(rows, len(completions))
-        return ScoreHandle(self._loop.submit(self._score(rows, weights)))
+        weights = [self.weights] * len(completions)
+        if self.rewards_by_label is not None:
+            for label in rows[self.label_column]:
+                self.check_label(label, "an example")
+            weights = [self.rewards_by_label[label] for label in rows[self.label_column]]
+        return self._loop.submit(self._score(rows, weights))
 
     def set_progress(self, fraction: float) -> None:
         """Sets `training_progress`, the completed fraction of the run."""
         self._progress = fraction
-
-    def require_columns(self, columns: Iterable[str]) -> None:
-        """Raises a `ValueError` if a function requires a column that is not among these."""
-        offered = {*columns, *OFFERED}
-        for function in self._functions:
-            if complaint := function.complaint(offered):
-                raise ValueError(complaint)
-        self._require_labels(offered)
 
     def check_source(
         self, columns: Collection[str], source: str, labels: Iterable[Any] | None = None, mixed: Iterable[str] = ()
@@ -199,17 +161,12 @@ class RewardScorer:
                     self.check_label(label, f"{source}: an example")
                     used.update(self.rewards_by_label[label])
         for function in self._functions:
-            if function.name not in used:
-                continue
-            if lacking := sorted({*function.needed_columns} - {*columns, *mixed}):
+            missing = {*function.needed_columns} - {*columns, *mixed} | {*function.missing({*columns, *OFFERED})}
+            if function.name in used and missing:
                 raise ValueError(
-                    f"reward function {function.name!r}: column={lacking[0]!r} is not in {source}, which has: "
-                    f"{', '.join(sorted(columns))}. Set column to the one with the reference, or add it to the data."
-                )
-            if complaint := function.complaint({*columns, *OFFERED}, source):
-                raise ValueError(
-                    f"{complaint} Or add the column to the data (null if not applicable), give the parameter a "
-                    "default, or assign functions to examples with rewards_by_label."
+                    f"reward function {function.name!r}: requires {', '.join(sorted(missing))}, but {source} has "
+                    f"{', '.join(sorted(columns))}. Add the column, set the reward's column "
+                    "argument, or assign functions to examples with rewards_by_label."
                 )
 
     def check_label(self, label: Any, where: str) -> None:
@@ -242,24 +199,6 @@ class RewardScorer:
         if errors:
             raise errors[0]
 
-    def _row_weights(self, rows: Mapping[str, Sequence[Any]], num_rows: int) -> list[dict[str, float]]:
-        """The functions that score each completion, with their weights."""
-        if self.rewards_by_label is None:
-            return [self.weights] * num_rows
-        self._require_labels(rows)
-        labels = rows[self.label_column]
-        for index, label in enumerate(labels):
-            self.check_label(label, f"row {index} (prompt {str(rows['prompts'][index])[:60]!r})")
-        return [self.rewards_by_label[label] for label in labels]
-
-    def _require_labels(self, columns: Collection[str]) -> None:
-        """Raises a `ValueError` if the label column that `rewards_by_label` needs is missing."""
-        if self.rewards_by_label is not None and self.label_column not in columns:
-            raise ValueError(
-                f"label_column={self.label_column!r}: is not a dataset column, but rewards_by_label requires it. "
-                f"Use one of: {', '.join(sorted(columns))}."
-            )
-
     async def _score(self, rows: Mapping[str, Sequence[Any]], weights: list[dict[str, float]]) -> Scores:
         parts = await all_of(self._part(index, rows, weights) for index in range(len(self._functions)))
         scores = Scores(total=[], parts={})
@@ -270,14 +209,7 @@ class RewardScorer:
         for row, row_weights in enumerate(weights):
             values = {name: scores.parts[name][row] for name in row_weights}
             scored = [w * values[name] for name, w in row_weights.items() if w != 0 and not math.isnan(values[name])]
-            total = math.fsum(scored) if scored else math.nan
-            if abs(total) > MAX_REWARD:
-                listed = ", ".join(f"{weight:g} * {name}={values[name]:g}" for name, weight in row_weights.items())
-                raise RewardError(
-                    f"completion {row}: the weighted sum of rewards ({listed}) is {total:g}, which overflows float32 "
-                    f"sums of squares. Scale weights or rewards to totals of at most {MAX_REWARD:g}."
-                )
-            scores.total.append(total)
+            scores.total.append(math.fsum(scored) if scored else math.nan)
         return scores
 
     async def _part(self, index: int, rows: Mapping[str, Sequence[Any]], weights: list[dict[str, float]]) -> Scores:
@@ -309,45 +241,3 @@ def _weights(
         return dict(zip(names, map(float, weights or [1.0] * len(names)), strict=True))
     used = {name: {parts[name] for parts in rewards_by_label.values() if name in parts} for name in names}
     return {name: float(found.pop()) for name, found in used.items() if len(found) == 1}
-
-
-def _check(
-    functions: Sequence[Any],
-    names: Sequence[str],
-    weights: Sequence[float] | None,
-    rewards_by_label: Mapping[str, Sequence[tuple[str, float]]] | None,
-) -> None:
-    """Rejects ambiguous or inconsistent functions, names, and weights."""
-    if not functions:
-        raise ValueError("functions=[]: must contain at least one reward function. Add one.")
-    for label, values in (("names", names), ("weights", weights)):
-        if values is not None and len(values) != len(functions):
-            raise ValueError(
-                f"{label}={list(values)}: has {len(values)} entries for {len(functions)} functions. Pass one each."
-            )
-    if twice := sorted({name for name in names if list(names).count(name) > 1}):
-        raise ValueError(f"names: several reward functions are named {', '.join(twice)}. Set unique names=[...].")
-    if weights is not None and not (all(map(math.isfinite, weights)) and any(weights)):
-        raise ValueError(f"weights={list(weights)}: must be finite and not all 0. Fix the weights.")
-    if rewards_by_label is None:
-        return
-    if weights is not None:
-        raise ValueError("weights and rewards_by_label are mutually exclusive. Set the weights in rewards_by_label.")
-    if not rewards_by_label:
-        raise ValueError("rewards_by_label={}: has no labels. List the functions of each label, or set it to null.")
-    for label, parts in rewards_by_label.items():
-        for name, weight in parts:
-            if name not in names:
-                known = ", ".join(names)
-                raise ValueError(
-                    f"rewards_by_label[{label!r}]: {name!r} is not a reward function. Use one of: {known}."
-                )
-            if not math.isfinite(weight):
-                raise ValueError(
-                    f"rewards_by_label[{label!r}]: the weight of {name!r} is {weight}. Use a finite number."
-                )
-        if len({name for name, _ in parts}) != len(parts):
-            raise ValueError(f"rewards_by_label[{label!r}]: lists a function twice. Remove the duplicate.")
-    used = {name for parts in rewards_by_label.values() for name, _ in parts}
-    if unused := [name for name in names if name not in used]:
-        raise ValueError(f"rewards_by_label: no label uses {', '.join(unused)}. Add them to a label or remove them.")

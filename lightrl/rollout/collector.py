@@ -251,7 +251,7 @@ class Collection:
             of_prompt = prompt.media[0] if prompt.media else Media()
             shown = [of_prompt if (last := t.rows[-1].media) is None else last for t in sound]
             media = {name: [getattr(one, name) for one in shown] for name in ("images", "videos", "audios")}
-        scores = await scorer.submit(
+        future = scorer.submit(
             prompts=[prompt.texts[0]] * len(sound),
             completions=[trajectory.completion for trajectory in sound],
             completion_ids=[trajectory.sampled_ids for trajectory in sound],
@@ -259,6 +259,7 @@ class Collection:
             group_ids=[number] * len(sound),
             media=media,
         )
+        scores = await asyncio.wrap_future(future)
         return scores.spread(places, len(trajectories))
 
     async def _watch(self, timeout: float) -> None:

@@ -11,11 +11,9 @@ from lightning.pytorch import Callback, seed_everything
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightrl.algorithms import PPOLightningModule
-from lightrl.callbacks import EMA, HFExport, RolloutCheckpoint, WeightSync
+from lightrl.callbacks import HFExport, WeightSync
 from lightrl.cli.export import export
-from lightrl.data.prompts import PromptSource
 from lightrl.models.spec import LoraSpec, ModelSpec
-from lightrl.rollout import Evaluation
 from tests.toys import quickstart_model, quiet_trainer, sums_data
 
 
@@ -92,46 +90,3 @@ def test_weights_that_are_not_finite_take_no_good_exports_place(model: str, tmp_
     trainer.save_checkpoint(tmp_path / "bad.ckpt")
     with pytest.raises(ValueError, match="out' is not written.*not finite"):
         export(str(tmp_path / "bad.ckpt"), str(tmp_path / "out"))
-
-
-class Scores(Callback):
-    """Evaluates as 0, 9, 2, and keeps the weights that were evaluated."""
-
-    def __init__(self) -> None:
-        self.weights: list[dict[str, torch.Tensor]] = []
-
-    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
-        self.weights.append({name: value.clone() for name, value in module.actor.lm.state_dict().items()})
-        module.log("eval/score", (0.0, 9.0, 2.0)[len(self.weights) - 1])
-
-
-@pytest.mark.parametrize("average", [False, True])
-def test_the_best_checkpoint_is_exported(average: bool, model: str, tmp_path: Path) -> None:
-    """What was evaluated: with `EMA` the average. The module keeps its last weights."""
-    seed_everything(0, verbose=False)
-    module = PPOLightningModule(model, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2))
-    scores, saving = Scores(), RolloutCheckpoint(1, str(tmp_path / "c"), monitor="eval/score")
-    callbacks = [WeightSync(), *([EMA(0.5)] if average else []), HFExport(str(tmp_path / "best"), best=True)]
-    trainer = quiet_trainer(callbacks=[*callbacks, scores, saving], max_epochs=3, enable_checkpointing=True)
-    rows = PromptSource(rows=[{"prompt": "01+02="}])
-    trainer.fit(module, sums_data(rollouts_per_epoch=1, evaluation=Evaluation(rows)))
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "best", dtype=torch.float32).state_dict()
-    assert all(torch.equal(value, exported[name]) for name, value in scores.weights[1].items())
-    assert any(not torch.equal(value, exported[name]) for name, value in module.actor.lm.state_dict().items())
-
-
-def test_the_best_of_nothing_is_rejected(model: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="HFExport.best"):
-        fit(ModelSpec(model), HFExport(str(tmp_path), best=True))
-
-
-def test_zero_rollouts_between_exports_are_refused() -> None:
-    with pytest.raises(ValueError, match="every_n_rollouts=0"):
-        HFExport(every_n_rollouts=0)
-
-
-def test_the_module_writes_itself(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = fit(ModelSpec(model), HFExport(dirpath=str(tmp_path / "by_callback")))
-    module.save_pretrained(tmp_path / "own")
-    tokens = torch.arange(20).view(2, 10) % 15
-    assert torch.equal(logprobs(tmp_path / "own", tokens), logprobs(tmp_path / "by_callback", tokens))

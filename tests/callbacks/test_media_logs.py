@@ -7,21 +7,18 @@ import hashlib
 import io
 import json
 import re
-import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from lightning.pytorch.loggers import CometLogger, CSVLogger, Logger, MLFlowLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from PIL import Image, ImageDraw
 from rich.console import Console
 
 from lightrl.callbacks.completion_logger import CompletionLogger, sample_records, samples_table
 from lightrl.callbacks.rollout_writer import RolloutWriter, load_rollouts
-from lightrl.callbacks.run_files import contact_sheet, describe
 from lightrl.cli.report import report
 from lightrl.records import Media, Rollouts
 from tests.callbacks.toys import Loader, LoggingModule, make_rollouts
@@ -142,80 +139,6 @@ def test_wandb_gets_the_pictures(
     assert {(188, 96), (4 * 44 - 4, 30)} <= sizes
 
 
-class Client:
-    """Stands in for the clients of MLflow and Comet, which are not installed here: keeps what it is given."""
-
-    def __init__(self) -> None:
-        self.tables: list[tuple[Any, ...]] = []
-        self.images: list[tuple[Any, ...]] = []
-
-    def log_table(self, *args: Any, **kwargs: Any) -> None:
-        self.tables.append((*args, kwargs))
-
-    def log_image(self, *args: Any, **kwargs: Any) -> None:
-        self.images.append((*args, kwargs))
-
-
-class Clientless(Logger):
-    """What a logger needs beside its client."""
-
-    name, version, run_id = "own", "0", "run"
-    save_dir = None
-
-    def __init__(self, *args: Any) -> None:
-        self.client = Client()
-
-    @property
-    def experiment(self) -> Any:
-        return self.client
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        pass
-
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def log_graph(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def finalize(self, status: str) -> None:
-        pass
-
-    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        pass
-
-
-class OwnMLFlow(Clientless, MLFlowLogger):
-    """Of Lightning's class, by which it is told."""
-
-
-class OwnComet(Clientless, CometLogger):
-    """Of Lightning's class, by which it is told."""
-
-
-def test_mlflow_gets_one_table_and_the_pictures(
-    seen: Rollouts, make_trainer: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "mlflow", types.ModuleType("mlflow"))  # as mlflow 2: without traces
-    logger = OwnMLFlow()
-    fit(make_trainer, seen, CompletionLogger(1, num_samples=3, terminal=False), logger=[CSVLogger(tmp_path), logger])
-    (run, columns, file, _), *_ = logger.client.tables
-    assert (run, file) == ("run", "samples/train.json")
-    assert columns["prompt"] == ["same?", "1+1=", "same?"] and columns["reward"] == [1.0, 1.0, 0.0]
-    assert columns["step"] == [0, 0, 0] and len({len(values) for values in columns.values()}) == 1
-    (_, sheet, named), *_ = logger.client.images
-    assert sheet.shape == (96, 188, 4) and named == {"key": "samples_train_0", "step": 0}
-
-
-def test_comet_gets_tables_and_the_pictures(seen: Rollouts, make_trainer: Callable[..., Any], tmp_path: Path) -> None:
-    logger = OwnComet()
-    fit(make_trainer, seen, CompletionLogger(1, num_samples=3, terminal=False), logger=[CSVLogger(tmp_path), logger])
-    (file, rows, named), *_ = logger.client.tables
-    assert file == "samples_train_0.csv" and [row[0] for row in rows] == ["same?", "1+1=", "same?"]
-    assert named["headers"][:3] == ["prompt", "completion", "reward"]
-    assert [named["name"] for _, named in logger.client.images][:2] == ["samples/train/0", "samples/train/2"]
-
-
 def is_png(path: Path) -> bool:
     return "thumbnails" not in path.parts and path.read_bytes()[:4] == b"\x89PNG"
 
@@ -235,11 +158,3 @@ def test_trajectories_keep_the_originals(
         [Media(images=shown[0].images, videos=shown[2].videos, audios=shown[2].audios)]
     )
     assert arrays[0].dtype == np.uint8 and arrays[1].dtype == np.float32
-
-
-def test_sheets_wrap_and_stop() -> None:
-    many = Media(images=[Image.new("L", (10, 20), 7)] * 15)
-    sheet = contact_sheet(many)
-    assert sheet.size == (4 * 14 - 4, 3 * 24 - 4) and describe(many).startswith("15 images (10x20, ")
-    assert contact_sheet(Media()) is None and describe(Media()) == ""
-    assert contact_sheet(Media(videos=[np.zeros((1, 8, 8, 3), np.uint8)])).size == (8, 8)

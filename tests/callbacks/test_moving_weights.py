@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 from lightrl.algorithms import GRPOLightningModule, PPOLightningModule
 from lightrl.algorithms.settings import ExtraLosses, Updates
 from lightrl.callbacks import EMA, AdaptiveEntropy, HFExport, ReferenceSync, WeightSync
-from lightrl.data.prompts import PromptSource
 from lightrl.models.spec import LoraSpec, ModelSpec
 from lightrl.objectives import KLInLoss
 from lightrl.rollout import Evaluation
@@ -86,14 +85,6 @@ def test_ema_is_the_running_average_and_evaluation_samples_from_it(model_path: s
     torch.testing.assert_close(flat(exported), average)
 
 
-def test_ema_can_leave_evaluation_to_the_policy(model_path: str) -> None:
-    trace = Trace()
-    module = GRPOLightningModule(model_path, kl=None, optimizer=sgd)
-    prompts = PromptSource(rows=[{"prompt": "01+02="}])
-    fit(module, [EMA(decay=0.5, evaluate=False), trace], rollouts=2, evaluation=Evaluation(prompts))
-    assert torch.equal(trace.evaluated[0], trace.actor[-1])
-
-
 def test_the_policy_comes_back_after_an_error_in_evaluation(model_path: str) -> None:
     class Breaks(Callback):
         def on_validation_batch_end(self, *_: Any) -> None:
@@ -104,11 +95,6 @@ def test_the_policy_comes_back_after_an_error_in_evaluation(model_path: str) -> 
     with pytest.raises(KeyError):
         fit(module, [EMA(0.5), trace, Breaks()], evaluation=Evaluation([{"prompt": "01+02="}]))
     assert torch.equal(flat(module.actor), trace.actor[-1])
-
-
-def test_export_of_a_missing_average_is_refused(model_path: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="HFExport.ema=True"):
-        fit(GRPOLightningModule(model_path, kl=None), [HFExport(dirpath=str(tmp_path), ema=True)])
 
 
 def test_the_reference_moves_every_n_rollouts(model_path: str) -> None:
@@ -131,11 +117,6 @@ def test_a_lora_policy_moves_a_reference_of_its_own(model_path: str) -> None:
     merged = {name: tensor.clone() for name, tensor in module.named_policy_weights()}
     for name, parameter in module.reference.lm.named_parameters():  # type: ignore[union-attr]
         torch.testing.assert_close(parameter, merged[name])
-
-
-def test_a_reference_that_is_not_there_cannot_move(model_path: str) -> None:
-    with pytest.raises(ValueError, match="ReferenceSync with kl=None"):
-        fit(GRPOLightningModule(model_path, kl=None), [ReferenceSync()])
 
 
 class SomeFlat:

@@ -44,14 +44,11 @@ def train(logger: Any, rollouts: Rollouts, make_trainer: Callable[..., Any]) -> 
     make_trainer(callback, logger=logger).fit(LoggingModule(), Loader([rollouts]))
 
 
-@pytest.mark.parametrize("store", ["database", "files"])
 def test_mlflow_gets_a_trace_of_the_run_with_turns_and_feedback(
-    store: str, conversations: Rollouts, make_trainer: Callable[..., Any], tmp_path: Path, monkeypatch: Any
+    conversations: Rollouts, make_trainer: Callable[..., Any], tmp_path: Path
 ) -> None:
     mlflow = pytest.importorskip("mlflow", minversion="3.0")
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    address = f"sqlite:///{tmp_path}/mlflow.db" if store == "database" else None
-    logger = MLFlowLogger("tests", tracking_uri=address, save_dir=str(tmp_path / "mlruns"))
+    logger = MLFlowLogger("tests", tracking_uri=f"sqlite:///{tmp_path}/mlflow.db", save_dir=str(tmp_path / "mlruns"))
     train(logger, conversations, make_trainer)
     found = mlflow.search_traces(locations=[logger.experiment_id], return_type="list")
     assert len(found) == 2 and {one.info.trace_metadata["mlflow.sourceRun"] for one in found} == {logger.run_id}
@@ -61,9 +58,8 @@ def test_mlflow_gets_a_trace_of_the_run_with_turns_and_feedback(
     assert [turn["role"] for turn in root.outputs["messages"]] == ["assistant", "tool", "assistant"]
     assert first.outputs["choices"][0]["message"]["tool_calls"] == [CALL]
     assert second.inputs["messages"] == [CONVERSATION[3]] and root.attributes["advantage"] in (4.0, 7.5)
-    if store == "database":
-        values = {each.name: each.value for each in one.info.assessments}
-        assert values["reward"] == 1.0 and values["reward/judge"] in (0.5, 0.0)
+    values = {each.name: each.value for each in one.info.assessments}
+    assert values["reward"] == 1.0 and values["reward/judge"] in (0.5, 0.0)
 
 
 def test_trackio_gets_traces_by_the_logger_in_the_docs(

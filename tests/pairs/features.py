@@ -157,12 +157,6 @@ REFUSALS: list[Callable[[Settings], bool]] = [
     lambda s: s.get("group") == "1" and s.get("refills") == "yes",
     lambda s: s.get("callback") in ("AdaptiveKL", "LinearKL", "ReferenceSync") and kl(s) == "none",
     lambda s: s.get("callback") == "ReferenceSync" and s.get("lora") == "yes",
-    lambda s: s.get("callback") == "OffloadModels" and s.get("overlap") == "staleness",
-    lambda s: (
-        s.get("callback") == "OffloadModels"
-        and s.get("critic") in ("none", "shared")
-        and (kl(s) == "none" or s.get("lora") == "yes")
-    ),
     lambda s: s.get("callback") == "RewardNormalization" and estimator(s) in {*BINARY, "GDPO", *TURNS},
     lambda s: s.get("callback") == "LogprobMonitor" and loss(s) == "RolloutRatio",
     lambda s: s.get("callback") == "TrajectoryLogprobCheck" and s.get("sampling") not in ("plain", None),

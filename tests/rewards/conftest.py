@@ -57,7 +57,7 @@ class Server:
 
 @pytest.fixture(scope="module")
 def serve():
-    """`serve("function", token=..., max_rows=...)` -> a started server; all are killed at the end of the file."""
+    """`serve("function", token=...)` -> a started server; all are killed at the end of the file."""
     servers = []
 
     def start(function: str, token: str | None = None, **arguments) -> Server:

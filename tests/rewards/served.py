@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 import os
-import time
 
 
 def length(completions):
     return [float(len(text)) for text in completions]
 
 
-def length_of_all(completions, **columns):
-    return length(completions)
-
-
 def length_or_none(completions, log_metric):
     log_metric("x", 1.0)
     return [None if text == "skip" else float(len(text)) for text in completions]
-
-
-def slow(completions):
-    time.sleep(60)
-    return [0.0] * len(completions)
-
-
-def pause(completions):
-    time.sleep(3.0)
-    return length(completions)
 
 
 def kill_once(completions):
@@ -42,11 +27,6 @@ def uses_all(prompts, completions, completion_ids, group_ids, references, labels
         float(len(p) + len(c) + len(i) + r + k + v)
         for p, c, i, r, k, v in zip(prompts, completions, completion_ids, references, labels, level, strict=True)
     ]
-
-
-def too_many(completions):
-    """One value more than completions."""
-    return [0.0] * (len(completions) + 1)
 
 
 def raises(completions):

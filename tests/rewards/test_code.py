@@ -13,7 +13,7 @@ import pytest
 
 from lightrl.environments import BashTool, PythonTool, ToolEnvironment
 from lightrl.environments.base import Reply, ToolCall
-from lightrl.rewards import CodeTests, RewardError, Sandbox, SandboxedBash, SandboxedPython
+from lightrl.rewards import CodeTests, RewardError, Sandbox
 from lightrl.rewards.code import extract_code, parse_tests
 from lightrl.rewards.sandbox import mechanism
 
@@ -218,5 +218,5 @@ def test_code_tools_answer_with_output_and_errors() -> None:
     assert asyncio.run(_called(PythonTool(), "python", code="print(6 * 7)")) == "42"
     assert "ZeroDivisionError" in asyncio.run(_called(PythonTool(), "python", code="1 / 0"))
     assert asyncio.run(_called(BashTool(), "bash", script="echo $((6 * 7)); exit 3")) == "42\n[exit code 3]"
-    assert SandboxedPython(timeout=1.0)("while True: pass") == "[stopped: timeout limit]"
-    assert SandboxedBash()("pwd > file; ls") == "file"
+    assert Sandbox(timeout=1.0).run_python("while True: pass").text() == "[stopped: timeout limit]"
+    assert Sandbox().run_bash("pwd > file; ls").text() == "file"

@@ -47,7 +47,7 @@ def need_sandbox():
 
 def test_sandbox(capsys):
     need_sandbox()
-    code = re.search(r"```python\n(from lightrl.rewards import SandboxedPython\n.*?)```", TEXT, re.S)[1]
+    code = re.search(r"```python\n(from lightrl.rewards import Sandbox\n.*?)```", TEXT, re.S)[1]
     exec(code, {})
     assert capsys.readouterr().out == "cba 0 exit\n['ZeroDivisionError: division by zero', '[exit code 1]']\n"
 

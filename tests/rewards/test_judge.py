@@ -9,12 +9,10 @@ import json
 import math
 import threading
 
-import numpy as np
 import pytest
 from PIL import Image
 
 from lightrl.rewards import GenerativeJudge, RewardError, RewardScorer
-from lightrl.rewards.chat import plain_text
 
 RED, BLUE = Image.new("RGB", (8, 6), (255, 0, 0)), Image.new("RGB", (8, 6), (0, 0, 255))
 
@@ -23,7 +21,7 @@ class Chat:
     """Scores an answer by the share of the images that are of the colour it names; "odd" answers are special."""
 
     def __init__(self) -> None:
-        self.bodies, self.headers, self.failing = [], [], set()
+        self.bodies, self.headers = [], []
         outer = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -50,8 +48,6 @@ class Chat:
     def answer(self, body):
         parts = body["messages"][0]["content"]
         text = parts[-1]["text"]
-        if any(word in text for word in self.failing):
-            return 500, {}
         pixels = [picture(part).getpixel((0, 0)) for part in parts[:-1]]
         wanted = (255, 0, 0) if 'A: "red"' in text else (0, 0, 255)
         share = 10 * sum(pixel == wanted for pixel in pixels) / max(1, len(pixels))
@@ -115,14 +111,9 @@ def test_the_judge_sees_the_rows_own_images(chat):
     assert picture(body["messages"][0]["content"][0]).size == (8, 6)
 
 
-def test_images_can_be_left_out_and_frames_are_spaced_evenly(chat):
-    video = np.zeros((9, 4, 4, 3), np.uint8) + np.arange(9, dtype=np.uint8)[:, None, None, None]
-    media = {"images": [[RED]], "videos": [[video]]}
-    ask(judge(chat, video_frames=3, send_images=False), ["red"], media)
-    frames = [picture(part).getpixel((0, 0))[0] for part in chat.bodies[0]["messages"][0]["content"][:-1]]
-    assert frames == [0, 4, 8]
-    ask(judge(chat, video_frames=0), ["red"], media)
-    assert [picture(part).size for part in chat.bodies[1]["messages"][0]["content"][:-1]] == [(8, 6)]
+def test_images_can_be_left_out(chat):
+    ask(judge(chat, send_images=False), ["red"], {"images": [[RED]]})
+    assert len(chat.bodies[0]["messages"][0]["content"]) == 1
 
 
 def test_what_cannot_be_read_scores_nothing_and_the_last_number_counts(chat):
@@ -130,15 +121,6 @@ def test_what_cannot_be_read_scores_nothing_and_the_last_number_counts(chat):
     assert math.isnan(scores.total[0]) and math.isnan(scores.total[1]) and scores.total[2] == 0.4
     assert scores.metrics["reward/judge/unread"] == pytest.approx(2 / 3)
     assert ask(judge(chat, low=1.0, high=11.0), ["loud", "twice"]).total == [1.0, 0.3]
-
-
-def test_failures_cost_only_their_own_row(chat):
-    chat.failing = {"blue"}
-    scores = ask(judge(chat, retries=1, on_failure="skip"), ["blue", "twice"])
-    assert math.isnan(scores.total[0]) and scores.total[1] == 0.4
-    assert (scores.metrics["reward/judge/unread"], scores.metrics["reward/judge/unanswered"]) == (0.0, 0.5)
-    with pytest.raises(RewardError, match="failed to score a completion after 2 attempts .last error: status 500"):
-        ask(judge(chat, retries=1), ["blue"])
 
 
 def test_columns_token_and_further_keys_are_sent(chat, monkeypatch):
@@ -151,33 +133,5 @@ def test_columns_token_and_further_keys_are_sent(chat, monkeypatch):
     assert chat.headers[0]["Authorization"] == "Bearer secret"
     with pytest.raises(RewardError, match="column='answer'"):
         ask(reward, ["x"])
-
-
-def test_conversations_lose_their_images():
-    content = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "How many?"}]
-    turns = [{"role": "system", "content": "Count."}, {"role": "user", "content": content}]
-    assert plain_text(turns) == "Count.\n\nHow many?"
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"pattern": "score"}, "0 groups"),
-        ({"low": 1.0, "high": 1.0}, "low=1.0: must be below high=1.0"),
-        ({"video_frames": -1}, "video_frames=-1"),
-        ({"timeout": 0}, "GenerativeJudge.timeout=0"),
-        ({"low": math.nan}, "low=nan"),
-        ({"instruction": "Grade."}, "instruction: lacks {completion}"),
-        ({"instruction": "{{completion}}"}, "instruction: lacks {completion}"),
-        ({"instruction": "{}"}, "instruction: the placeholder {} must be a plain name"),
-        ({"instruction": "{completion.__class__}"}, "must be a plain name"),
-        ({"instruction": "{completion} {prompt[0]}"}, "must be a plain name"),
-        ({"instruction": "{completion} {prompt!r}"}, "must be a plain name"),
-        ({"instruction": "{completion} {prompt:>9999999999}"}, "must be a plain name"),
-        ({"instruction": "{completion} {"}, "instruction="),
-        ({"url": "localhost:8000"}, "http://"),
-    ],
-)
-def test_bad_arguments(kwargs, message):
-    with pytest.raises(ValueError, match=message):
-        GenerativeJudge(**{"url": "http://127.0.0.1:9/v1/chat/completions", "model": "m", **kwargs})
+    with pytest.raises(ValueError, match="lacks {completion}"):
+        GenerativeJudge(chat.url, "m", instruction="Grade.")

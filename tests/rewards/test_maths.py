@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("math_verify")
 
-from lightrl.rewards import MathVerify, RewardError, RewardScorer
+from lightrl.rewards import MathVerify, RewardScorer
 from tests.waiting import gone
 
 
@@ -50,15 +50,7 @@ def test_endless_comparisons_are_unscored_and_the_rest_goes_on(reward):
     logged = {}
     values = reward(["1", "1", "1", "x"], logged.__setitem__, answer=["1", TOWER, "1", None])
     assert values == [1.0, None, 1.0, None]
-    assert logged == {"unparsable": 0.0, "timeouts": 0.25, "crashes": 0.0}
-
-
-def test_timeout_value_is_what_an_endless_comparison_scores():
-    made = MathVerify(timeout=2.0, timeout_value=0.0)
-    try:
-        assert made(["1", "1"], answer=[TOWER, "1"]) == [0.0, 1.0]
-    finally:
-        made.close()
+    assert logged == {"unparsable": 0.0, "timeouts": 0.25}
 
 
 def test_an_unreadable_reference_is_not_applicable(reward):
@@ -70,6 +62,7 @@ def test_an_unreadable_reference_is_not_applicable(reward):
 def test_a_killed_worker_is_replaced(reward):
     reward(["1"], answer=["1"])
     reward._workers[0]._process.kill()
+    reward._workers[0]._process.wait()
     assert reward(["1"], answer=["1"]) == [1.0]
 
 
@@ -97,11 +90,3 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
     pid = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=550).stdout)
     assert gone(pid), "the worker outlived its parent"
-
-
-def test_bad_arguments():
-    for kwargs in ({"timeout": 0}, {"num_workers": 0}):
-        with pytest.raises(ValueError, match="MathVerify"):
-            MathVerify(**kwargs)
-    with pytest.raises(RewardError, match="column='answer'"):
-        MathVerify()(["1"], label=["1"])

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -84,7 +81,6 @@ def test_exact_answer_compares_the_whole_text_by_default():
 
 
 def test_each_option_of_exact_answer_changes_a_reward():
-    assert ExactAnswer(ignore_whitespace=False)([" 42"], answer=["42"]) == [0.0]
     assert ExactAnswer(ignore_case=True)(["YES"], answer=["yes"]) == [1.0]
     assert ExactAnswer()(["42.0"], answer=["42"]) == [0.0]
     assert ExactAnswer(numeric=True)(["42.0", "1,000", "x", "0.1"], answer=["42", "1000", "x", "0.10"]) == [1.0] * 4
@@ -97,17 +93,6 @@ def test_each_option_of_exact_answer_changes_a_reward():
     tagged = ExactAnswer(pattern=r"<answer>(.*?)</answer>")
     assert tagged(["<answer>1</answer><answer>2</answer>", "2"], answer=["2", "2"]) == [1.0, 0.0]
     assert ExactAnswer(pattern=r"\d+")(["a 1 b 2"], answer=["2"]) == [1.0]  # without group: the whole last match
-
-
-def test_exact_answer_refuses_what_cannot_be_meant():
-    with pytest.raises(ValueError, match="extract='boxed' and pattern='x'"):
-        ExactAnswer(extract="boxed", pattern="x")
-    with pytest.raises(ValueError, match="not a valid regular expression"):
-        ExactAnswer(pattern="(")
-    with pytest.raises(ValueError, match="extract='box'"):
-        ExactAnswer(extract="box")
-    with pytest.raises(RewardError, match=r"column='answer'"):
-        ExactAnswer()(["1"], label=[1])
     with pytest.raises(RewardError, match=r"reference_extract='gsm8k': finds no answer in '42'"):
         ExactAnswer(reference_extract="gsm8k")(["1"], answer=["42"])
 
@@ -126,22 +111,13 @@ def test_format_sees_the_completion_only():
 
 def test_format_full_and_search():
     assert RegexFormat("a+")(["aaa", " aa ", "baa"]) == [1.0, 1.0, 0.0]
-    with pytest.raises(ValueError, match="pattern=5"):
-        RegexFormat(5)
     assert RegexFormat("a+", match="search")(["aaa", "baab", "b"]) == [1.0, 1.0, 0.0]
-    with pytest.raises(ValueError, match="match='all'"):
-        RegexFormat("a", match="all")
-    with pytest.raises(ValueError, match="not a valid regular expression"):
-        RegexFormat("[")
 
 
 def test_length_reward():
     # -0.5 * |n - 4|: n = 2 -> -1, n = 4 -> 0, n = 7 -> -1.5
     assert LengthReward(target=4, alpha=0.5)(ids(2, 4, 7)) == [-1.0, 0.0, -1.5]
     assert LengthReward(column="want", alpha=0.5)(ids(2, 2), want=[4, None]) == [-1.0, None]
-    for kwargs in ({}, {"target": 1, "column": "x"}, {"target": 1, "alpha": 0}):
-        with pytest.raises(ValueError, match="LengthReward"):
-            LengthReward(**kwargs)
 
 
 def test_repetition_penalty():
@@ -152,9 +128,6 @@ def test_repetition_penalty():
     assert RepetitionPenalty(n=3)(["a b", "", "a b c d"], ids(1, 1, 1)) == [0.0, 0.0, 0.0]
     # tokens 1 1 1 1: unigrams, 1 distinct of 4 -> -(1 - 1/4)
     assert RepetitionPenalty(n=1, unit="tokens")(["a b c d"], [[1, 1, 1, 1]]) == [-0.75]
-    for kwargs in ({"n": 0}, {"max_penalty": 0}, {"unit": "chars"}):
-        with pytest.raises(ValueError, match="RepetitionPenalty"):
-            RepetitionPenalty(**kwargs)
 
 
 def test_soft_overlong():
@@ -164,9 +137,6 @@ def test_soft_overlong():
     assert SoftOverlong(20480, 4096)(ids(16384, 18432, 20480)) == [0.0, -0.5, -1.0]
     assert SoftOverlong(100, 20)(ids(10, 80, 85, 90, 100, 120)) == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
     assert SoftOverlong(100, 50)(ids(90)) == [-0.8]
-    for buffer in (0, 11):
-        with pytest.raises(ValueError, match="buffer_tokens"):
-            SoftOverlong(10, buffer)
 
 
 class Given(Reward):
@@ -188,20 +158,6 @@ def test_cosine_length():
     # wrong, (-1, -0.5): -0.5 - 0.25 * (1 + cos): -1, -0.875, -0.75, -0.625
     assert cosine([0.0] * 4, [0, 4, 6, 8], max_tokens=12) == pytest.approx([-1.0, -0.875, -0.75, -0.625])
     assert cosine([1.0, 0.0, None, 0.5], [12, 13, 12, 6], max_tokens=12) == [-1.0, -1.0, None, 0.75]
-
-
-def test_each_value_of_cosine_length_matters():
-    values = {
-        "correct_at_zero": 2.0,
-        "correct_at_max": 1.0,
-        "wrong_at_zero": -10.0,
-        "wrong_at_max": 0.0,
-        "exceed": -9.0,
-    }
-    # half way: right (2 + 1) / 2, wrong (-10 + 0) / 2
-    assert cosine([1.0, 0.0, 1.0], [1, 1, 2], max_tokens=2, **values) == pytest.approx([1.5, -5.0, -9.0])
-    with pytest.raises(ValueError, match="max_tokens=0"):
-        CosineLength(Given(), max_tokens=0)
 
 
 def test_cosine_length_in_a_scorer_passes_columns_to_its_judge():
@@ -226,32 +182,10 @@ LONG = "a" * 4000 + "b"
 def test_a_backtracking_pattern_ends_within_its_time_and_is_unscored():
     logged = {}
     start = time.monotonic()
-    values = RegexFormat(ENDLESS, timeout=0.2)([LONG, "aaa"], logged.__setitem__)
+    values = RegexFormat(ENDLESS)([LONG, "aaa"], logged.__setitem__)
     assert values == [None, 1.0] and logged == {"timeouts": 0.5}
-    assert RegexFormat(ENDLESS, match="search", timeout=0.2, timeout_value=0.0)([LONG]) == [0.0]
-    exact = ExactAnswer(pattern=ENDLESS, timeout=0.2)
+    exact = ExactAnswer(pattern=ENDLESS)
     assert exact([LONG, "aa", LONG], logged.__setitem__, answer=["a", "a", None]) == [None, 1.0, None]
     assert logged == {"timeouts": pytest.approx(1 / 3)}
     assert RegexFormat(r"(\w+\s?)*\.")(["many words " * 500]) == [0.0]
     assert time.monotonic() - start < 100
-
-
-def test_ctrl_c_ends_a_run_whose_pattern_does_not_end():
-    code = f"""
-import signal, threading, time
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job begins with it ignored
-from lightrl.rewards import RegexFormat, RewardScorer
-scorer = RewardScorer([RegexFormat({ENDLESS!r}, timeout=1000.0)])
-row = {{"prompts": ["p"], "completions": [{LONG!r}], "completion_ids": [[1]], "group_ids": [0]}}
-handle = scorer.submit(columns={{}}, **row)
-time.sleep(0.5)
-print("matching", flush=True)
-handle.result()
-"""
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    try:
-        assert process.stdout.readline() == b"matching\n"
-        process.send_signal(signal.SIGINT)
-        assert process.wait(100) != 0
-    finally:
-        process.kill()

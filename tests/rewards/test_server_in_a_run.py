@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,6 @@ from tests.rewards.conftest import Server
 from tests.toys import Keep, digits_reward, quickstart_model, quiet_trainer, sums_data
 
 ONCE = {"retries": 1, "backoff": 0.01}
-PATIENT = {"retries": 5000, "backoff": 0.05, "max_backoff": 0.1}
 
 
 class Watch(Keep):
@@ -62,18 +59,6 @@ def test_the_rows_of_a_dead_server_are_left_to_the_other_functions(serve: Any, m
         torch.testing.assert_close(r.rewards, r.reward_parts["digits"])
     assert [m.get("reward/remote/unanswered", 0.0) for m in watch.metrics] == [0.0, 1.0, 1.0]
     assert all(m["reward/scored_fraction"] == 1.0 for m in watch.metrics)
-
-
-def test_a_run_waits_for_a_server_that_comes_back(serve: Any, model_path: str) -> None:
-    server: Server = serve("length")
-
-    def restart() -> None:
-        server.kill()
-        threading.Thread(target=lambda: (time.sleep(0.5), server.start()), daemon=True).start()
-
-    watch = Watch(restart)
-    train(model_path, watch, RemoteReward(server.url, **PATIENT))
-    assert len(watch.rollouts) == 3 and all(bool(r.reward_parts["remote"].isfinite().all()) for r in watch.rollouts)
 
 
 def test_a_run_that_ends_with_an_error_resumes_with_the_rollout_it_lost(

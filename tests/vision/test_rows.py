@@ -20,7 +20,7 @@ from lightrl.data.prompts import PromptSource
 from lightrl.data.rows import MediaError, MediaSource
 from lightrl.data.sft import SFTSource
 from lightrl.data.templates import load_tokenizer
-from lightrl.rewards.encoding import decode_images
+from lightrl.rewards.encoding import decode_image
 from tests.toys import QUICKSTART_MODEL
 from tests.vision.conftest import film, mixed_rows, picture
 
@@ -178,8 +178,8 @@ def test_postscript_is_a_program_and_is_not_run(tmp_path: Path, ran: list[Any]) 
     for kind, value in (("image", POSTSCRIPT), ("image", str(tmp_path / "innocent.png")), ("video", POSTSCRIPT)):
         with pytest.raises(MediaError, match=f"{kind} 1 can't be read: "):
             decode([(kind, value)], source())
-    with pytest.raises(ValueError, match="images, row 0"):
-        decode_images([base64.b64encode(POSTSCRIPT).decode()])
+    with pytest.raises(ValueError, match="not a base64 image"):
+        decode_image([base64.b64encode(POSTSCRIPT).decode()])
     assert ran == []
 
 
