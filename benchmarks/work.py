@@ -399,7 +399,8 @@ def computed(rows: tuple[Tensor, ...], layout: str, budget: int) -> int:
 def pushed_bytes(path: str) -> dict[str, int]:
     """Bytes of a weight sync in float32: all weights, the layers that an adapter is merged into, or the adapter."""
     from lightrl.models.loading import load_causal_lm
-    from lightrl.models.lora import named_adapter_weights, named_hf_weights
+    from lightrl.models.lora import named_adapter_weights
+    from lightrl.models.policy import named_hf_weights
     from lightrl.models.spec import LoraSpec, ModelSpec
 
     found = {}

@@ -9,18 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
 
 from lightrl.algorithms.run_record import description
 from lightrl.callbacks import RolloutCheckpoint
 from lightrl.checkpoints.files import atomic_write
 from lightrl.cli.export import export
-from lightrl.cli.lightning_cli import LightRLCLI
 from lightrl.distributed.fsdp2 import FSDP2Strategy, ZeROStrategy
 from lightrl.models.spec import ModelSpec
-from tests.toys import QUICKSTART_MODEL
 
 SECRET = "open-sesame-Zq"
 
@@ -111,25 +108,3 @@ def test_last_skips_weights_alone_where_something_whole_lies_beside(tmp_path: Pa
         assert callback.last_checkpoints(trainer) == {str(whole)}
     whole.unlink()
     assert callback.last_checkpoints(trainer) == {str(last)}  # which can be evaluated
-
-
-def test_last_skips_a_damaged_one_with_lightnings_callback_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the command line builds the trainer."""
-    lightnings(tmp_path / "last.ckpt", 2).write_bytes(b"")
-    good = lightnings(tmp_path / "step=1.ckpt")
-    os.utime(good, (0, 0))
-    monkeypatch.setattr("sys.argv", ["lightrl"])
-    save = {"class_path": "ModelCheckpoint", "init_args": {"dirpath": str(tmp_path), "save_last": True}}
-    trainer = {"accelerator": "cpu", "logger": False, "callbacks": [save], "default_root_dir": str(tmp_path)}
-    arguments = {"model": {"class_path": "SFTLightningModule", "init_args": {"actor": {"path": str(QUICKSTART_MODEL)}}}}
-    cli = LightRLCLI(
-        subclass_mode_model=True,
-        model_class=LightningModule,
-        args={**arguments, "trainer": trainer},
-        run=False,
-        save_config_callback=None,
-        auto_configure_optimizers=False,
-    )
-    found = [each for each in cli.trainer.checkpoint_callbacks if type(each) is ModelCheckpoint]
-    with pytest.warns(UserWarning, match="skips .*last.ckpt: it is empty"):
-        assert [each._find_last_checkpoints(cli.trainer) for each in found] == [{str(good)}]

@@ -142,12 +142,11 @@ def test_refuses_what_is_no_checkpoint(lora: Path, model: str, tmp_path: Path) -
     torch.save({"weights": 1}, tmp_path / "other.ckpt")
     cases = {
         str(tmp_path / "nowhere.ckpt"): "does not exist",
-        touched(tmp_path / "runs", "last.ckpt"): "directory with",
         touched(tmp_path / "empty", "notes.txt"): "not a checkpoint",
         touched(tmp_path / "fsdp2", "__0_0.distcp"): "is incomplete",
         touched(tmp_path / "zero", "checkpoint/mp_rank_00_model_states.pt"): "is incomplete",
         str(tmp_path / "zero" / "checkpoint"): "not a checkpoint",
-        str(tmp_path / "cut.ckpt"): "damaged",
+        str(tmp_path / "cut.ckpt"): "can't be read",
         str(tmp_path / "other.ckpt"): "can't be read",
     }
     for path, message in cases.items():
@@ -168,25 +167,6 @@ def test_refuses_what_the_checkpoint_does_not_hold(lora: Path, model: str, tmp_p
         export(plain, out, model=wide)
     with pytest.raises(ValueError, match="output="):
         export(plain, plain)
-
-
-@pytest.mark.parametrize("what", ["model", "adapter"])
-def test_an_export_whose_bytes_changed_is_not_trained_from(what: str, lora: Path, model: str, tmp_path: Path) -> None:
-    main(["export", "--checkpoint", str(lora), "--output", str(tmp_path / "out"), "--what", what])
-    main(["export", "--checkpoint", str(lora), "--output", str(tmp_path / "out" / "rollout=1"), "--what", what])
-    spec = ModelSpec(str(tmp_path / "out"))
-    load_causal_lm(spec, trainable=True)  # an export within one is none of its files
-    (weights,) = (tmp_path / "out").glob("*.safetensors")
-    content = bytearray(weights.read_bytes())
-    content[-50] ^= 1
-    weights.write_bytes(content)
-    with pytest.raises(ValueError, match=f"out'.*{weights.name} doesn't match .*remove its SHA256SUMS"):
-        load_causal_lm(spec, trainable=True)
-    (tmp_path / "out" / "SHA256SUMS").unlink()  # on purpose
-    load_causal_lm(spec, trainable=True)
-    weights.write_bytes(content[:-50])
-    with pytest.raises(Exception, match="metadata"):  # the library's own error
-        load_causal_lm(spec, trainable=True)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])

@@ -29,8 +29,7 @@ from lightrl.algorithms.settings import CriticSpec, ExtraLosses, Updates
 from lightrl.compat.lightning import run_seed
 from lightrl.distributed import states, strategies
 from lightrl.distributed.reduction import MetricSums
-from lightrl.models.lora import adapter_config, named_adapter_weights, named_hf_weights
-from lightrl.models.policy import PolicyModel, ValueModel
+from lightrl.models.policy import PolicyModel, ValueModel, named_hf_weights
 from lightrl.models.spec import ModelSpec, RewardModelSpec
 from lightrl.objectives.estimators import AdvantageEstimator
 from lightrl.objectives.kl import KLPenalty
@@ -234,6 +233,8 @@ class RLLightningModule(RolloutLearner, SavesPretrained):
 
     def policy_adapter(self) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any]]:
         """Returns the actor's LoRA adapter in PEFT format: an iterator of (name, full tensor), and its config."""
+        from lightrl.models.lora import adapter_config, named_adapter_weights
+
         assert self.actor_spec.lora is not None, "only an actor with LoRA has an adapter"
         gather = strategies.gather_parameter(self._strategy())
         return named_adapter_weights(self.actor, gather), adapter_config(self.actor, self.actor_spec.lora)

@@ -13,7 +13,6 @@ from lightrl.algorithms.hooks import may_move_reference
 from lightrl.algorithms.settings import CriticSpec
 from lightrl.distributed.states import fingerprint
 from lightrl.models.loading import return_router_logits
-from lightrl.models.lora import keep_reference
 from lightrl.models.policy import PolicyModel, ValueModel
 from lightrl.models.spec import ModelSpec
 
@@ -38,10 +37,7 @@ def build_reference(
     reference: ModelSpec | None, actor: PolicyModel, spec: ModelSpec, in_shards: bool
 ) -> PolicyModel | None:
     """Builds the frozen reference; None if it is the policy without its adapter."""
-    lora = spec.lora
-    if reference is None and lora is not None:
-        if lora.adapter is not None:
-            keep_reference(actor.lm, lora)
+    if reference is None and spec.lora is not None:
         return None
     reference = reference or replace(spec, lora=None, gradient_checkpointing=False)
     return PolicyModel.from_spec(reference, trainable=False, in_shards=in_shards)

@@ -94,9 +94,7 @@ class DistillLightningModule(CriticFreeLightningModule):
         self.teacher_names = list(teachers)
         self.teacher_servers = served
         self.teacher_specs = {
-            name: ModelSpec.given(teacher, argument=f"teachers[{name!r}]")
-            for name, teacher in teachers.items()
-            if name not in served
+            name: ModelSpec.given(teacher) for name, teacher in teachers.items() if name not in served
         }
         self.teacher_column = teacher_column
         self.distill_coef = coef

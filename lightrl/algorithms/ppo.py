@@ -112,7 +112,7 @@ class PPOLightningModule(RLLightningModule):
             model that is already loaded, use `ModelSpec.of(model, tokenizer)`.
         critic: Value model. None disables it and requires an advantage estimator that doesn't use values.
         reference: Model for the KL penalty. Defaults to a frozen copy of the policy. With LoRA, defaults to the policy
-            without its adapter, or with the adapter in `lora.adapter`. Not loaded if `kl` is None.
+            without its adapter. Not loaded if `kl` is None.
         reward_models: Sequence-classification models whose scores are added to the rewards of the data module. They
             read the last row of a trajectory.
         advantage: Estimator of advantages and returns.
@@ -154,7 +154,7 @@ class PPOLightningModule(RLLightningModule):
         super().__init__()
         self.actor_spec = ModelSpec.given(actor)
         self.critic_spec = critic
-        self.reference_spec = None if reference is None else ModelSpec.given(reference, argument="reference")
+        self.reference_spec = None if reference is None else ModelSpec.given(reference)
         self.reward_model_specs = list(reward_models or [])
         self.advantage = advantage
         self.loss = loss

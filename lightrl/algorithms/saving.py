@@ -14,9 +14,8 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 
-from lightrl.compat.lightning import begin_table
 from lightrl.distributed import strategies
-from lightrl.models.lora import named_hf_weights
+from lightrl.models.policy import named_hf_weights
 from lightrl.models.spec import ModelSpec
 
 Module = TypeVar("Module", bound="SavesPretrained")
@@ -66,6 +65,8 @@ class SavesPretrained(LightningModule):
         if trainer.state.fn == "fit":
             for logger in trainer.loggers if trainer.is_global_zero else ():
                 if isinstance(logger, CSVLogger):
+                    from lightrl.compat.lightning_cli import begin_table
+
                     begin_table(logger, trainer)
         return []
 

@@ -199,7 +199,7 @@ class RewardLightningModule(_SupervisedModule):
         centering_coef: float = 0.0,
     ) -> None:
         super().__init__(optimizer, lr_scheduler)
-        self.model_spec = ModelSpec.given(model, argument="model")
+        self.model_spec = ModelSpec.given(model)
         self.centering_coef = centering_coef
         self.eval_loss = MeanMetric()
         self.eval_margin = MeanMetric()

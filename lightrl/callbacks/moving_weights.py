@@ -142,11 +142,10 @@ class ReferenceSync(KLCallback):
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Rejects modules without a reference model that can be updated."""
         super().setup(trainer, pl_module, stage)
-        if (pl_module.reference_spec or pl_module.actor_spec).lora is not None:
-            where = "actor.lora and reference=None" if pl_module.reference_spec is None else "reference.lora"
+        if pl_module.reference_spec is None and pl_module.actor_spec.lora is not None:
             raise ValueError(
-                f"callback ReferenceSync with {where}: the reference is the adapter's base model, which can't be "
-                f"updated. Set a separate model: reference={pl_module.actor_spec.path!r}."
+                "callback ReferenceSync with actor.lora and reference=None: the reference is the adapter's base model, "
+                f"which can't be updated. Set a separate model: reference={pl_module.actor_spec.path!r}."
             )
 
     @torch.no_grad()

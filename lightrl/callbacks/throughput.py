@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from lightrl.compat.lightning import refresh_pace, show_pace, stop_bar
+from lightrl.compat.progress_bars import refresh_pace, show_pace, stop_bar
 from lightrl.ops.progress import brief, clock, count, evaluations_left, headline, result_line, rollouts_in_all
 from lightrl.records import Rollouts
 

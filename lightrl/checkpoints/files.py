@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import socket
-import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -134,23 +133,14 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
     """Reads the objects of a JSONL file written by LightRL.
 
     Raises:
-        ValueError: The file is missing or damaged.
+        ValueError: The file is damaged.
     """
-    try:
-        lines = Path(path).read_bytes().splitlines()
-    except OSError as error:
-        raise ValueError(
-            f"{path} can't be read ({error.strerror}). Copy it along with the files next to it."
-        ) from error
     records = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
         try:
-            record: Any = json.loads(line)
+            records.append(json.loads(line))
         except ValueError as error:
-            record = error
-        if not isinstance(record, dict):
-            raise ValueError(f"{path}:{number} is damaged ({str(record)[:80]}). Restore the file.")
-        records.append(record)
+            raise ValueError(f"{path}:{number} is damaged ({str(error)[:80]}). Restore the file.") from error
     return records
 
 
@@ -329,30 +319,14 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except StorageError:
         raise
-    except Exception as raised:
-        error = _os_error(raised)
-        if error is None:
-            raise
+    except OSError as error:
         folder = next(p for p in path.absolute().parents if p.exists())
-        if not folder.is_dir():
-            raise StorageError(
-                f"{str(path)!r} can't be written: {str(folder)!r} is a file. Move the file, or write to another "
-                "directory."
-            ) from raised
         free = shutil.disk_usage(folder).free / 2**20
         kept = " The previous version is unchanged." if path.exists() else ""
         raise StorageError(
             f"{str(path)!r} can't be written: {error.strerror or error}.{kept} {folder} has {free:,.0f} MiB free. "
             "Free up space, check permissions and limits, or write to another directory."
-        ) from raised
-
-
-def _os_error(error: Exception) -> OSError | None:
-    """Extracts the system error. safetensors, written in Rust, reports it only in the text of another error."""
-    if isinstance(error, OSError):
-        return error
-    found = re.search(r"\(os error (\d+)\)", str(error))
-    return None if found is None else OSError(int(found[1]), os.strerror(int(found[1])))
+        ) from error
 
 
 # ---- checksums -------------------------------------------------------------------------------------------------------
@@ -374,8 +348,6 @@ def _manifest(folder: Path) -> list[tuple[str, str]]:
 def verify(path: str | Path) -> None:
     """Verifies a file against `PATH.sha256`, or a directory's files against its `SHA256SUMS`.
 
-    Files without checksums are verified by the CRCs of their zip archive.
-
     Raises:
         DamagedError: The path doesn't exist, or doesn't match its checksum.
     """
@@ -389,36 +361,6 @@ def verify(path: str | Path) -> None:
         return
     if not path.exists():
         raise DamagedError("it does not exist")
-    if path.stat().st_size == 0:
-        raise DamagedError("it is empty (0 bytes)")
     sums = _read_sums(path)
-    if sums:
-        if _sha256(path) not in sums:
-            raise DamagedError(f"it doesn't match its checksum ({_sums_path(path).name})")
-        return
-    try:
-        with zipfile.ZipFile(path) as archive:
-            broken = archive.testzip()
-    except Exception as error:  # damaged archives raise many errors: RuntimeError, zlib.error, UnicodeDecodeError
-        raise DamagedError(f"it is damaged, or not written by torch.save ({error})") from error
-    if broken is not None:
-        raise DamagedError(f"it is damaged (in {broken})")
-
-
-def require_written(folder: Path, what: str) -> None:
-    """Raises a ValueError with `what` if a file of an exported model has changed. Skips directories without a list."""
-    if not (folder / MANIFEST).is_file():
-        return
-    files = ((path, path.stat()) for path in folder.rglob("*") if path.is_file())
-    state = frozenset((path, of.st_ino, of.st_size, of.st_mtime_ns) for path, of in files)
-    if state not in _VERIFIED:
-        try:
-            verify(folder)
-        except DamagedError as error:
-            raise ValueError(
-                f"{what}: {error}. Copy or export it again. If you changed it on purpose, remove its {MANIFEST}."
-            ) from error
-        _VERIFIED.add(state)
-
-
-_VERIFIED: set[frozenset[tuple[Path, int, int, int]]] = set()
+    if sums and _sha256(path) not in sums:
+        raise DamagedError(f"it doesn't match its checksum ({_sums_path(path).name})")

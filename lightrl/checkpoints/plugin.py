@@ -11,7 +11,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from torch import Tensor
 
 from lightrl.checkpoints.files import atomic_write, remove, verify
-from lightrl.checkpoints.reading import checkpoint_kind, readable
+from lightrl.checkpoints.reading import readable
 from lightrl.checkpoints.redaction import redact
 
 
@@ -46,12 +46,6 @@ class CheckedCheckpointIO(TorchCheckpointIO):
         """
         if "://" in str(path):
             return super().load_checkpoint(path, map_location or (lambda storage, loc: storage), weights_only)
-        kind = checkpoint_kind(path)
-        if kind != "plain":
-            raise ValueError(
-                f"checkpoint={str(path)!r}: was written under {kind}. Resume with the same strategy, or convert it: "
-                f"lightrl export --checkpoint {path} --what checkpoint --output plain.ckpt"
-            )
         with readable(path):
             verify(path)
             loaded: dict[str, Any] = torch.load(path, map_location=map_location or "cpu", weights_only=weights_only)

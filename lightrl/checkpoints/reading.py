@@ -4,7 +4,7 @@
 |---|---|---|
 | one process, DDP | a file | `torch.load` |
 | FSDP2 | a directory of `torch.distributed.checkpoint` with `meta.pt` | Lightning |
-| DeepSpeed ZeRO | a directory with `latest` and `checkpoint/` | DeepSpeed (weights), this module (optimizer states) |
+| DeepSpeed ZeRO | a directory with `latest` and `checkpoint/` | DeepSpeed (without optimizer states) |
 
 A plain checkpoint is what Lightning writes without sharding. It is read on the CPU and must fit in memory.
 """
@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lightrl.checkpoints.files import DamagedError, verify
 from lightrl.compat.lightning import load_distributed_checkpoint
@@ -41,9 +40,7 @@ def checkpoint_kind(path: str | Path) -> str:
     elif list(path.glob("*.distcp")):
         kind, last = "fsdp2", [".metadata", "meta.pt"]
     else:
-        inside = ", ".join(sorted(str(p) for p in path.glob("*.ckpt")))
-        wrong = f"not a checkpoint, but a directory with {inside}" if inside else "not a checkpoint"
-        wrong = wrong if path.is_dir() else "does not exist"
+        wrong = "not a checkpoint" if path.is_dir() else "does not exist"
         raise ValueError(f"checkpoint={str(path)!r}: {wrong}. Pass the .ckpt file or directory that a run wrote.")
     missing = [name for name in last if not (path / name).is_file()]
     if missing:
@@ -139,60 +136,12 @@ _DEEPSPEED = {
 
 
 def _read_zero(path: Path) -> dict[str, Any]:
+    """Reads everything but the optimizer's states, which DeepSpeed has no function for."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     folder = path / (path / "latest").read_text().strip()
-    first = _load(min(folder.glob("*_model_states.pt"), key=_rank))
-    ranks = [_load(file)["optimizer_state_dict"] for file in sorted(folder.glob("*_optim_states.pt"), key=_rank)]
-    if len(ranks) != first["dp_world_size"]:
-        raise ValueError(
-            f"checkpoint={str(path)!r}: has states of only {len(ranks)} of {first['dp_world_size']} ranks. Copy all "
-            "files."
-        )
+    first = torch.load(min(folder.glob("*_model_states.pt")), map_location="cpu", weights_only=False)
     with contextlib.redirect_stdout(io.StringIO()):  # hides its printed messages
         weights = get_fp32_state_dict_from_zero_checkpoint(str(path))
-    whole, shapes = ranks[0]["zero_stage"] < 3, first["param_shapes"]
-    inner = "base_optimizer_state" if whole else "optimizer_state_dict"
-    groups = ranks[0][inner]["param_groups"]
-    groups = [{**group, "params": [name for i in group["params"] for name in shapes[i]]} for group in groups]
-    states = _join_states([rank[inner]["state"] for rank in ranks], shapes, whole)
     checkpoint = {name: value for name, value in first.items() if name not in _DEEPSPEED}
-    checkpoint["state_dict"] = {name: value.clone() for name, value in weights.items()}
-    checkpoint["optimizer_states"] = [_by_number({"state": states, "param_groups": groups})]
-    return checkpoint
-
-
-def _rank(file: Path) -> int:
-    found = re.search(r"zero_pp_rank_(\d+)_", file.name)
-    return int(found[1]) if found else 0
-
-
-def _load(file: Path) -> dict[str, Any]:
-    loaded: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False)
-    return loaded
-
-
-def _join_states(ranks: Sequence[dict[int, Any]], shapes: Sequence[Any], whole: bool) -> dict[str, dict[str, Any]]:
-    """Joins the optimizer's state by parameter name: vectors are concatenated, numbers such as the step are rank 0's.
-
-    Args:
-        ranks: State of each rank by parameter group.
-        shapes: Shapes by name of each group's parameters, in order.
-        whole: True if ranks hold slices of one long vector (ZeRO-1 and 2). False if each holds a slice of each
-            parameter, the last one padded (ZeRO-3).
-    """
-    states: dict[str, dict[str, Any]] = {}
-    for index, group in enumerate(shapes):
-        for key, value in ranks[0].get(index, {}).items():
-            vector = isinstance(value, Tensor) and value.dim() == 1
-            parts = [rank[index][key] for rank in ranks] if vector else []
-            parts = [torch.cat(parts)] if vector and whole else parts
-            start = 0
-            for name, shape in group.items():
-                size = shape.numel()
-                length = size if whole else -(-size // len(ranks))
-                joined = torch.cat([part[start : start + length] for part in parts])[:size] if vector else None
-                number = value.clone() if isinstance(value, Tensor) else value  # optimizers count in place
-                states.setdefault(name, {})[key] = number if joined is None else joined.view(shape).clone()
-                start += length
-    return states
+    return {**checkpoint, "state_dict": {name: value.clone() for name, value in weights.items()}}

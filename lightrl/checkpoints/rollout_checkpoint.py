@@ -6,7 +6,6 @@ import contextlib
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightrl.checkpoints.files import StorageError, has_checksums, link, remove, same_data
@@ -28,7 +27,6 @@ from lightrl.checkpoints.run_folder import (
     newest_whole,
     written_at,
 )
-from lightrl.compat.arguments import above, at_least
 from lightrl.compat.lightning import (
     SavingCheckpoint,
     accumulates,
@@ -36,7 +34,6 @@ from lightrl.compat.lightning import (
     ended_in_batch,
     evaluation_follows,
     evaluation_pending,
-    evaluations_come,
     flush_step_metrics,
     set_logged_step,
 )
@@ -67,20 +64,15 @@ class RolloutCheckpoint(SavingCheckpoint):
 
     Args:
         every_n_rollouts: Number of rollouts (supervised: batches) between checkpoints, at least 1. None saves only on
-            interruption, by `save_every_minutes`, and after evaluations with `monitor`.
+            interruption, and after evaluations with `monitor`.
         dirpath: Directory for checkpoints. Defaults to `checkpoints/` in the logger's directory.
         save_top_k: Number of checkpoints to keep in addition to `last.ckpt`. -1 keeps all.
         monitor: Logged metric that ranks checkpoints. Defaults to none, which keeps the newest.
         mode: `max` if larger values of `monitor` are better, `min` if smaller ones are.
         filename: Name of a checkpoint, with `{rollout}` for the number of finished rollouts and `{NAME}` for a metric.
-        save_every_minutes: Minutes after the last save when a finished rollout is also saved. Defaults to never.
 
     Attributes:
         ranked_by: What logs `monitor`: "batch", "epoch", or "evaluation". None before it is logged.
-
-    Raises:
-        ValueError: An interval is out of range, or nothing logs `monitor`. The latter is detected when training starts,
-            at the first evaluation, or at the end.
     """
 
     def __init__(
@@ -91,7 +83,6 @@ class RolloutCheckpoint(SavingCheckpoint):
         monitor: str | None = None,
         mode: str = "max",
         filename: str = "rollout={rollout:06d}",
-        save_every_minutes: float | None = None,
     ) -> None:
         super().__init__(
             dirpath=dirpath,
@@ -105,14 +96,10 @@ class RolloutCheckpoint(SavingCheckpoint):
             save_on_train_epoch_end=False,
             enable_version_counter=False,
         )
-        name = "RolloutCheckpoint"
         self.save_top_k = save_top_k
-        self.every_n_rollouts = at_least(f"{name}.every_n_rollouts", every_n_rollouts, 1, or_none="for interruptions")
-        self.save_every_minutes = above(f"{name}.save_every_minutes", save_every_minutes, or_none="for never")
-        self._saved_at = time.monotonic()
+        self.every_n_rollouts = every_n_rollouts
         self._saved_rollouts = 0
         self._updating = self._save_due = self._evaluation_due = self._stop_requested = self._preempted = False
-        self._evaluations_come = True
         self._cursor: int | None = None
         self._trainer: Trainer | None = None
         self._previous_handlers: dict[int, Any] = {}
@@ -147,10 +134,10 @@ class RolloutCheckpoint(SavingCheckpoint):
     def last_checkpoints(self, trainer: Trainer) -> set[str]:
         """Returns the checkpoint for `--ckpt_path last`: the newest intact one, if any.
 
-        Without `dirpath`, also searches earlier runs under the logger's name that have this run's settings.
+        Without `dirpath`, also searches the newest run under the logger's name.
 
         Raises:
-            ValueError: No checkpoint is intact, or all belong to runs with other settings.
+            ValueError: No checkpoint is intact.
         """
         elsewhere = super().last_checkpoints(trainer)
         if any("://" in path for path in elsewhere):
@@ -161,8 +148,8 @@ class RolloutCheckpoint(SavingCheckpoint):
         if self.dirpath is not None:
             found |= checkpoints_in(Path(self.dirpath))
         elif not found and trainer.loggers:
-            folder = Path(trainer.loggers[0].save_dir or trainer.default_root_dir) / str(trainer.loggers[0].name)
-            found = last_of_runs(trainer, folder)
+            logger = trainer.loggers[0]
+            found = last_of_runs(Path(logger.save_dir or trainer.default_root_dir) / str(logger.name))
         return newest_whole(found | {other for path in found for other in checkpoints_in(path.parent)})
 
     # ---- saving ------------------------------------------------------------------------------------------------
@@ -171,7 +158,6 @@ class RolloutCheckpoint(SavingCheckpoint):
         """Installs handlers for Ctrl-C and SIGTERM; saves the initial weights if they were evaluated."""
         self._trainer, self._cursor = trainer, _prompt_cursor(trainer)
         self._updating = self._stop_requested = self._preempted = self._save_due = False
-        self._saved_at = time.monotonic()
         loop = trainer.fit_loop
         self._evaluation_due = loop.epoch_loop.val_loop.restarted_mid_evaluation  # then it starts with this evaluation
         at_end = loop.epoch_loop.batch_progress.current.ready >= loop.max_batches
@@ -183,10 +169,6 @@ class RolloutCheckpoint(SavingCheckpoint):
             for signum in (signal.SIGINT, *preemptions(trainer)):
                 self._previous_handlers[signum] = signal.signal(signum, self._on_interrupt)
         self._saved_rollouts = self._rollouts(trainer)
-        self._evaluations_come = evaluations_come(trainer)
-        own = type(pl_module).__module__.startswith("lightrl.")  # a user's module may log any name in training
-        if own and (self.monitor or "").startswith("eval/") and not self._evaluations_come:
-            self._require_monitor(trainer)
         score, self._before_training, self._seen = self._before_training, None, None
         if score is not None:
             self.ranked_by = "evaluation"
@@ -226,9 +208,6 @@ class RolloutCheckpoint(SavingCheckpoint):
             return
         self._updating, self._evaluation_due = False, evaluation_follows(trainer)
         score = self._new_score(trainer, "batch")
-        if self.save_every_minutes is not None:
-            late = time.monotonic() - self._saved_at >= 60 * self.save_every_minutes
-            self._save_due |= trainer.strategy.reduce_boolean_decision(late, all=False)
         if self._save_due and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._save_due = False
             with self._evaluation_due_kept(trainer):
@@ -257,16 +236,12 @@ class RolloutCheckpoint(SavingCheckpoint):
                 self._before_training = score  # saved when training begins, with the random states of that time
         elif score is not None:
             self._save(trainer, score, last=not accumulates(trainer))
-        elif (self.monitor or "").startswith("eval/"):
-            self._require_monitor(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Ranks by a training metric that is known only at the end of an epoch."""
         score = self._new_score(trainer, "epoch")
         if score is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._save(trainer, score)
-        if self.monitor is not None and not self._evaluations_come:
-            self._require_monitor(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Saves `last.ckpt` if the run is between two rollouts; reports how to resume."""
@@ -299,9 +274,10 @@ class RolloutCheckpoint(SavingCheckpoint):
         self._restore_handlers()
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        periodic = self.every_n_rollouts is not None or self.save_every_minutes is not None
-        if periodic and self._rollouts(trainer) > self._saved_rollouts:
+        if self.every_n_rollouts is not None and self._rollouts(trainer) > self._saved_rollouts:
             self._save(trainer, self._new_score(trainer, "batch"))
+        if self.monitor is not None and self.ranked_by is None:
+            rank_zero_warn(f"RolloutCheckpoint.monitor={self.monitor!r}: nothing logged this metric.")
 
     # ---- ranking -------------------------------------------------------------------------------------------------
 
@@ -352,7 +328,7 @@ class RolloutCheckpoint(SavingCheckpoint):
             raise
         self._remove(trainer, dropped)
         if last:
-            self._saved_rollouts, self._saved_at = self._rollouts(trainer), time.monotonic()
+            self._saved_rollouts = self._rollouts(trainer)
             self._keep_previous(trainer)
 
     def _rank(self, trainer: Trainer, score: Tensor) -> tuple[str | None, list[str]]:
@@ -429,17 +405,6 @@ class RolloutCheckpoint(SavingCheckpoint):
             raise ValueError(
                 f"The weights are not finite ({bad or 'on another rank'}), so they are not saved. "
                 f"{f'Resume from {newest}' if newest else 'Start over'} with a lower learning rate or max_grad_norm."
-            )
-
-    def _require_monitor(self, trainer: Trainer) -> None:
-        if self.save_top_k == 0 or self.ranked_by or self._before_training is not None:
-            return
-        known = trainer.callback_metrics.keys()
-        if self.monitor not in known:
-            why = "" if self._evaluations_come else " and this run has no evaluation"
-            raise ValueError(
-                f"RolloutCheckpoint.monitor={self.monitor!r}: nothing logs this metric{why}. Monitor one of "
-                f"{sorted(known)}, or leave monitor out to keep the newest."
             )
 
     def _evaluation_due_kept(self, trainer: Trainer) -> contextlib.AbstractContextManager[None]:

@@ -5,33 +5,25 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fcntl
-import json
 import os
 import pickle
-import secrets
 import signal
 import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightrl.checkpoints.files import atomic_write, clean_leftovers, has_checksums, verify, writing
+from lightrl.checkpoints.files import clean_leftovers, has_checksums, verify, writing
 from lightrl.checkpoints.plugin import CheckedCheckpointIO
 from lightrl.checkpoints.reading import checkpoint_kind, read_header
-from lightrl.checkpoints.redaction import redact_text
-from lightrl.compat.lightning import SavingCheckpoint, choose_last
 
 LOCK = ".lightrl.lock"
 """File in a directory that names the run holding it."""
-RUN = ".lightrl.run"
-"""File next to checkpoints with the ID of the run that last started there without resuming."""
-RECORD = "lightrl_run"
 LAST = f"{ModelCheckpoint.CHECKPOINT_NAME_LAST}{ModelCheckpoint.FILE_EXTENSION}"
 PREVIOUS = ".previous"
 WEIGHTS_ONLY = "it has only weights"
@@ -71,8 +63,7 @@ class FolderLock:
             self.sure = False
             print(f"Cannot lock {folder} ({error}). Make sure that no other run writes there.", file=sys.stderr)
         self._file.truncate(0)
-        command = json.dumps(redact_text(" ".join(sys.argv)))
-        self._file.write(f"process {os.getpid()} on {socket.gethostname()} ({command})\n")
+        self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         self._file.flush()
 
     def release(self) -> None:
@@ -85,13 +76,11 @@ class FolderLock:
 class RunGuard(Callback):
     """Locks the directories that a run writes to, and installs `CheckedCheckpointIO`.
 
-    Added to every run by the command line, otherwise by `RolloutCheckpoint`. A run that starts next to checkpoints of
-    an earlier run marks the directory, so that `--ckpt_path last` skips them.
+    Added to every run by the command line, otherwise by `RolloutCheckpoint`.
     """
 
     def __init__(self) -> None:
         self._locks: dict[Path, FolderLock] = {}
-        self._run = ""
 
     def hold(self, folder: str | Path) -> None:
         """Locks a directory until the run ends, and removes incomplete files of crashed runs.
@@ -116,7 +105,6 @@ class RunGuard(Callback):
         """Installs the checkpoint plugin and locks the logger's directory."""
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = CheckedCheckpointIO()
-        self._run = trainer.strategy.broadcast(secrets.token_hex(8))
         folder = trainer.log_dir  # called on every rank: Lightning broadcasts rank 0's
         if trainer.loggers and folder is not None:
             self._hold_for(trainer, folder)
@@ -127,24 +115,9 @@ class RunGuard(Callback):
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
                 self._hold_for(trainer, callback.dirpath)
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Marks directories with checkpoints of other runs."""
-        for folder in self._locks:
-            resumed_here = trainer.ckpt_path is not None and Path(trainer.ckpt_path).resolve().parent == folder
-            if (folder / RUN).is_file() or (not resumed_here and any(folder.glob("*.ckpt"))):
-                with atomic_write(folder / RUN, "w") as file:
-                    file.write(self._run)
-
     def _hold_for(self, trainer: Trainer, folder: str | Path) -> None:
         if trainer.is_global_zero and not trainer.fast_dev_run and "://" not in str(folder):  # type: ignore[attr-defined]
             self.hold(folder)
-
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        checkpoint[RECORD] = {"run": self._run}
-
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Restores the run's ID from the checkpoint."""
-        self._run = _run_of(checkpoint) or self._run
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Releases the directories unless a later hook saves, and ends launched ranks at exit, unlike Lightning."""
@@ -158,21 +131,6 @@ class RunGuard(Callback):
         self.release()
 
 
-def is_of_another_run(path: Path) -> bool:
-    """Whether a checkpoint belongs to a run before the one that last started in its directory."""
-    mark = path.parent / RUN
-    if not mark.is_file():
-        return False
-    with contextlib.suppress(Exception):  # unpickling may raise any error
-        return _run_of(read_header(path)) != mark.read_text()
-    return True
-
-
-def _run_of(checkpoint: Mapping[str, Any]) -> str:
-    record = checkpoint.get(RECORD)
-    return str(record.get("run", "")) if isinstance(record, Mapping) else ""
-
-
 def checkpoints_in(folder: Path) -> set[Path]:
     """Returns the checkpoints in a directory."""
     return {*folder.glob("*.ckpt"), *folder.glob(f"*.ckpt{PREVIOUS}")}
@@ -184,7 +142,7 @@ def newest_whole(found: set[Path]) -> set[str]:
     Compares file times, but prefers `last.ckpt` if it is at the same step or later, since clocks can be set back.
 
     Raises:
-        ValueError: None is intact, or none belongs to the run that last started in the directory.
+        ValueError: None is intact.
     """
     skipped: dict[Path, str] = {}
     for path in sorted(found, key=written_at, reverse=True):
@@ -212,41 +170,10 @@ def _listed(skipped: Mapping[Path, str]) -> str:
     return "; ".join(f"{path}: {why}" for path, why in skipped.items())
 
 
-def last_of_runs(trainer: Trainer, folder: Path) -> set[Path]:
-    """Returns checkpoints of the newest run under a logger's name that has this run's settings.
-
-    Raises:
-        ValueError: All runs there have other settings.
-    """
-    other: list[str] = []
-    for path in sorted(folder.glob(f"*/checkpoints/{LAST}"), key=written_at, reverse=True):
-        theirs: Any = {}
-        with contextlib.suppress(Exception):  # damaged, or of another module
-            theirs = read_header(path)["lightrl"]["settings"]
-        own: dict[str, Any] = getattr(trainer.lightning_module, "run_settings", dict)()
-        differing = [f"{name}={theirs[name]}" for name in own if name in theirs and theirs[name] != own[name]]
-        if not differing:
-            return checkpoints_in(path.parent)
-        other.append(f"{path.parent.parent} has {', '.join(differing)}")
-    if other:
-        raise ValueError(
-            f"ckpt_path=last: the runs in {folder} have other settings ({'; '.join(sorted(other))}). Pass the path of "
-            "a checkpoint to resume from it, or remove ckpt_path to start a new run."
-        )
-    return set()
-
-
-def take_whole_ones(trainer: Trainer) -> None:
-    """Makes `--ckpt_path last` skip damaged files also with Lightning's `ModelCheckpoint`."""
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint) and not isinstance(callback, SavingCheckpoint):
-            choose_last(callback, _newest_of_folders)
-
-
-def _newest_of_folders(found: set[str]) -> set[str]:
-    if any("://" in path for path in found):
-        return found
-    return newest_whole({other for path in found for other in checkpoints_in(Path(path).parent)})
+def last_of_runs(folder: Path) -> set[Path]:
+    """Returns the checkpoints of the newest run under a logger's name."""
+    newest = max(folder.glob(f"*/checkpoints/{LAST}"), key=written_at, default=None)
+    return set() if newest is None else checkpoints_in(newest.parent)
 
 
 def written_at(path: Path) -> int:
@@ -275,4 +202,4 @@ def _damage(path: Path) -> str | None:
             return "it has pickled objects and no checksum"
     except Exception as error:  # unpickling may raise any error
         return f"it can't be read ({type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]})"
-    return "it was written by an earlier run in the directory" if is_of_another_run(path) else None
+    return None

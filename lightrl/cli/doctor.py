@@ -143,17 +143,14 @@ def _prompts(built: Any) -> Any:
     """Checks the tokenizer and the prompts. Returns the first prompts and the tokenizer."""
     from lightrl.data.processing import load_processor
     from lightrl.data.templates import load_tokenizer
-    from lightrl.models.loading import require_model, require_vocabulary
     from lightrl.models.turns import end_of_turn
 
     module, data = built.model, built.datamodule
     path = module.actor_spec.path
-    require_model(module.actor_spec)
     tokenizer = load_tokenizer(data.tokenizer_path or path, chat_template=module.actor_spec.chat_template)
     template = "with" if tokenizer.chat_template else "without"
     end = tokenizer.convert_ids_to_tokens(end_of_turn(tokenizer))
     yield "ok", f"tokenizer: {len(tokenizer)} tokens, {template} a chat template, completions end with {end!r}"
-    require_vocabulary(tokenizer, path)
     processor = load_processor(path, tokenizer)
     data.episode.setup(tokenizer, processor)
     prompts = data.prompts.load(tokenizer, shuffle=False, processor=processor)

@@ -29,7 +29,7 @@ def export(
         output: Directory to write, or a file with `what: checkpoint`.
         what: What to export. `model`: the policy, or the reward model of a reward run, with LoRA merged, for
             transformers and vLLM. `adapter`: the LoRA adapter, for peft and vLLM. `checkpoint`: a plain checkpoint that
-            resumes under any strategy and number of ranks.
+            resumes in one process, under DDP, and under FSDP2, on any number of ranks. Not supported for DeepSpeed.
         model: Model directory or model ID that training started from. Defaults to the one in the checkpoint.
 
     Raises:
@@ -46,9 +46,14 @@ def export(
 
     from lightrl.checkpoints.files import atomic_folder, atomic_write
     from lightrl.checkpoints.plugin import first_nonfinite, require_finite, without_secrets
-    from lightrl.checkpoints.reading import read_checkpoint
+    from lightrl.checkpoints.reading import checkpoint_kind, read_checkpoint
 
     loaded = read_checkpoint(checkpoint)
+    if what == "checkpoint" and checkpoint_kind(checkpoint) == "zero":
+        raise ValueError(
+            f"what=checkpoint: {checkpoint!r} was written by DeepSpeed, whose optimizer states can't be converted. "
+            "Resume it under DeepSpeed, on the same number of ranks."
+        )
     require_finite(first_nonfinite(loaded["state_dict"]), target)
     if what == "checkpoint":
         with atomic_write(target, checksum=True) as file:
@@ -61,7 +66,7 @@ def export(
 
 def _export_model(checkpoint: Mapping[str, Any], folder: Path, what: str, path: str | None) -> None:
     from lightrl.models.folders import save_hf_folder
-    from lightrl.models.lora import named_hf_weights
+    from lightrl.models.policy import named_hf_weights
     from lightrl.models.reward import RewardModel
 
     stored, state = checkpoint["lightrl"]["models"], checkpoint["state_dict"]
@@ -92,7 +97,7 @@ def _spec(stored: Mapping[str, Any], path: str | None) -> Any:
     # Checkpoints contain no secrets; huggingface_hub reads its token from the environment.
     values["kwargs"] = {name: value for name, value in values.get("kwargs", {}).items() if value != REDACTED}
     if values.get("lora") is not None:
-        values["lora"] = LoraSpec(**{**values["lora"], "quantize_4bit": False, "adapter": None})
+        values["lora"] = LoraSpec(**{**values["lora"], "quantize_4bit": False})
     return ModelSpec(**values)
 
 

@@ -33,16 +33,15 @@ from lightrl.algorithms.schedule import LRSchedule
 from lightrl.callbacks import ThroughputMonitor
 from lightrl.checkpoints.redaction import plain_secrets, redact, redact_arguments, remember_secret, resolve_environment
 from lightrl.checkpoints.rollout_checkpoint import RolloutCheckpoint, preempt, preemptions
-from lightrl.checkpoints.run_folder import LOCK, RunGuard, take_whole_ones
+from lightrl.checkpoints.run_folder import LOCK, RunGuard
 from lightrl.compat.jsonargparse import (
     copy_tried_dictionaries,
     keep_lists,
     prefer_own_names,
     start_from_own_defaults,
 )
-from lightrl.compat.lightning import YamlCLI, begin_table
+from lightrl.compat.lightning_cli import YamlCLI, begin_table
 from lightrl.data import PromptSource
-from lightrl.distributed.strategies import refuse_crowd
 from lightrl.engines import Engine
 from lightrl.objectives.aggregation import Aggregation
 from lightrl.objectives.estimators import AdvantageEstimator
@@ -167,7 +166,6 @@ class LightRLCLI(YamlCLI):
         """Builds the trainer with the default callbacks."""
         self.config = self._written  # Lightning saves it to the run directory
         trainer = super().instantiate_trainer(**kwargs)
-        refuse_crowd(trainer.strategy)  # before ranks are started
         self.guard = RunGuard()
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(callback, ThroughputMonitor) for callback in callbacks):
@@ -176,7 +174,6 @@ class LightRLCLI(YamlCLI):
         savers = trainer.checkpoint_callbacks
         if savers and not any(isinstance(saver, RolloutCheckpoint) for saver in savers):
             callbacks.append(RolloutCheckpoint(None, dirpath=getattr(savers[0], "dirpath", None), save_top_k=0))
-        take_whole_ones(trainer)
         return trainer
 
     def before_fit(self) -> None:

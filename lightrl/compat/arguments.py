@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import math
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -105,13 +104,12 @@ def require_model_folder(path: str) -> None:
         )
 
 
-def imported(what: str, path: str, known: Sequence[str] = ()) -> Any:
+def imported(what: str, path: str) -> Any:
     """Imports the object at an import path.
 
     Args:
         what: Argument name in the message, such as `reward function`.
         path: `package.module:name`, `package.module.name`, or `path/to/file.py:name`. A file is run once.
-        known: Names to suggest in the message.
 
     Raises:
         ValueError: The object doesn't exist. The message has the part that failed.
@@ -120,9 +118,7 @@ def imported(what: str, path: str, known: Sequence[str] = ()) -> Any:
     if not colon:
         place, _, name = path.rpartition(".")
     if not place or not name or name == "py":
-        close = difflib.get_close_matches(path, known, 1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"{what} {path!r}: is not package.module:name or path/to/file.py:name.{hint}")
+        raise ValueError(f"{what} {path!r}: is not package.module:name or path/to/file.py:name.")
     try:
         module = _run_file(Path(place).expanduser()) if place.endswith(".py") else importlib.import_module(place)
     except Exception as error:  # user code may raise any error

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -70,35 +70,3 @@ def discard_reduced_gradients(optimizer: Any) -> None:
         kept.update(dict.fromkeys(kept))
     if getattr(optimizer, "cpu_offload", False):  # ZeRO-1 and 2
         optimizer.reset_cpu_buffers()
-
-
-def flat_groups(optimizer: Any, stage: int) -> list[tuple[list[Any], Tensor]]:
-    """Returns the parameters of each group of a ZeRO optimizer, and the flat float32 vector that this rank updates."""
-    if stage == 3:
-        return list(zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True))
-    return list(zip(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups, strict=True))
-
-
-class FlatPart(NamedTuple):
-    """Position of a part of a parameter.
-
-    Attributes:
-        offset: Position in the flat vector.
-        start: Position in the flattened parameter.
-        length: Number of elements. ZeRO-3 pads the last rank's beyond the parameter's end.
-    """
-
-    offset: int
-    start: int
-    length: int
-
-
-def flat_part(optimizer: Any, stage: int, parameter: Any, rank: int) -> FlatPart | None:
-    """Returns the part of a parameter that this rank updates; None if other ranks update all of it."""
-    if stage == 3:
-        _, offset, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
-        return FlatPart(offset, length * rank, length)
-    if parameter._hp_mapping is None:
-        return None
-    ours, theirs = parameter._hp_mapping.get_hp_fragment_address(), parameter._hp_mapping.lp_fragment_address
-    return FlatPart(ours.start, theirs.start, theirs.numel)

@@ -13,9 +13,6 @@ from torch import Tensor, nn
 ADAPTER = "default"
 """Name of the trained adapter."""
 
-REFERENCE = "reference"
-"""Name of the adapter's frozen initial copy, if that is the reference."""
-
 
 class LoraParts(NamedTuple):
     """Adapter of one layer, which adds `scaling * B A` to its weight.
@@ -38,12 +35,12 @@ def adapter_layers(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if hasattr(module, "base_layer")}
 
 
-def lora_parts(layer: Any, name: str = ADAPTER) -> LoraParts | None:
-    """Returns a layer's adapter of that name; None if it doesn't consist of two matrices, as on an embedding."""
-    if name not in getattr(layer, "lora_A", ()):
+def lora_parts(layer: Any) -> LoraParts | None:
+    """Returns a layer's adapter; None if it doesn't consist of two matrices, as on an embedding."""
+    if ADAPTER not in getattr(layer, "lora_A", ()):
         return None
     transposed = bool(getattr(layer, "fan_in_fan_out", False))
-    return LoraParts(layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name], transposed)
+    return LoraParts(layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight, layer.scaling[ADAPTER], transposed)
 
 
 def is_linear(layer: Any) -> bool:

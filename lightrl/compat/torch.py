@@ -70,15 +70,6 @@ def flex_block_mask(visible: Any, some: Tensor, full: Tensor, device: torch.devi
     return mask.to(device)
 
 
-def varlen_attention() -> Any:
-    """Returns torch's variable-length flash attention; None if this version lacks it."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    return varlen_attn
-
-
 def fake_tensors() -> AbstractContextManager[Any]:
     """Context manager in which operations compute only shapes and dtypes, without allocating memory."""
     from torch._subclasses.fake_tensor import FakeTensorMode

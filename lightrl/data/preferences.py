@@ -18,7 +18,6 @@ from lightrl.data.rows import columns_of, entered, with_progress
 from lightrl.data.sft import SFTDataModule, SFTSource
 from lightrl.data.sft_loader import SFTLoader
 from lightrl.data.templates import load_tokenizer
-from lightrl.models.loading import require_vocabulary
 from lightrl.models.turns import text_ids
 from lightrl.ops.masking import pad_rows
 
@@ -182,5 +181,4 @@ class PreferenceDataModule(SFTDataModule):
     def _reader(self, module: Any) -> Callable[[Any], Any]:
         spec = module.model_spec
         self.tokenizer = load_tokenizer(self.tokenizer_path or spec.path, chat_template=spec.chat_template)
-        require_vocabulary(self.tokenizer, spec.path)
         return lambda source: source.tokenized(self.tokenizer)

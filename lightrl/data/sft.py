@@ -24,7 +24,6 @@ from lightrl.data.templates import (
     load_tokenizer,
     shows_call,
 )
-from lightrl.models.loading import require_vocabulary
 from lightrl.models.turns import end_of_turn, ended_turn
 
 if TYPE_CHECKING:
@@ -363,7 +362,6 @@ class SFTDataModule(LightningDataModule):
         path: Any = self.tokenizer_path if spec is None else spec.path
         template = None if spec is None else spec.chat_template
         self.tokenizer = load_tokenizer(self.tokenizer_path or path, chat_template=template)
-        require_vocabulary(self.tokenizer, path)
         processor = load_processor(path, self.tokenizer)
         return lambda source: source.tokenized(self.tokenizer, processor)
 

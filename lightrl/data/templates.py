@@ -46,7 +46,7 @@ def load_tokenizer(path: str, *, chat_template: str | None = None, **kwargs: Any
     Raises:
         ValueError: If the template or the tokenizer is missing or invalid.
     """
-    template = None if chat_template is None else read_chat_template(chat_template, "chat_template")
+    template = None if chat_template is None else read_chat_template(chat_template)
     local = Path(path).expanduser()
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(local) if local.is_dir() else path, **kwargs)

@@ -1,12 +1,12 @@
-"""Lightning's sharding strategies with additions for several models and for plain checkpoints.
+"""Lightning's sharding strategies with additions for several models and for complete, verified checkpoints.
 
-Both are optional: `ModelParallelStrategy` and `DeepSpeedStrategy` also work. These two can resume from a plain
+Both are optional: `ModelParallelStrategy` and `DeepSpeedStrategy` also work. `FSDP2Strategy` can resume from a plain
 checkpoint (single process, DDP, or `lightrl export --what checkpoint`) on any number of ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property
@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy, ParallelStrategy
-from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
 from lightrl.checkpoints.files import DamagedError, partial_folder, publish_folder, remove, verify
@@ -27,9 +26,7 @@ from lightrl.checkpoints.reading import (
     readable,
     require_optimizer_states,
 )
-from lightrl.compat.arguments import at_least
-from lightrl.compat.deepspeed import flat_groups, flat_part, gathered, is_partitioned
-from lightrl.compat.lightning import load_module_state, set_data_parallel_size, writes_parts
+from lightrl.compat.lightning import load_module_state, set_data_parallel_size
 
 
 class FSDP2Strategy(ModelParallelStrategy):
@@ -39,7 +36,6 @@ class FSDP2Strategy(ModelParallelStrategy):
         param_dtype: Dtype in which weights are gathered and used, with float32 weights for the optimizer. "bfloat16"
             halves the traffic and the memory of gathered weights; keep the Trainer's precision at 32-true. Also the
             default dtype of the engine. Defaults to the Trainer's precision (bf16-mixed gathers float32).
-        reduce_dtype: Dtype of gradient reduction if `param_dtype` is set.
         cpu_offload: Keep weights, gradients, and optimizer states in host memory, and load blocks to the device when
             they are computed. Sets up gloo alongside NCCL.
         reduce_every_micro_batch: Reduce gradients over ranks after each micro-batch instead of once per update. Each
@@ -48,9 +44,6 @@ class FSDP2Strategy(ModelParallelStrategy):
         context_parallel_size: Number of ranks that split one stream of tokens equally, and heads in attention, so
             sequences may exceed `micro_batch_tokens` of one rank. Must divide the number of ranks and of attention
             heads. Requires text and a packed layout. Doesn't affect results.
-        save_distributed_checkpoint: Save a directory in which every rank writes its shards. False gathers a single file
-            on rank 0.
-        process_group_backend: Backend of the process group. Defaults to the device's.
         timeout: Timeout of collectives, which ends the run. Must exceed the longest rollout of the slowest rank.
 
     Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
@@ -59,38 +52,24 @@ class FSDP2Strategy(ModelParallelStrategy):
     def __init__(
         self,
         param_dtype: Literal["bfloat16", "float16"] | None = None,
-        reduce_dtype: Literal["float32", "bfloat16"] = "float32",
         cpu_offload: bool = False,
         reduce_every_micro_batch: bool | None = None,
         context_parallel_size: int = 1,
-        save_distributed_checkpoint: bool = True,
-        process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
-        if cpu_offload and process_group_backend is None and torch.cuda.is_available():
-            process_group_backend = "cpu:gloo,cuda:nccl"  # norms and gathers of offloaded tensors run on the host
-        super().__init__("auto", 1, save_distributed_checkpoint, process_group_backend, timeout)
+        # Norms and gathers of offloaded tensors run on the host.
+        backend = "cpu:gloo,cuda:nccl" if cpu_offload and torch.cuda.is_available() else None
+        super().__init__("auto", 1, process_group_backend=backend, timeout=timeout)
         self.param_dtype = param_dtype
-        self.reduce_dtype = reduce_dtype
         self.cpu_offload = cpu_offload
         self.reduce_every_micro_batch = reduce_every_micro_batch
-        self.context_parallel_size = at_least("context_parallel_size", context_parallel_size, 1)
+        self.context_parallel_size = context_parallel_size
 
     @cached_property
     def context_group(self) -> Any:
-        """Process group of the ranks that share a stream of tokens with this rank. None if there are none.
-
-        Raises:
-            ValueError: `context_parallel_size` doesn't divide the number of ranks.
-        """
+        """Process group of the ranks that share a stream of tokens with this rank. None if there are none."""
         size = self.context_parallel_size
-        if size == 1:
-            return None
-        if self.world_size % size:
-            raise ValueError(
-                f"context_parallel_size={size}: doesn't divide the {self.world_size} ranks. Use one of their divisors."
-            )
-        return torch.distributed.new_subgroups(size)[0]
+        return None if size == 1 else torch.distributed.new_subgroups(size)[0]
 
     @property
     def shard_options(self) -> dict[str, Any]:
@@ -99,8 +78,8 @@ class FSDP2Strategy(ModelParallelStrategy):
 
         options: dict[str, Any] = {}
         if self.param_dtype is not None:
-            param, reduce = getattr(torch, self.param_dtype), getattr(torch, self.reduce_dtype)
-            options["mp_policy"] = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
+            param = getattr(torch, self.param_dtype)
+            options["mp_policy"] = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=torch.float32)
         if self.cpu_offload:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
         return options
@@ -121,10 +100,7 @@ class FSDP2Strategy(ModelParallelStrategy):
                 setattr(module, name, buffer.to(self.root_device))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Saves a directory with a part of every rank, which appears only when complete, or a file on rank 0."""
-        if not writes_parts(self):
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-            return
+        """Saves a directory with a part of every rank, which appears only when complete."""
         with _published(self, filepath) as folder:
             super().save_checkpoint(without_secrets(checkpoint), folder, storage_options)
 
@@ -159,7 +135,7 @@ class FSDP2Strategy(ModelParallelStrategy):
 
 
 class ZeROStrategy(DeepSpeedStrategy):
-    """`DeepSpeedStrategy` that saves only the weights that the module needs, and loads plain checkpoints.
+    """`DeepSpeedStrategy` that saves only the weights that the module needs, in verified directories.
 
     Checkpoints omit frozen parameters (of reference and reward models, or of a LoRA base) unless the module's
     `state_dict` has them, such as a changed reference or randomly initialized weights.
@@ -170,17 +146,9 @@ class ZeROStrategy(DeepSpeedStrategy):
             billion parameters.
         kwargs: Arguments of `lightning.pytorch.strategies.DeepSpeedStrategy`, such as `offload_optimizer`,
             `offload_parameters`, and `config`.
-
-    Raises:
-        ValueError: `reduce_every_micro_batch` with stage 1, which doesn't shard gradients.
     """
 
     def __init__(self, stage: int = 2, reduce_every_micro_batch: bool | None = None, **kwargs: Any) -> None:
-        if reduce_every_micro_batch and stage < 2:
-            raise ValueError(
-                f"reduce_every_micro_batch=True with stage={stage}: ZeRO-{stage} keeps all gradients on every rank. "
-                "Use stage 2 or 3."
-            )
         super().__init__(stage=stage, **kwargs)
         self.reduce_every_micro_batch = reduce_every_micro_batch
 
@@ -198,82 +166,14 @@ class ZeROStrategy(DeepSpeedStrategy):
             remove(filepath)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Loads a directory on as many ranks as wrote it, or a plain file on any number of ranks.
+        """Loads a directory on as many ranks as wrote it.
 
         Raises:
-            ValueError: The directory was written by another number of ranks, or is damaged.
+            ValueError: The path is not a checkpoint, or it is damaged.
         """
         path = Path(self.broadcast(checkpoint_path))
-        if checkpoint_kind(path) == "plain":
-            checkpoint = read_checkpoint(path)
-            self._load_plain(checkpoint)
-            return checkpoint
-        ranks = len(list((path / "checkpoint").glob("*_optim_states.pt")))
-        if ranks != self.world_size:
-            raise ValueError(
-                f"ckpt_path={str(path)!r}: was written by {ranks} ranks, and DeepSpeed can't load it on "
-                f"{self.world_size}. Convert it to a plain checkpoint, and resume from that: "
-                f"lightrl export --checkpoint {path} --what checkpoint --output plain.ckpt"
-            )
         _verify_together(self, path)
         return super().load_checkpoint(path, weights_only)
-
-    def _load_plain(self, checkpoint: Mapping[str, Any]) -> None:
-        module: Any = self.lightning_module
-        state = checkpoint["state_dict"]
-        for name, buffer in module.named_buffers():
-            if name in state:
-                buffer.copy_(state[name])
-        names = {}
-        for name, parameter in module.named_parameters():
-            if name in state:
-                names[parameter] = name
-                _write(parameter, state[name])
-        complete = all(p in names for p in module.parameters() if p.requires_grad)  # otherwise the module rejects it
-        if module.trainer.training and complete:
-            require_optimizer_states(checkpoint, module.trainer.ckpt_path)
-            self._load_optimizer(checkpoint["optimizer_states"][0], state, names)
-
-    def _load_optimizer(self, states: dict[str, Any], weights: Mapping[str, Tensor], names: Mapping[Any, str]) -> None:
-        """Sets the flat float32 vectors of weights and optimizer states (which may not exist before a step)."""
-        zero: Any = self.deepspeed_engine.optimizer
-        saved = iter([states["state"][number] for group in states["param_groups"] for number in group["params"]])
-        for group, flat in flat_groups(zero, self._stage()):
-            own: dict[str, Any] = {}
-            zero.optimizer.state[flat] = own
-            for parameter in group:
-                part = self._part(parameter)
-                part(weights[names[parameter]], flat.detach())
-                for key, value in next(saved).items():
-                    if isinstance(value, Tensor) and value.dim():
-                        part(value, own.setdefault(key, torch.zeros_like(flat)))
-                    else:
-                        own[key] = value.clone() if isinstance(value, Tensor) else value
-        for group, loaded in zip(zero.optimizer.param_groups, states["param_groups"], strict=True):
-            group.update({key: value for key, value in loaded.items() if key != "params"})
-
-    def _stage(self) -> int:
-        return 3 if self.zero_stage_3 else 2
-
-    def _part(self, parameter: Any) -> Callable[[Tensor, Tensor], None]:
-        """Returns a function that writes this rank's part of a full tensor to its place in the flat vector."""
-        part = flat_part(self.deepspeed_engine.optimizer, self._stage(), parameter, self.global_rank)
-
-        def write(whole: Tensor, flat: Tensor) -> None:
-            if part is not None:
-                values = whole.flatten()[part.start : part.start + part.length]
-                flat[part.offset : part.offset + len(values)].copy_(values)
-
-        return write
-
-
-@torch.no_grad()
-def _write(parameter: Any, value: Tensor) -> None:
-    if is_partitioned(parameter):
-        with gathered(parameter, write=True):
-            parameter.data.copy_(value)
-    else:
-        parameter.data.copy_(value)
 
 
 @contextmanager

@@ -7,18 +7,16 @@ functions, so they don't depend on strategies.
 
 from __future__ import annotations
 
-import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 from torch import Tensor, nn
 
-from lightrl.compat.deepspeed import begin_backward, discard_reduced_gradients, gathered, is_partitioned, local_part
 from lightrl.compat.lightning import tensor_parallel_size
 
 
@@ -30,11 +28,10 @@ def refuse_unsupported(strategy: Strategy, precision: str = "32-true") -> None:
         precision: Precision of the trainer, for modules with manual optimization. Lightning's own loop handles float16.
 
     Raises:
-        ValueError: Too many processes on a CPU, FSDP1 (its whole-module wrapping fails with manual optimization),
+        ValueError: FSDP1 (its whole-module wrapping fails with manual optimization),
             tensor parallelism, float16 weights without DeepSpeed, or float16 autocast under FSDP2 (only one rank would
             detect an overflow).
     """
-    refuse_crowd(strategy)
     if isinstance(strategy, FSDPStrategy):
         raise ValueError(
             "strategy=fsdp (FSDPStrategy, FSDP1): its backward runs inside the wrapped module's forward, which manual "
@@ -54,18 +51,6 @@ def refuse_unsupported(strategy: Strategy, precision: str = "32-true") -> None:
                 "device and under DDP only, and by DeepSpeed in its own engine. Use one of these, bf16-mixed, "
                 "bf16-true, or 32-true."
             )
-
-
-def refuse_crowd(strategy: Strategy) -> None:
-    """Raises a ValueError if a CPU would run too many processes, each with a model."""
-    cores = os.cpu_count() or 1
-    most = max(16, 4 * cores)  # always allows tests with a few ranks
-    processes = getattr(strategy, "num_processes", 1)
-    if isinstance(strategy.accelerator, CPUAccelerator) and processes > most:
-        raise ValueError(
-            f"trainer.devices={processes} on the CPU: that many processes, each with its own model, would share "
-            f"{cores} cores. Use 1, or at most {most}."
-        )
 
 
 def keep_zero3_config(strategy: Strategy) -> Any:
@@ -137,6 +122,8 @@ def backward_scope(strategy: Strategy, models: Iterable[Any], *, last: bool) -> 
     """
     if isinstance(strategy, DeepSpeedStrategy):  # checked first, since it is also a DDPStrategy
         if _zero_reduces_always(strategy, models):
+            from lightrl.compat.deepspeed import begin_backward
+
             begin_backward(strategy.deepspeed_engine, last=last)
         yield
     elif isinstance(strategy, ModelParallelStrategy):
@@ -221,6 +208,8 @@ def after_step(strategy: Strategy, norm: Tensor | None) -> tuple[Tensor | None, 
 def discard_gradients(strategy: Strategy) -> None:
     """Discards gradients that DeepSpeed ZeRO has already reduced, which `zero_grad` doesn't."""
     if isinstance(strategy, DeepSpeedStrategy):
+        from lightrl.compat.deepspeed import discard_reduced_gradients
+
         discard_reduced_gradients(strategy.deepspeed_engine.optimizer)
 
 
@@ -256,6 +245,8 @@ def gather_parameter(strategy: Strategy) -> Callable[[Tensor], AbstractContextMa
     @contextmanager
     def full(parameter: Tensor) -> Iterator[Tensor]:
         if isinstance(strategy, DeepSpeedStrategy) and is_partitioned(parameter):
+            from lightrl.compat.deepspeed import gathered
+
             with gathered(parameter):
                 yield parameter.detach()
         elif hasattr(parameter, "full_tensor"):
@@ -270,6 +261,8 @@ def gather_parameter(strategy: Strategy) -> Callable[[Tensor], AbstractContextMa
 def blend_parameter(parameter: Any, full: Tensor, weight: float) -> None:
     """Blends a full tensor into a possibly sharded parameter: `p = weight * full + (1 - weight) * p`. Collective."""
     if is_partitioned(parameter):
+        from lightrl.compat.deepspeed import gathered
+
         with gathered(parameter, write=True):
             parameter.data.lerp_(full.to(parameter), weight)
         return
@@ -283,6 +276,15 @@ def blend_parameter(parameter: Any, full: Tensor, weight: float) -> None:
         target.lerp_(full.to(target), weight)
 
 
+def is_partitioned(parameter: Any) -> bool:
+    """Whether ZeRO-3 has partitioned the parameter."""
+    if "deepspeed" not in sys.modules:
+        return False
+    from lightrl.compat import deepspeed
+
+    return deepspeed.is_partitioned(parameter)
+
+
 def is_sharded(parameter: Any) -> bool:
     """Whether ranks hold different parts of a parameter (FSDP2, ZeRO-3)."""
     return hasattr(parameter, "full_tensor") or is_partitioned(parameter)
@@ -291,6 +293,8 @@ def is_sharded(parameter: Any) -> bool:
 def local_shard(parameter: Any) -> Tensor:
     """Returns this rank's part of a possibly sharded parameter, as a view."""
     if is_partitioned(parameter):
+        from lightrl.compat.deepspeed import local_part
+
         return local_part(parameter)
     return parameter.detach().to_local() if hasattr(parameter, "full_tensor") else parameter.detach()
 

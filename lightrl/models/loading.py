@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from fnmatch import fnmatch
-from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -17,36 +16,14 @@ from transformers import (
     AutoModelForSequenceClassification,
     PreTrainedModel,
 )
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from lightrl.checkpoints.files import require_written
-from lightrl.compat.arguments import require_model_folder
 from lightrl.compat.transformers import model_class, router_modules, with_from_config
-from lightrl.models.spec import LoraSpec, ModelSpec
+from lightrl.models.spec import ModelSpec
 from lightrl.models.turns import placeholder_ids
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 CONFIG_KEYS = ("trust_remote_code", "revision", "token", "cache_dir", "local_files_only", "subfolder", "code_revision")
-WEIGHTS = {".safetensors", ".bin", ".gguf", ".pt", ".pth"}
 FIXED = "fixed"  # `rope_type` of rotary embeddings that don't depend on the batch
-
-
-def require_model(spec: ModelSpec) -> None:
-    """Checks that a model directory can be loaded, before any heavy work.
-
-    Raises:
-        ValueError: The model is missing, has only a config, or has files that differ from its `SHA256SUMS`.
-    """
-    require_model_folder(spec.path)
-    folder = Path(spec.path).expanduser()
-    if spec.random_init or spec.live is not None or not folder.is_dir():
-        return
-    if not any(file.suffix in WEIGHTS for file in folder.rglob("*")):
-        raise ValueError(
-            f"Model directory {spec.path!r} has a config.json but no weights (such as model.safetensors). Use one "
-            "written by `save_pretrained`, or set random_init=true for randomly initialized weights."
-        )
-    require_written(folder, f"Model directory {spec.path!r}")
 
 
 # ---- loading -----------------------------------------------------------------------------------------------------
@@ -58,20 +35,16 @@ def load_causal_lm(spec: ModelSpec, *, trainable: bool, in_shards: bool = False)
     Args:
         spec: Model to load.
         trainable: Whether to train it. False freezes every parameter and ignores `freeze`, `gradient_checkpointing`,
-            and a new `lora`.
+            and `lora`.
         in_shards: Leave parameters on the meta device for `fill_shards` to read after sharding. Models with adapters,
             random weights, `kwargs`, or weights that transformers converts are still loaded whole.
 
     Returns:
         The model in training mode, which gradient checkpointing needs, with all dropout set to 0 so that log-probs
         equal the engine's. With LoRA, only the adapter requires gradients.
-
-    Raises:
-        ValueError: The directory doesn't exist, or has no model.
     """
     if trainable and spec.live is not None:
         return _prepared(spec.live, spec, trainable=True)
-    require_model_folder(spec.path)
     return load_model(spec, causal_class(_config(spec)), trainable=trainable, in_shards=in_shards)
 
 
@@ -81,18 +54,8 @@ def load_backbone(spec: ModelSpec, *, trainable: bool, in_shards: bool = False) 
 
 
 def load_scalar(spec: ModelSpec, *, trainable: bool) -> PreTrainedModel:
-    """Loads a model with a single-output head. See `load_causal_lm`.
-
-    Raises:
-        ValueError: Also if the head has more outputs, or is missing and would not be trained.
-    """
-    require_model_folder(spec.path)
-    try:
-        return load_model(spec, scalar_class(_config(spec)), trainable=trainable, new_head=True, num_labels=1)
-    except RuntimeError as error:
-        if "ignore_mismatched_sizes" not in str(error):
-            raise
-        raise ValueError(f"Model {spec.path!r}: must have a head with one output (num_labels=1).") from error
+    """Loads a model with a single-output head, which may be missing if it is trained. See `load_causal_lm`."""
+    return load_model(spec, scalar_class(_config(spec)), trainable=trainable, new_head=True, num_labels=1)
 
 
 def load_model(
@@ -107,15 +70,13 @@ def load_model(
     """Loads a model of any auto class; `overrides` are set on the config. See `load_causal_lm`.
 
     Raises:
-        ValueError: Also if files lack weights or have non-finite ones. With `new_head`, those of a trained head may be
-            missing.
+        ValueError: Files lack weights or have non-finite ones. With `new_head`, those of a trained head may be missing.
     """
-    require_model(spec)
     config = _config(spec)
     for name, value in overrides.items():
         setattr(config, name, value)
     dtype = getattr(torch, spec.dtype or "float32")
-    lora = _used_lora(spec, trainable)
+    lora = spec.lora if trainable else None
     model: Any = None
     if in_shards and lora is None and not spec.random_init and not spec.kwargs:
         from lightrl.models.folders import without_weights
@@ -127,11 +88,7 @@ def load_model(
     elif model is None:
         kwargs = {**spec.kwargs, **(_quantization(dtype) if lora is not None and lora.quantize_4bit else {})}
         told: Any = {**kwargs, "output_loading_info": True}
-        try:
-            model, info = auto_class.from_pretrained(spec.path, config=config, dtype=dtype, **told)
-        except Exception as error:  # safetensors, pickle, and Hub errors don't name the model
-            error.add_note(f"Model {spec.path!r} could not be loaded.")
-            raise
+        model, info = auto_class.from_pretrained(spec.path, config=config, dtype=dtype, **told)
         _refuse_random(model, spec, info["missing_keys"], new_head=new_head and trainable)
         _refuse_nonfinite(model, spec)
     return _prepared(model, spec, trainable=trainable)
@@ -141,13 +98,7 @@ def _config(spec: ModelSpec) -> Any:
     return AutoConfig.from_pretrained(spec.path, **{k: v for k, v in spec.kwargs.items() if k in CONFIG_KEYS})
 
 
-def _used_lora(spec: ModelSpec, trainable: bool) -> LoraSpec | None:
-    return spec.lora if spec.lora is not None and (trainable or spec.lora.adapter is not None) else None
-
-
 def _quantization(dtype: torch.dtype) -> dict[str, Any]:
-    if not torch.cuda.is_available():
-        raise ValueError("lora.quantize_4bit=True: needs a CUDA device. Set it to false.")
     from transformers import BitsAndBytesConfig
 
     settings = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
@@ -166,10 +117,9 @@ def _refuse_random(model: Any, spec: ModelSpec, missing: set[str], *, new_head: 
     if new_head:
         lacking = [name for name in lacking if name.startswith(prefix)]
     if lacking:
-        more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
         raise ValueError(
-            f"Model {spec.path!r} has no weights for {', '.join(lacking[:3])}{more}, which would be random. Use a "
-            f"model trained with them, such as one written by `save_pretrained` of {type(model).__name__}."
+            f"Model {spec.path!r} has no weights for {', '.join(lacking[:3])}, which would be random. Use a model with "
+            f"all weights of {type(model).__name__}."
         )
 
 
@@ -184,8 +134,8 @@ def _refuse_nonfinite(model: Any, spec: ModelSpec) -> None:
 def _prepared(model: Any, spec: ModelSpec, *, trainable: bool) -> PreTrainedModel:
     """Applies the spec to a model: no dropout, adapters, frozen parts."""
     _switch_dropout_off(model)
-    fix_rope(model, long=spec.long_rope)
-    lora = _used_lora(spec, trainable)
+    fix_rope(model)
+    lora = spec.lora if trainable else None
     if lora is not None:
         from lightrl.models.lora import add_lora
 
@@ -234,19 +184,15 @@ def _freeze(model: nn.Module, patterns: list[str]) -> None:
                 unused.discard(pattern)
     if unused:
         raise ValueError(f"freeze={sorted(unused)}: matches no parameter or module. Use `*` as a wildcard.")
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ValueError(f"freeze={patterns}: leaves no parameters to train. Freeze fewer.")
 
 
 def return_router_logits(lm: PreTrainedModel) -> None:
     """Makes a mixture-of-experts model return router logits, from which its load-balancing loss is computed.
 
     Raises:
-        ValueError: The model has no routers, or no such loss (DeepSeek models balance experts themselves).
+        ValueError: The model has no such loss (DeepSeek models balance experts themselves).
     """
     config: Any = lm.config.get_text_config()
-    if not hasattr(config, "output_router_logits"):
-        raise ValueError(f"aux_loss_coef: {config.model_type} is not a mixture-of-experts model. Set it to 0.")
     if not hasattr(sys.modules[type(lm).__module__], "load_balancing_loss_func"):
         raise ValueError(f"aux_loss_coef: {config.model_type} defines no load-balancing loss. Set it to 0.")
     config.output_router_logits = True
@@ -280,39 +226,7 @@ def scalar_class(config: Any) -> Any:
     return with_from_config(name, (GenericForSequenceClassification, base), model_class(causal_class(config), config))
 
 
-# ---- vocabulary and length ---------------------------------------------------------------------------------------
-
-
-def require_vocabulary(tokenizer: Any, path: str, argument: str = "tokenizer") -> None:
-    """Rejects a tokenizer with tokens for which the model has no embedding.
-
-    Media placeholders, and special tokens other than BOS and EOS, are ignored. Models whose config can't be read are
-    not checked here.
-
-    Raises:
-        ValueError: There is such a token. The message starts with `argument`.
-    """
-    config = _readable_config(path)
-    size = None if config is None else getattr(config.get_text_config(), "vocab_size", None)
-    if size is None:
-        return
-    known = {tokenizer.bos_token_id, tokenizer.eos_token_id}
-    idle = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} - known
-    idle |= {*placeholder_ids(config).values()}
-    beyond = sorted((i, text) for text, i in tokenizer.get_vocab().items() if i >= size and i not in idle)
-    if beyond:
-        raise ValueError(
-            f"{argument}={tokenizer.name_or_path!r}: {len(beyond)} of its tokens, such as {beyond[0][1]!r} "
-            f"({beyond[0][0]}), have no embedding in the model {path!r} (vocab_size={size}). Use the model's own "
-            "tokenizer, or call `resize_token_embeddings` on the model and save both in one directory."
-        )
-
-
-def _readable_config(path: str) -> Any:
-    try:
-        return AutoConfig.from_pretrained(path)
-    except (OSError, ValueError):
-        return None
+# ---- length and rotary embeddings --------------------------------------------------------------------------------
 
 
 def longest_sequence(config: Any) -> int | None:
@@ -321,52 +235,30 @@ def longest_sequence(config: Any) -> int | None:
     return longest
 
 
-# ---- rotary embeddings -------------------------------------------------------------------------------------------
-
-
-def fix_rope(model: Any, *, long: bool = False) -> int | None:
+def fix_rope(model: Any) -> int | None:
     """Makes a model use the same rotary factors for every sequence during the whole run. Idempotent.
 
     transformers chooses the factors of LongRoPE and dynamic NTK by the largest position in a batch, so a sequence's
     log-probs would depend on others. vLLM chooses those of LongRoPE once, by its `max_model_len`.
 
-    Args:
-        model: A transformers model.
-        long: Use LongRoPE's factors for long sequences instead of those for short ones.
-
     Returns:
         Maximum sequence length for which transformers, and vLLM by default, use the same factors. None for no limit.
-
-    Raises:
-        ValueError: `long` with a family whose long factors transformers doesn't compute (Phi-MoE).
     """
     limits = []
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         if isinstance(kinds, str):
-            module.rope_type = _fix(module, None, kinds, long)
+            module.rope_type = _fix(module, None, kinds)
         elif isinstance(kinds, dict):
-            module.rope_type = {layer: _fix(module, layer, kind, long) for layer, kind in kinds.items()}
+            module.rope_type = {layer: _fix(module, layer, kind) for layer, kind in kinds.items()}
         limits.append(getattr(module, "rope_limit", None))
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def _fix(module: Any, layer: str | None, kind: str, long: bool) -> str:
+def _fix(module: Any, layer: str | None, kind: str) -> str:
     if kind == "longrope":
         parameters = module.config.rope_parameters if layer is None else module.config.rope_parameters[layer]
-        original: int = parameters["original_max_position_embeddings"]
-        if not long:
-            module.rope_limit = original
-        elif "long_mscale" in parameters:
-            raise ValueError(
-                f"long_rope=True: transformers uses short factors for long sequences of {type(module).__name__}. Set "
-                f"long_rope=false, and use sequences of at most {original} tokens."
-            )
-        else:
-            name = "inv_freq" if layer is None else f"{layer}_inv_freq"
-            device, keys = getattr(module, name).device, {} if layer is None else {"layer_type": layer}
-            factors, _ = ROPE_INIT_FUNCTIONS[kind](module.config, device, seq_len=original + 1, **keys)
-            module.register_buffer(name, factors, persistent=False)
+        module.rope_limit = parameters["original_max_position_embeddings"]
     elif "dynamic" in kind:
         module.rope_limit = module.original_max_seq_len
     else:
@@ -374,14 +266,13 @@ def _fix(module: Any, layer: str | None, kind: str, long: bool) -> str:
     return FIXED
 
 
-def longrope_limit(model: Any) -> int | None:
-    """Returns the maximum length for LongRoPE's short factors, from a config, model directory, or model ID.
-
-    Returns:
-        None without LongRoPE, or if the config can't be read.
-    """
-    config = _readable_config(model) if isinstance(model, str) else model
-    parameters = (config is not None and getattr(config.get_text_config(), "rope_parameters", None)) or {}
+def longrope_limit(path: str) -> int | None:
+    """Returns the maximum length for LongRoPE's short factors; None without it, or if the config can't be read."""
+    try:
+        config = AutoConfig.from_pretrained(path).get_text_config()
+    except (OSError, ValueError):
+        return None
+    parameters = getattr(config, "rope_parameters", None) or {}
     for each in (parameters, *(x for x in parameters.values() if isinstance(x, dict))):
         if each.get("rope_type") == "longrope":
             return int(each["original_max_position_embeddings"])

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lightrl.compat.arguments import above
 from lightrl.records import Support
 
 CHUNK_ELEMENTS = 1 << 25  # logits per chunk: 128 MiB in float32
@@ -77,7 +76,6 @@ def chunked_logprobs(
         (M,) float32 log-probs and (M,) float32 entropies in nats or None. Gradients for hidden, weight, and bias are
         exact.
     """
-    above("temperature", temperature, note="; greedy decoding has no log-probs to train on")
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
     hidden, weight = hidden.to(dtype), weight.to(dtype)  # autocast doesn't apply to custom functions

@@ -6,14 +6,13 @@ module calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lightrl.compat.deepspeed import whole_parameters
 from lightrl.compat.transformers import block_class_names, router_modules
 from lightrl.models.backbone import Backbone, BackboneOutput
 from lightrl.models.loading import load_backbone, load_causal_lm
@@ -22,6 +21,7 @@ from lightrl.models.spec import Layout, ModelSpec
 from lightrl.records import HostRows, Routes, Support
 
 if TYPE_CHECKING:
+    from lightrl.models.lora import Gather
     from lightrl.models.teachers import Lesson
 
 
@@ -125,10 +125,8 @@ class PolicyModel(_StreamModel):
             divergence: Divergence from the lessons, see `chunked_divergence`.
 
         Raises:
-            ValueError: `values` without a value head, rows that are not right-padded, or an invalid temperature.
+            ValueError: Rows are not right-padded.
         """
-        if values and self.value_head is None:
-            raise ValueError("values=True: this policy has no value head. Build it with value_head=True.")
         if not self._checked:
             self._checked = True
             self._backbone.check_logits(self.lm, self.logit_map)
@@ -198,7 +196,7 @@ class PolicyModel(_StreamModel):
         return transformer_blocks(self.lm)
 
     def as_reference(self) -> AbstractContextManager[None]:
-        """Context manager in which the policy is its LoRA reference: the base, or with its initial adapter."""
+        """Context manager in which the policy is its LoRA reference: the base without the adapter."""
         from lightrl.models.lora import as_reference
 
         return as_reference(self.lm)
@@ -238,8 +236,40 @@ class ValueModel(_StreamModel):
         return transformer_blocks(self.backbone)
 
 
+@torch.no_grad()
+def named_hf_weights(
+    policy: Any, gather: Gather | None = None, *, trained_only: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields all parameters of the policy's language model under their Hugging Face names, LoRA merged, one at a time.
+
+    `W + alpha / r * B A` is computed for one layer at a time, without changing the module. Tied parameters are yielded
+    once, under their first name. A value head is excluded.
+
+    Args:
+        policy: `PolicyModel` (or any object with `lm`).
+        gather: Returns a context manager around the full tensor of a sharded parameter. If it is collective, every rank
+            must iterate to the end. Defaults to none, for unsharded parameters.
+        trained_only: Skip frozen parameters without an adapter, which can't have changed.
+
+    Yields:
+        (name, full tensor). The tensor may be a parameter itself, and is valid until the next one is requested.
+    """
+    gather = gather or nullcontext
+    if any(hasattr(module, "base_layer") for module in policy.lm.modules()):
+        from lightrl.models.lora import named_merged_weights
+
+        yield from named_merged_weights(policy, gather, trained_only=trained_only)
+        return
+    for name, parameter in policy.lm.named_parameters():
+        if parameter.requires_grad or not trained_only:
+            with gather(parameter) as full:
+                yield name, full
+
+
 def new_value_head(model: Any) -> nn.Linear:
     """Creates a linear head with initial values close to 0: weights with std 1 / (D + 1), bias 0."""
+    from lightrl.compat.deepspeed import whole_parameters
+
     size = model.config.get_text_config().hidden_size
     with whole_parameters():
         head = nn.Linear(size, 1)

@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
-from lightrl.compat.arguments import require_model_folder
 from lightrl.models.backbone import Backbone
-from lightrl.models.loading import load_scalar, require_vocabulary
+from lightrl.models.loading import load_scalar
 from lightrl.models.packing.micro_batches import micro_batches, told_apart
 from lightrl.models.policy import read_values, transformer_blocks
 from lightrl.models.spec import Layout, ModelSpec, RewardModelSpec
@@ -27,9 +26,6 @@ class RewardModel(nn.Module):
         model: Sequence-classification model with one label.
         tokenizer: Tokenizer for `score_texts`. Defaults to none, which scores only token IDs.
         chat_template, max_length, layout: See `RewardModelSpec`.
-
-    Raises:
-        ValueError: The model has more than one label.
     """
 
     def __init__(
@@ -42,8 +38,6 @@ class RewardModel(nn.Module):
         layout: Layout = "auto",
     ) -> None:
         super().__init__()
-        if model.config.num_labels != 1:
-            raise ValueError(f"num_labels={model.config.num_labels}: is not a reward model. Use one with one label.")
         self.model = model
         self.tokenizer = tokenizer
         self.chat_template = chat_template
@@ -56,8 +50,7 @@ class RewardModel(nn.Module):
     @classmethod
     def from_spec(cls, spec: RewardModelSpec) -> RewardModel:
         """Loads model and tokenizer, frozen."""
-        require_reward_model(spec)
-        model_spec = ModelSpec(spec.path, dtype=spec.dtype, kwargs=spec.kwargs, long_rope=spec.long_rope)
+        model_spec = ModelSpec(spec.path, dtype=spec.dtype, kwargs=spec.kwargs)
         model = load_scalar(model_spec, trainable=False)
         own = spec.tokenizer == "own"
         tokenizer = AutoTokenizer.from_pretrained(spec.path) if own else None
@@ -157,8 +150,6 @@ class RewardModel(nn.Module):
             completions: B strings.
             micro_batch_tokens: Maximum number of tokens per forward pass.
         """
-        if self.tokenizer is None:
-            raise ValueError("score_texts: this reward model has no tokenizer. Build it with one.")
         rows = [self.encode(p, c)[-self.max_length :] for p, c in zip(prompts, completions, strict=True)]
         device = next(self.model.parameters()).device
         pad = self.tokenizer.pad_token_id or 0
@@ -219,25 +210,6 @@ class RewardModel(nn.Module):
     def blocks(self) -> list[nn.Module]:
         """Returns the transformer blocks, as FSDP2 shards them."""
         return transformer_blocks(self.model)
-
-
-def require_reward_model(spec: RewardModelSpec) -> None:
-    """Checks a reward model's directory and tokenizer before the model is loaded.
-
-    Raises:
-        ValueError: The directory is missing, its tokenizer lacks the requested chat template, or has tokens without an
-            embedding in the model.
-    """
-    require_model_folder(spec.path)
-    if spec.tokenizer == "policy":
-        return
-    tokenizer = AutoTokenizer.from_pretrained(spec.path)
-    if spec.chat_template == "default" and not tokenizer.chat_template:
-        raise ValueError(
-            f"reward_models.{spec.name}.chat_template='default': the tokenizer of {spec.path!r} has no chat template. "
-            "Set chat_template to Jinja text or its file, or to null to score prompt + completion as plain text."
-        )
-    require_vocabulary(tokenizer, spec.path, f"reward_models.{spec.name}.path")
 
 
 def own_ends(token_ids: Tensor, mask: Tensor, groups: Tensor) -> Tensor:

@@ -418,7 +418,6 @@ class EngineContext:
         lora_rank: Rank of the policy's adapter. 0 without one, or if it doesn't apply to the weights in `model_path`.
         fire: Whether some sampling settings of the run have a `fire_temperature`.
         keep_cache: Whether weights may be loaded while requests run, which keep their keys and values.
-        long_rope: Whether a LongRoPE model uses its factors for long sequences.
     """
 
     model_path: str
@@ -435,4 +434,3 @@ class EngineContext:
     lora_rank: int = 0
     fire: bool = False
     keep_cache: bool = False
-    long_rope: bool = False

@@ -10,7 +10,6 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightrl.engines.base import Engine, StaleWeightsError
-from lightrl.models.lora import adapts_media
 from lightrl.records import EngineContext, GenerationRequest, Prompts, SamplingParams
 from lightrl.rollout.collation import ScoredGroup
 from lightrl.rollout.learner import EngineSync, RolloutLearner, TrajectoryCheck
@@ -55,7 +54,11 @@ class EngineHost:
         spec, actor = self.module.actor_spec, getattr(self.module, "actor", None)
         computed = getattr(trainer.strategy, "param_dtype", None)  # FSDP2Strategy's
         # Engines apply adapters only to unquantized language models loaded from the model directory.
-        merged = spec.lora is None or spec.lora.quantize_4bit or (actor is not None and adapts_media(actor.lm))
+        merged = spec.lora is None or spec.lora.quantize_4bit
+        if not merged and actor is not None:
+            from lightrl.models.lora import adapts_media
+
+            merged = adapts_media(actor.lm)
         return EngineContext(
             model_path=spec.path,
             dtype=computed or PRECISION_TO_DTYPE[str(trainer.precision).split("-")[0]],
@@ -64,7 +67,6 @@ class EngineHost:
             world_size=int(trainer.world_size),
             device=str(trainer.strategy.root_device),
             random_init=bool(spec.random_init),
-            long_rope=spec.long_rope,
             lora_rank=0 if merged or spec.lora is None else spec.lora.r,
             **self._needs,
         )

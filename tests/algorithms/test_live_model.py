@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightrl.algorithms import DistillLightningModule, GRPOLightningModule, PPOLightningModule, SFTLightningModule
+from lightrl.algorithms import GRPOLightningModule, PPOLightningModule, SFTLightningModule
 from lightrl.cli.export import export
 from lightrl.data.sft import SFTDataModule, SFTSource
 from lightrl.models.spec import LoraSpec, ModelSpec
@@ -95,31 +95,3 @@ def test_sft_trains_a_live_model(path: str) -> None:
     for module in (plain := SFTLightningModule(path), SFTLightningModule(ModelSpec.of(model, tokenizer))):
         quiet_trainer(callbacks=[]).fit(module, SFTDataModule(SFTSource(rows=rows), batch_size=4))
     assert equal(plain.actor.lm, model) and not equal(model, live(path)[0])
-
-
-@pytest.mark.parametrize("actor", [3, None, "", {"path": "x"}, torch.nn.Linear(2, 2)])
-def test_what_is_no_model_is_refused_at_construction(actor: Any) -> None:
-    for argument, build in {
-        "actor": lambda: PPOLightningModule(actor),
-        "reference": lambda: PPOLightningModule("x", reference=actor or 3),  # type: ignore[arg-type]
-        r"teachers\['t'\]": lambda: DistillLightningModule("x", {"t": actor}),
-    }.items():
-        with pytest.raises(ValueError, match=f"^{argument}="):
-            build()
-    with pytest.raises(ValueError, match="^actor="):
-        SFTLightningModule(actor)
-
-
-def test_a_live_model_needs_its_tokenizer(path: str) -> None:
-    model, tokenizer = live(path)
-    for wrong in (None, path):
-        with pytest.raises(ValueError, match="tokenizer="):
-            ModelSpec.of(model, wrong)
-    with pytest.raises(ValueError, match="dtype="):
-        ModelSpec.of(model, tokenizer, dtype="bfloat16")
-    with pytest.raises(ValueError, match="model="):
-        ModelSpec.of(model.model, tokenizer)
-    with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(model.config)
-    with pytest.raises(ValueError, match="model="):
-        ModelSpec.of(empty, tokenizer)

@@ -38,13 +38,6 @@ def test_lora_base_is_the_reference_and_only_adapters_are_saved(model_path: str)
     assert keep.metrics[2]["kl/engine_gap_max"] < 5e-5, "the engine samples from the merged weights"
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="bitsandbytes' 4-bit weights are there with CUDA")
-def test_a_quantised_base_is_refused_without_cuda(model_path: str) -> None:
-    spec = ModelSpec(model_path, lora=LoraSpec(r=2, quantize_4bit=True))
-    with pytest.raises(ValueError, match="quantize_4bit=True"):
-        fit(PPOLightningModule(spec, optimizer=adam))
-
-
 def test_frozen_parameters_stay_and_are_not_saved(model_path: str) -> None:
     module = grpo(ModelSpec(model_path, freeze=["*embed_tokens*"]))
     fit(module, rollouts=2)

@@ -44,12 +44,6 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("restored")
-def test_jsonargparse_hands_a_new_class_the_others_arguments() -> None:
-    """Where this fails, jsonargparse has changed, and the wrapper may go."""
-    assert parsed("--part", f"{__name__}.One", "--part.width", "0.2", "--part", f"{__name__}.Other") == 0.2
-
-
-@pytest.mark.usefixtures("restored")
 def test_a_new_class_starts_from_its_own_defaults() -> None:
     start_from_own_defaults(Base)
     start_from_own_defaults(Base)  # wraps once

@@ -15,15 +15,14 @@ import torch
 from lightning.fabric.loggers.csv_logs import _ExperimentWriter
 from lightning.fabric.strategies.model_parallel import _load_raw_module_state
 from lightning.fabric.utilities.load import _load_distributed_checkpoint
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger, Logger
-from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from torch import Tensor, nn
 
 from lightrl.compat import lightning as compat
+from lightrl.compat import lightning_cli
 from tests import forks
 
 
@@ -67,27 +66,6 @@ def fit(callback: Callback) -> Recorder:
     return recorder
 
 
-def test_the_seed_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
-    assert compat.run_seed() == 0
-    monkeypatch.setenv("PL_GLOBAL_SEED", "1")  # so that it is restored
-    seed_everything(7, verbose=False)
-    assert compat.run_seed() == 7
-
-
-def test_the_sizes_of_model_parallelism() -> None:
-    strategy = ModelParallelStrategy(data_parallel_size=3, tensor_parallel_size=2)
-    assert compat.tensor_parallel_size(strategy) == 2
-    assert "_data_parallel_size" in vars(strategy)
-    compat.set_data_parallel_size(strategy, 5)
-    assert "self._data_parallel_size" in inspect.getsource(ModelParallelStrategy.setup_environment)
-
-
-def test_whether_ranks_write_parts() -> None:
-    assert compat.writes_parts(ModelParallelStrategy(save_distributed_checkpoint=True))
-    assert not compat.writes_parts(ModelParallelStrategy(save_distributed_checkpoint=False))
-
-
 def test_a_checkpoint_callback_can_save_and_choose_the_last_one(tmp_path: Path) -> None:
     class Saving(compat.SavingCheckpoint):
         def last_checkpoints(self, trainer: Trainer) -> set[str]:
@@ -101,14 +79,6 @@ def test_a_checkpoint_callback_can_save_and_choose_the_last_one(tmp_path: Path) 
     trainer = Trainer(logger=False, default_root_dir=tmp_path, accelerator="cpu")
     assert saving.last_checkpoints(trainer) == {str(tmp_path / "last.ckpt"), str(tmp_path / "other.ckpt")}
     assert "_find_last_checkpoints" in inspect.getsource(_CheckpointConnector)
-
-
-def test_whether_an_evaluation_comes() -> None:
-    class Look(Callback):
-        def on_train_start(self, trainer: Trainer, *args: Any) -> None:
-            assert not compat.evaluations_come(trainer) and not compat.ended_in_batch(trainer)
-
-    fit(Look())
 
 
 def test_the_loading_functions_take_what_they_are_given() -> None:
@@ -146,7 +116,7 @@ def test_metrics_can_be_logged_before_the_batch_is_over() -> None:
 def table(folder: Path, checkpoint: str | None) -> Any:
     """A logger that has begun for a run; the trainer is asked for nothing else."""
     logger = CSVLogger(folder, name="", version="")
-    compat.begin_table(logger, SimpleNamespace(ckpt_path=checkpoint))  # type: ignore[arg-type]
+    lightning_cli.begin_table(logger, SimpleNamespace(ckpt_path=checkpoint))  # type: ignore[arg-type]
     logger.log_hyperparams({"a": 1})
     return logger
 
@@ -177,12 +147,6 @@ def test_a_resumed_run_that_can_write_no_more_leaves_the_table_whole(tmp_path: P
     assert not list(tmp_path.glob("*.partial"))
     assert path.read_bytes() == before
     assert "open(self.metrics_file_path" in inspect.getsource(_ExperimentWriter._rewrite_with_new_header)
-
-
-def test_the_command_line_reads_no_settings_from_a_checkpoint() -> None:
-    own = compat.YamlCLI
-    assert "self._parse_ckpt_path()" in inspect.getsource(LightningCLI.__init__)
-    assert own._parse_ckpt_path is not LightningCLI._parse_ckpt_path
 
 
 def main(folder: Path) -> None:

@@ -36,9 +36,3 @@ def test_an_embeddings_adapter_is_not_one_of_a_linear_layer() -> None:
     config = peft.LoraConfig(r=2, target_modules=["0"])
     peft.inject_adapter_in_model(config, model, adapter_name=compat.ADAPTER)
     assert compat.lora_parts(compat.adapter_layers(model)["0"]) is None
-
-
-def test_the_function_for_packed_weights_is_there() -> None:
-    from peft.utils.integrations import dequantize_bnb_weight
-
-    assert callable(dequantize_bnb_weight)

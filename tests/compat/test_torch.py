@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +10,6 @@ import torch
 from torch import nn
 
 from lightrl.compat import torch as compat
-
-
-def test_flex_attention_is_asked_whether_it_can_be_compiled() -> None:
-    assert isinstance(compat.has_triton(), bool)
 
 
 def test_a_block_mask_hides_what_the_function_hides() -> None:
@@ -80,31 +75,3 @@ def test_shared_memory_is_page_locked_until_it_goes(monkeypatch: pytest.MonkeyPa
     released()
     del kept
     assert [call[0] for call in runtime.calls] == ["register", "unregister"] * 2
-
-
-def test_memory_that_cuda_does_not_page_lock_is_used_as_it_is(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    """CUDA's runtime keeps the error and the next kernel raises it, so that one is started for it."""
-    runtime, started = Runtime(error=2), []
-
-    def zeros(*args: Any, **kwargs: Any) -> None:
-        started.append(kwargs["device"])
-        raise RuntimeError("CUDA error: out of memory")
-
-    memory = torch.zeros(1 << 20)
-    monkeypatch.setattr(compat, "torch", SimpleNamespace(cuda=torch.cuda, zeros=zeros))
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert compat.page_lock(memory) is None
-    assert "did not page-lock 4 MiB of host memory (error 2)" in caplog.text and started == ["cuda"]
-    del memory
-    assert len(runtime.calls) == 1
-
-
-def test_cudas_runtime_has_the_calls_that_lock_and_unlock_pages() -> None:
-    """In the source of torch itself: a build for CPUs has no runtime to ask."""
-    from inspect import getsource
-
-    from torch.cuda import _pin_memory_utils as its
-
-    assert "cudart.cudaHostRegister(data_ptr,size,1," in "".join(getsource(its.pin_memory).split())
-    assert "cudaHostUnregister(data_ptr)" in getsource(its.unpin_memory)

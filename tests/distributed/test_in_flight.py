@@ -84,11 +84,9 @@ def test_two_ranks_change_weights_where_one_does_and_resume(tmp_path: Path) -> N
     assert max(runs["whole"]["switched"]) > 0.5
     assert not is_the_same(runs["free"], runs["whole"], atol=1e-5)
     assert is_the_same(runs["resumed"], runs["whole"], MIDDLE)
-    # One process, its checkpoint in two, and theirs in one; gradients are summed in another order.
+    # One process, and its checkpoint in two; gradients are summed in another order.
     assert is_the_same(runs["whole"], one, atol=1e-5)
     assert is_the_same(runs["of one"], one, MIDDLE, atol=1e-5)
-    back = learn(path, engine=Scripted(learnt=MIDDLE), ckpt_path=middle(tmp_path / "two"))
-    assert is_the_same(back, one, MIDDLE, atol=1e-5)
 
 
 def main(path: str, folder: Path) -> None:

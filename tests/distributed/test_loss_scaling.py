@@ -21,7 +21,6 @@ from lightrl.algorithms import GRPOLightningModule, PPOLightningModule
 from lightrl.algorithms.settings import Updates
 from lightrl.distributed.strategies import loss_scaler
 from lightrl.models.spec import ModelSpec
-from lightrl.objectives import KLInLoss
 from tests import forks
 from tests.toys import quickstart_model, quiet_trainer, sums_data
 
@@ -120,51 +119,6 @@ def test_the_scale_is_searched_kept_and_taken_up_again(tmp_path: Path) -> None:
     assert watch.scale == 2.0 ** (28 - count)
     grown = train(path, rollouts=2, plugins=[half(growth_interval=2)])
     assert grown.scale == 2 * SCALE
-
-
-def test_a_checkpoint_holds_the_scale(tmp_path: Path) -> None:
-    path, checkpoint = tiny(tmp_path / "model"), str(tmp_path / "a.ckpt")
-    seed_everything(0, verbose=False)
-    trainer = quiet_trainer(plugins=[half()], max_epochs=1)
-    trainer.fit(Overflow(ModelSpec(path), optimizer=sgd, ppo_epochs=1), sums_data(rollouts_per_epoch=2))
-    trainer.save_checkpoint(checkpoint)
-    scaler = loss_scaler(trainer.precision_plugin)
-    assert scaler is not None and (scale := scaler.get_scale()) == SCALE / 2
-    again = train(path, Overflow, rollouts=2, plugins=[half()], max_epochs=2, fit={"ckpt_path": checkpoint})
-    assert again.metrics[0]["optim/loss_scale"] == scale
-
-
-def test_a_loss_that_is_not_finite_counts_against_the_run(tmp_path: Path) -> None:
-    class Broken(GRPOLightningModule):
-        def compute_loss(self, minibatch: Any) -> Any:
-            losses, metrics = super().compute_loss(minibatch)
-            return {"policy": losses["policy"] * float("nan")}, metrics
-
-    path = tiny(tmp_path)
-    with pytest.raises(RuntimeError, match="2 updates in a row had a non-finite loss"):
-        train(path, Broken, rollouts=4, plugins=[half()], settings={"updates": Updates(max_skipped_updates=2)})
-
-
-def test_the_curve_is_that_of_float32(tmp_path: Path) -> None:
-    """Six rollouts of GRPO with a KL: same first gradient within float16, and weights that move the same way."""
-    path, runs = tiny(tmp_path), {}
-    for precision in ("32-true", "16-mixed"):
-        plugins = [half()] if precision == "16-mixed" else []
-        runs[precision] = train(path, rollouts=6, settings={"kl": KLInLoss("k2", coef=0.1)}, plugins=plugins)
-    exact, mixed = runs["32-true"], runs["16-mixed"]
-    assert not any(m["optim/skipped_updates"] for m in mixed.metrics)
-    start = torch.cat([p.flatten() for p in load(path)])
-    moved, other = exact.weights[0] - start, mixed.weights[0] - start
-    assert float(torch.cosine_similarity(moved, other, dim=0)) > 0.999
-    for name in ("reward/mean", "policy/entropy"):
-        ours, theirs = ([m[name] for m in run.metrics] for run in (exact, mixed))
-        assert theirs == pytest.approx(ours, abs=0.1, rel=0.1), name
-
-
-def load(path: str) -> list[Tensor]:
-    from lightrl.models.loading import load_causal_lm
-
-    return [p.detach() for p in load_causal_lm(ModelSpec(path), trainable=True).parameters()]
 
 
 def main(folder: Path) -> None:

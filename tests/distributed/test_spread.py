@@ -13,12 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, Qwen2Config
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from lightrl.models.folders import fill_shards
 from lightrl.models.loading import load_causal_lm
-from lightrl.models.packing.context import refuse_heads
 from lightrl.models.policy import PolicyModel, ValueModel
 from lightrl.models.spec import LoraSpec, ModelSpec
 from tests import forks
@@ -149,21 +147,6 @@ def test_what_cannot_be_read_in_parts_is_loaded_whole(tmp_path: Path) -> None:
     assert not is_meta()
     read = load_causal_lm(ModelSpec(path), trainable=True, in_shards=True)
     assert all(torch.equal(p, written.get_parameter(name)) for name, p in read.named_parameters())
-
-
-def test_weights_that_files_lack_are_refused_in_parts_too(tmp_path: Path) -> None:
-    path = quickstart_model(tmp_path / "model", num_hidden_layers=1)
-    weights = load_file(tmp_path / "model" / "model.safetensors")
-    renamed = {name.replace("mlp.up_proj", "mlp.other"): x for name, x in weights.items()}
-    save_file(renamed, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"has no weights for model\.layers\.0\.mlp\.up_proj\.weight, which would be"):
-        load_causal_lm(ModelSpec(path), trainable=True, in_shards=True)
-
-
-def test_heads_that_ranks_cannot_share_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 4)
-    with pytest.raises(ValueError, match="context_parallel_size=4"):
-        refuse_heads(Qwen2Config(num_attention_heads=14), None)
 
 
 if __name__ == "__main__":

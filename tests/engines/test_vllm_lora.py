@@ -12,7 +12,6 @@ import torch
 from lightrl.algorithms import GRPOLightningModule
 from lightrl.callbacks import WeightSync
 from lightrl.engines import EngineContext, VLLMEngine
-from lightrl.engines.vllm.weights import AdapterFolder
 from lightrl.models.lora import adapter_config, add_lora, named_adapter_weights
 from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import LoraSpec, ModelSpec
@@ -105,10 +104,7 @@ def test_prompts_that_would_be_cut_in_two_keep_their_seeds(engine: VLLMEngine, t
     assert together == {**sample([0, 3, 4, 5]), **sample([7, 6, 2, 1])}
 
 
-@pytest.mark.parametrize("existing", [False, True])
-def test_a_run_pushes_the_adapter_only(
-    engine: VLLMEngine, tied_folder: Path, monkeypatch: pytest.MonkeyPatch, existing: bool
-) -> None:
+def test_a_run_pushes_the_adapter_only(engine: VLLMEngine, tied_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "close", lambda: None)
     engine.mark_stale()
     sent: list[int] = []
@@ -120,11 +116,8 @@ def test_a_run_pushes_the_adapter_only(
         push(pairs, config, **kwargs)
 
     monkeypatch.setattr(engine, "load_adapter", counted)
-    policy, folder = adapted(tied_folder, 1), AdapterFolder()
-    folder.write(named_adapter_weights(policy), adapter_config(policy, SPEC))
-    lora = LoraSpec(adapter=folder.path) if existing else SPEC
     module = GRPOLightningModule(
-        ModelSpec(str(tied_folder), lora=lora), optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2)
+        ModelSpec(str(tied_folder), lora=SPEC), optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2)
     )
     monkeypatch.setattr(module, "named_policy_weights", lambda: pytest.fail("merged weights were pushed"))
     sync = WeightSync()
@@ -134,7 +127,6 @@ def test_a_run_pushes_the_adapter_only(
     assert sync.last_gap is not None and sync.last_gap <= 5e-5
     moved = [p for name, p in module.actor.named_parameters() if "lora_B" in name]
     assert all(p.abs().max() > 0 for p in moved)
-    folder.remove()
 
 
 def test_merged_where_asked_and_refusals(tied_folder: Path) -> None:

@@ -53,7 +53,7 @@ def drawn(*sizes: tuple[int, ...]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES, ids=lambda d: type(d).__name__)
-@pytest.mark.parametrize("chunk_elements", [4, 40, 10_000])
+@pytest.mark.parametrize("chunk_elements", [40, 10_000])
 @pytest.mark.parametrize("cut", [False, True])
 def test_values_and_gradients_equal_a_dense_softmax(divergence: Divergence, chunk_elements: int, cut: bool) -> None:
     hidden, weight, bias, theirs, their_weight = drawn((7, 5), (11, 5), (11,), (7, 3), (13, 3))

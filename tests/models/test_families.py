@@ -9,7 +9,6 @@ import pytest
 import torch
 import transformers
 
-from lightrl.models.loading import return_router_logits
 from lightrl.models.policy import PolicyModel
 from tests.models.conftest import SETTINGS, Batch, plain_scores
 
@@ -86,20 +85,6 @@ def test_capped_attention_is_capped(layout: Any, batch: Batch) -> None:
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_a_late_fall_back_restores_the_attention(batch: Batch) -> None:
-    """Doge is found out in its first forward pass; afterwards it runs with the attention that it was loaded with."""
-    lm = build("Doge", {"keep_window_size": 4, "attn_implementation": "eager"})
-    for parameter in lm.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)  # some are 0, and its choice of keys would have ties
-    expected, _ = plain_scores(lm, batch)
-    policy = PolicyModel(lm)
-    assert lm.config._attn_implementation == "lightrl"
-    with pytest.warns(UserWarning, match="attention masks"):
-        got = policy(*batch[:3], group_ids=batch.group_ids).logprobs
-    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
-    assert lm.config._attn_implementation == "eager"
-
-
 @pytest.mark.parametrize("layout", ["padded", "shared_prefix"])
 def test_experts_report_their_balance(layout: Any, batch: Batch) -> None:
     lm = build("Mixtral", {"num_local_experts": 4, "output_router_logits": True})
@@ -110,23 +95,3 @@ def test_experts_report_their_balance(layout: Any, batch: Batch) -> None:
     assert out.aux_loss is not None and 1.9 < out.aux_loss.item() < 4.0
     out.aux_loss.backward()
     assert any("gate" in name and p.grad.any() for name, p in lm.named_parameters() if p.grad is not None)
-
-
-def test_experts_without_a_balancing_loss_are_refused() -> None:
-    with pytest.raises(ValueError, match="deepseek_v3 defines no load-balancing loss"):
-        return_router_logits(build("DeepseekV3", PACKED["DeepseekV3"]))
-    return_router_logits(build("Mixtral", PACKED["Mixtral"]))
-
-
-def test_attention_that_depends_on_the_batch_is_refused(batch: Batch) -> None:
-    """DeepSeek V3.2 attends to the keys that an indexer likes best; as long as it likes all, batches are right."""
-    settings = {**PACKED["DeepseekV3"], "index_n_heads": 2, "index_head_dim": 8, "n_shared_experts": 1}
-    lm = build("DeepseekV32", {**settings, "index_topk": 64})
-    expected, _ = plain_scores(lm, batch)
-    with pytest.warns(UserWarning, match="indexed_attention"):
-        policy = PolicyModel(lm)
-    torch.testing.assert_close(policy(*batch[:3]).logprobs, expected, atol=1e-5, rtol=1e-5)
-    with pytest.warns(UserWarning, match="indexed_attention"):
-        policy = PolicyModel(build("DeepseekV32", {**settings, "index_topk": 4}))
-    with pytest.raises(ValueError, match="best 4 keys"):
-        policy(*batch[:3])

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightrl.models.lora import add_lora, named_hf_weights
-from lightrl.models.policy import PolicyModel
+from lightrl.models.lora import add_lora
+from lightrl.models.policy import PolicyModel, named_hf_weights
 from lightrl.models.spec import LoraSpec
 from tests.models.conftest import Batch, build
 from tests.models.test_routing import moe
@@ -77,8 +77,6 @@ def test_base_is_the_reference(batch: Batch) -> None:
         assert policy(*batch[:3]).logprobs.equal(base)
     assert not torch.allclose(policy(*batch[:3]).logprobs, base, atol=0.1)
     assert trained == {name for name, p in policy.named_parameters() if p.requires_grad}
-    with pytest.raises(ValueError, match="has no LoRA adapter"), PolicyModel(build("qwen2")).as_reference():
-        pass
 
 
 def test_gathering_goes_through_the_callers_function() -> None:
@@ -98,10 +96,3 @@ def test_gathering_goes_through_the_callers_function() -> None:
         assert 1 <= len(open_now) <= 3  # one layer at a time
         assert not tensor.requires_grad
     assert sorted(seen) == sorted(names.values()) and not open_now
-
-
-def test_target_modules_are_named_when_they_match_nothing() -> None:
-    with pytest.raises(ValueError, match="nothing_like_it"):
-        add_lora(build("qwen2"), LoraSpec(target_modules=["nothing_like_it"]))
-    with pytest.raises(ValueError, match="is not a linear layer"):
-        add_lora(build("qwen2"), LoraSpec(target_modules=["embed_tokens"]))

@@ -15,11 +15,11 @@ from lightrl.models.spec import RewardModelSpec
 from tests.models.conftest import VOCAB, Batch
 
 
-def classifier(labels: int = 1) -> Any:
+def classifier() -> Any:
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.2, pad_token_id=0, num_labels=labels,
+        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.2, pad_token_id=0, num_labels=1,
     )  # fmt: skip
     return Qwen2ForSequenceClassification(config)
 
@@ -37,7 +37,7 @@ class Letters:
         return f"{chat_template or 'T'}|" + "|".join(f"{m['role']}:{m['content']}" for m in messages)
 
 
-@pytest.mark.parametrize("layout", ["padded", "packed", "auto"])
+@pytest.mark.parametrize("layout", ["padded", "auto"])
 def test_scores_equal_transformers(layout: Any, batch: Batch) -> None:
     model = classifier()
     expected = model(input_ids=batch.token_ids, attention_mask=batch.attention_mask.long()).logits.squeeze(-1)
@@ -83,21 +83,11 @@ def test_texts_are_tokenised_by_its_own_tokenizer() -> None:
         assert templated.score(prompts, 100).item() == pytest.approx(alone(encode(f"{head}|system:s{rest}")), abs=1e-5)
 
 
-def test_from_spec_is_frozen_and_errors_are_named(tmp_path: Path) -> None:
+def test_from_spec_is_frozen(tmp_path: Path) -> None:
     classifier().save_pretrained(tmp_path)
     reward = RewardModel.from_spec(RewardModelSpec("quality", str(tmp_path), tokenizer="policy", dtype="bfloat16"))
     assert not any(p.requires_grad for p in reward.parameters())
     assert next(reward.parameters()).dtype == torch.bfloat16 and len(reward.blocks()) == 2
-    with pytest.raises(ValueError, match="score_texts"):
-        reward.score_texts(["a"], ["b"])
-    with pytest.raises(ValueError, match="num_labels="):
-        RewardModel(classifier(labels=3))
-    with pytest.raises(ValueError, match="tokenizer='other'"):
-        RewardModelSpec("r", "x", tokenizer="other")
-    with pytest.raises(ValueError, match="reward_models.r.weight=inf"):
-        RewardModelSpec("r", "x", weight=float("inf"))
-    with pytest.raises(ValueError, match="chat_template"):
-        RewardModelSpec("r", "x", tokenizer="policy", chat_template="default")
 
 
 @pytest.mark.parametrize("layout", ["auto", "packed", "padded"])
@@ -128,5 +118,3 @@ def test_a_reward_model_with_labels_scores_the_rows_of_these_alone() -> None:
     spec = RewardModelSpec("maths", "x", labels=["sum", "product"], label_column="kind")
     assert spec.applies({"kind": ["sum", "poem", "product"]}) == [True, False, True]
     assert RewardModelSpec("all", "x").applies({}) is None
-    with pytest.raises(ValueError, match="label_column='kind'"):
-        spec.applies({"a": ["sum"]})

@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.engines.vllm.engine import VLLMEngine
-from lightrl.models.loading import fix_rope, load_causal_lm
+from lightrl.models.loading import load_causal_lm
 from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import ModelSpec
 from lightrl.records import EngineContext
@@ -54,11 +54,10 @@ def test_every_kind_of_rope_is_tried() -> None:
 @pytest.mark.parametrize("kind", ROPES)
 def test_a_rows_logprobs_do_not_depend_on_the_batch(kind: str, layout: Any) -> None:
     batch = make_batch([(4, [5, 3, 60]), (30, [4, 20])])
-    long = {"longrope": True}.get(kind, False)
     short = batch.pick([0, 1])
-    model = PolicyModel(load_causal_lm(spec(lm(kind), long_rope=long), trainable=True), layout=layout)
-    if kind == "dynamic":  # other factors at every length, also while a row is sampled
-        with pytest.raises(ValueError, match="dynamic RoPE"):
+    model = PolicyModel(load_causal_lm(spec(lm(kind)), trainable=True), layout=layout)
+    if kind in ("dynamic", "longrope"):  # other factors for long rows
+        with pytest.raises(ValueError, match="its RoPE"):
             model(*batch[:3], group_ids=batch.group_ids)
         expected, _ = plain_scores(lm(kind), short)
         for row in range(2):
@@ -68,9 +67,8 @@ def test_a_rows_logprobs_do_not_depend_on_the_batch(kind: str, layout: Any) -> N
     for row in range(len(batch.token_ids)):
         alone = scored(model, batch, [row])[0]
         torch.testing.assert_close(together[row], alone, atol=1e-4, rtol=1e-4)
-    if kind != "longrope":  # of which transformers uses the short factors for short rows
-        expected, _ = plain_scores(lm(kind), batch)
-        torch.testing.assert_close(together, expected, atol=1e-4, rtol=1e-4)
+    expected, _ = plain_scores(lm(kind), batch)
+    torch.testing.assert_close(together, expected, atol=1e-4, rtol=1e-4)
 
 
 def scored(model: PolicyModel, batch: Any, rows: list[int]) -> torch.Tensor:
@@ -88,20 +86,11 @@ def spec(model: Any, **settings: Any) -> ModelSpec:
 def test_long_rows_of_longrope_are_named_with_the_fix(family: str) -> None:
     model = PolicyModel(load_causal_lm(spec(lm("longrope", family)), trainable=True))
     batch = make_batch([(4, [5, 8]), (10, [7])])
-    with pytest.raises(ValueError, match="17 tokens: above 16 .*long_rope"):
+    with pytest.raises(ValueError, match="17 tokens: above 16 tokens"):
         model(*batch[:3])
     short = batch.pick([0, 1])
     expected, _ = plain_scores(lm("longrope", family).eval(), short)
     torch.testing.assert_close(model(*short[:3]).logprobs, expected, atol=1e-4, rtol=1e-4)
-
-
-def test_long_factors_are_transformers_own_for_long_rows() -> None:
-    batch = make_batch([(30, [8])])
-    expected, _ = plain_scores(lm("longrope", "Phi3"), batch)
-    model = PolicyModel(load_causal_lm(spec(lm("longrope", "Phi3"), long_rope=True), trainable=True))
-    torch.testing.assert_close(model(*batch[:3]).logprobs, expected, atol=1e-4, rtol=1e-4)
-    with pytest.raises(ValueError, match="long_rope"):
-        fix_rope(lm("longrope", "Phimoe"), long=True)
 
 
 def test_factors_per_kind_of_layer_are_fixed() -> None:
@@ -112,34 +101,33 @@ def test_factors_per_kind_of_layer_are_fixed() -> None:
     changes = {"layer_types": [*kinds], "rope_parameters": kinds, "head_dim": 8, "max_position_embeddings": 64}
     torch.manual_seed(0)
     model = transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**{**SETTINGS, **changes}))
-    batch = make_batch([(4, [5, 3]), (30, [4])])
-    policy = PolicyModel(load_causal_lm(spec(model, long_rope=True), trainable=True), layout="padded")
+    batch = make_batch([(4, [5, 3]), (8, [4])])
+    policy = PolicyModel(load_causal_lm(spec(model), trainable=True), layout="padded")
     together = policy(*batch[:3]).logprobs
     for row in range(3):
         torch.testing.assert_close(together[row], scored(policy, batch, [row])[0], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("long", [False, True])
-def test_engines_use_the_trainers_factors(long: bool, tmp_path: Path, model_dir: Path) -> None:
+def test_engines_use_the_trainers_factors(tmp_path: Path, model_dir: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
     tokenizer.save_pretrained(tmp_path)
     lm("longrope").save_pretrained(tmp_path)
-    context = EngineContext(str(tmp_path), max_prompt_tokens=8, max_new_tokens=8, long_rope=long)
+    context = EngineContext(str(tmp_path), max_prompt_tokens=8, max_new_tokens=8)
     engine = TransformersEngine()
     engine.start(context)
-    assert engine.max_model_len == (64 if long else ORIGINAL)
+    assert engine.max_model_len == ORIGINAL
     row = list(range(3, 15))
     batch = make_batch([(1, [11])])._replace(token_ids=torch.tensor([[*row, 0, 0]]))
-    model = PolicyModel(load_causal_lm(ModelSpec(str(tmp_path), long_rope=long), trainable=True))
+    model = PolicyModel(load_causal_lm(ModelSpec(str(tmp_path)), trainable=True))
     expected = model(*batch[:3]).logprobs[0, 1:12].tolist()
     assert engine.logprobs([row])[0] == pytest.approx(expected, abs=1e-4)
     engine.close()
 
     vllm = VLLMEngine()  # picks by max_model_len
     vllm.check(context)
-    assert vllm.arguments(context, cuda=False)["max_model_len"] == (ORIGINAL + 1 if long else 16)
-    with pytest.raises(ValueError, match="long_rope"):
-        VLLMEngine(max_model_len=ORIGINAL if long else ORIGINAL + 1).check(context)
+    assert vllm.arguments(context, cuda=False)["max_model_len"] == 16
+    with pytest.raises(ValueError, match="max_model_len"):
+        VLLMEngine(max_model_len=ORIGINAL + 1).check(context)
 
 
 @pytest.mark.parametrize(
@@ -158,14 +146,3 @@ def test_routers_choose_the_same_experts_in_training(family: str, noise: dict[st
     model = PolicyModel(load_causal_lm(spec(build()), trainable=True)).train()
     expected, _ = plain_scores(build().eval(), batch)
     torch.testing.assert_close(model(*batch[:3]).logprobs, expected, atol=1e-4, rtol=1e-4)
-
-
-def test_families_whose_rows_depend_on_the_batch_are_named() -> None:
-    class Averaging(transformers.LlamaForCausalLM):
-        """Has a router with a capacity, say: what it computes depends on the whole batch."""
-
-    model = Averaging(transformers.LlamaConfig(**SETTINGS))
-    model.model.norm.register_forward_hook(lambda module, inputs, output: output + output.mean())
-    batch = make_batch([(4, [5])])
-    with pytest.raises(ValueError, match="Averaging"):
-        PolicyModel(model, layout="padded")(*batch[:3])

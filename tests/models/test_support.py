@@ -18,11 +18,11 @@ from lightrl.models.loading import load_causal_lm
 from lightrl.models.logprobs import LogitMap, chunked_logprobs
 from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import ModelSpec
-from lightrl.records import Completion, GenerationRequest, Rollouts, SamplingParams, Support
+from lightrl.records import Completion, GenerationRequest, SamplingParams, Support
 from tests.models.conftest import Batch, build
 from tests.toys import quickstart_model
 
-LAYOUTS = ("padded", "packed", "shared_prefix", "auto")
+LAYOUTS = ("padded", "packed", "shared_prefix")
 
 
 def test_by_hand() -> None:
@@ -39,7 +39,7 @@ def test_by_hand() -> None:
 
 @pytest.mark.parametrize("logit_map", [LogitMap(), LogitMap(1.5, 2.0)])
 @pytest.mark.parametrize("entropy", [True, False])
-@pytest.mark.parametrize("chunk_elements", [4, 22, 1000])
+@pytest.mark.parametrize("chunk_elements", [22, 1000])
 def test_values_and_gradients_equal_a_dense_masked_softmax(
     logit_map: LogitMap, entropy: bool, chunk_elements: int
 ) -> None:
@@ -117,7 +117,7 @@ def scored(policy: PolicyModel, ids: list[int], start: int, temperature: float, 
 
 @pytest.mark.parametrize(
     ("temperature", "top_p", "top_k", "min_p"),
-    [x for x in itertools.product((0.6, 1.0, 1.4), (0.8, 1.0), (0, 3), (0.0, 0.1)) if x[1:] != (1.0, 0, 0.0)],
+    [x for x in itertools.product((0.6, 1.4), (0.8, 1.0), (0, 3), (0.0, 0.1)) if x[1:] != (1.0, 0, 0.0)],
 )
 def test_the_on_policy_ratio_is_one_and_without_replay_the_kept_mass(
     sampler: tuple[TransformersEngine, PolicyModel], temperature: float, top_p: float, top_k: int, min_p: float
@@ -143,37 +143,6 @@ def test_the_on_policy_ratio_is_one_and_without_replay_the_kept_mass(
         smallest = min(smallest, float(mass.min()))
         assert all(token in one for token, one in zip(completion.token_ids, kept, strict=True))
     assert smallest < 0.99, "something must have been cut"
-
-
-def test_requests_with_and_without_a_cut_may_run_together(sampler: tuple[TransformersEngine, PolicyModel]) -> None:
-    engine, policy = sampler
-    settings = [SamplingParams(max_new_tokens=5, top_k=k, ignore_eos=True) for k in (0, 2, 3)]
-    requests = [GenerationRequest([4 + i], s, seed=i, num_completions=2) for i, s in enumerate(settings)]
-    groups = {group.request.sampling.top_k: group for group in engine.generate_all(requests)}
-    assert all(completion.support is None for completion in groups[0].completions)
-    for k in (2, 3):
-        for completion in groups[k].completions:
-            assert completion.support is not None and completion.support.counts.tolist() == [k] * 5
-            ids = groups[k].request.token_ids + completion.token_ids
-            replayed = scored(policy, ids, 1, 1.0, Support.joined((1, None), (5, completion.support)))
-            torch.testing.assert_close(replayed, torch.tensor(completion.logprobs), atol=2e-5, rtol=0)
-
-
-def test_supports_follow_their_rows_and_tokens() -> None:
-    a, b = Support.of([[1, 2], [3]]), Support.of([[], [4, 5]])
-    joined = Support.joined((1, None), (2, a))
-    assert joined is not None and joined.counts.tolist() == [0, 2, 1] and joined.ids.tolist() == [1, 2, 3]
-    assert joined.upto(2).ids.tolist() == [1, 2] and Support.joined((3, None), (1, None)) is None
-    rows = Rollouts(
-        torch.zeros(3, 4, dtype=torch.long), torch.ones(3, 4, dtype=torch.bool), torch.ones(3, 4, dtype=torch.bool),
-        torch.zeros(3, 4), torch.zeros(3, dtype=torch.long), torch.zeros(3), {}, torch.zeros(3, dtype=torch.bool), 0,
-        supports=[None, joined, b],
-    )  # fmt: skip
-    picked = rows.select(torch.tensor([2, 1])).supports
-    assert picked == [b, joined]
-    # row 0's token 1 (4, 5), row 1's tokens 2 (3) and 0 (context), row 0's token 3 (beyond the row: nothing)
-    found = Support.at(picked, torch.tensor([1, 4 + 2, 4, 3]), 4)
-    assert found is not None and found.counts.tolist() == [2, 1, 0, 0] and found.ids.tolist() == [4, 5, 3]
 
 
 class NewRow:

@@ -16,7 +16,7 @@ from lightrl.data.sft import SFTSource
 from lightrl.data.templates import encode
 from lightrl.models.folders import save_hf_folder
 from lightrl.models.reward import RewardModel
-from lightrl.models.turns import end_of_turn, ended_turn, ending_turns, text_ids
+from lightrl.models.turns import end_of_turn, ending_turns, text_ids
 from lightrl.records import SamplingParams
 
 LOOP = "{% for m in messages %}%s{% endfor %}%s{% if add_generation_prompt %}%s{% endif %}"
@@ -99,25 +99,6 @@ def test_rows_teach_the_end_that_stops_engines(name: str, tokenizer: Any) -> Non
     assert completion[-1] == end_id and completion.count(end_id) == 1
     if end != "<eos>":
         assert tokenizer.eos_token_id not in completion  # no engine samples beyond the end
-
-
-@pytest.mark.parametrize("name", ["chatml", "gemma", "phi", "glm"])
-def test_reward_models_read_the_same_token_in_training_and_in_ppo(name: str, tokenizer: Any) -> None:
-    tokenizer.chat_template, _ = TEMPLATES[name]
-    pair = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
-    (trained,) = PreferenceSource(rows=[pair]).tokenized(tokenizer)
-    prompt = PromptSource(rows=[{"prompt": "1+1="}]).load(tokenizer).batch(0, 1).token_ids[0]
-    end = end_of_turn(tokenizer)
-    sampled = [*tokenizer("2", add_special_tokens=False).input_ids, end]  # an engine stops there
-    assert trained.chosen == prompt + sampled
-
-
-def test_turns_that_another_special_token_ends_stay_as_they_are(tokenizer: Any) -> None:
-    tokenizer.chat_template, _ = TEMPLATES["chatml"]
-    call, end = tokenizer.convert_tokens_to_ids(["<|message|>", "<|im_end|>"])
-    assert ended_turn(tokenizer, [5, call]) == [5, call]
-    assert ended_turn(tokenizer, [5, end, 6, end, 3]) == [5, end, 6, end]
-    assert ended_turn(tokenizer, [5]) == [5, end]
 
 
 @pytest.mark.parametrize("written", ["2", "2<eos>", "2<|im_end|>", "2<|im_end|><|im_end|>"])

@@ -11,7 +11,7 @@ import torch
 from lightrl.compat.transformers import as_saved
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.environments.episodes import one_turn
-from lightrl.models.lora import named_hf_weights
+from lightrl.models.policy import named_hf_weights
 from lightrl.models.spec import LoraSpec
 from lightrl.records import EngineContext, Prompts, Rollouts, SamplingParams
 from lightrl.rollout.collation import ScoredGroup, collate

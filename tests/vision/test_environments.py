@@ -22,7 +22,7 @@ from lightrl.environments import AgentProgram, EnvironmentEpisode, Reply, ToolEn
 from lightrl.environments.bridges import TemplateBridge
 from lightrl.environments.ledger import Ledger
 from lightrl.environments.renderers import RendererBridge
-from lightrl.models.lora import named_hf_weights
+from lightrl.models.policy import named_hf_weights
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives import GroupRelative
 from lightrl.records import Completion, CompletionGroup, EngineContext, GenerationRequest, SamplingParams

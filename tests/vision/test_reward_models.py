@@ -116,7 +116,7 @@ def test_training_begins_with_the_weights_of_the_folder(family: str, tmp_path: P
     assert saved.keys() == dict(trained.model.model.named_parameters()).keys()
     assert [n for n, p in trained.model.model.named_parameters() if not torch.equal(p, saved[n])] == []
     if family == "qwen2_audio":  # transformers 5.19 writes it under names that its own backbone does not read
-        with pytest.raises(ValueError, match=r"base' has no weights for language_model.embed_tokens.weight, .* more"):
+        with pytest.raises(ValueError, match=r"base' has no weights for language_model.embed_tokens.weight"):
             ValueModel.from_spec(ModelSpec(path))
     else:
         critic = ValueModel.from_spec(ModelSpec(path)).backbone
@@ -138,5 +138,5 @@ def test_weights_that_would_be_random_are_refused(load: Any, folder: str, tmp_pa
     weights = load_file(tmp_path / "model.safetensors")
     kept = {name: tensor for name, tensor in weights.items() if "norm" not in name}
     save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=rf"{tmp_path.name}' has no weights for .*norm.*, .*norm.*, .* and \d+ more"):
+    with pytest.raises(ValueError, match=rf"{tmp_path.name}' has no weights for .*norm.*, .*norm.*, "):
         load(ModelSpec(str(tmp_path)))

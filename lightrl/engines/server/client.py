@@ -311,9 +311,8 @@ def check_length(servers: Sequence[Server], context: EngineContext) -> None:
                 f"{server.url} has max_model_len={limit}, but the longest prompt with max_new_tokens="
                 f"{context.max_new_tokens} needs {longest}. Start it with --max-model-len {longest}."
             )
-        if original is not None and limit and (limit > original) != context.long_rope:
+        if original is not None and limit and limit > original:
             raise ValueError(
-                f"actor.long_rope={context.long_rope}: {server.url} has max_model_len={limit} and uses the long "
-                f"LongRoPE factors above {original} tokens. Set long_rope to {not context.long_rope}, or change its "
-                "--max-model-len."
+                f"{server.url} has max_model_len={limit}, for which it uses other LongRoPE factors than the trainer. "
+                f"Start it with --max-model-len {original}."
             )

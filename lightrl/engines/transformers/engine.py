@@ -23,7 +23,6 @@ from lightrl.engines.transformers.decoders import CacheDecoder, Decoder
 from lightrl.engines.transformers.decoding import Generation
 from lightrl.models.loading import CONFIG_KEYS, causal_class, fix_rope, longest_sequence
 from lightrl.models.packing.attention import keep_attention_caps
-from lightrl.models.spec import DTYPES
 from lightrl.records import CompletionGroup, EngineContext, GenerationRequest, Routes, SamplingParams
 
 if TYPE_CHECKING:
@@ -73,8 +72,6 @@ class TransformersEngine(SteppingEngine):
         shortest = "TransformersEngine.max_model_len", max_model_len, 3  # minimum for the weight-sync check
         self._max_model_len = at_least(*shortest, or_none="for the model's own")
         self.cpu_kernels = cpu_kernels
-        if dtype not in (None, *DTYPES):
-            raise ValueError(f"TransformersEngine.dtype={dtype!r}: not supported. Use {', '.join(DTYPES)}, or None.")
         self._dtype = dtype
         self._device = device
         self._model_kwargs = dict(model_kwargs or {})
@@ -107,7 +104,7 @@ class TransformersEngine(SteppingEngine):
                 model = auto_class.from_pretrained(path, dtype=dtype, **kwargs)
         model = model.to(self._device or context.device).eval().requires_grad_(False)
         keep_attention_caps(model)
-        rope_limit = fix_rope(model, long=context.long_rope)
+        rope_limit = fix_rope(model)
         self._tokenizer = AutoTokenizer.from_pretrained(path, **kwargs)
         self._eos_ids = _end_ids(model, self._tokenizer)
         fast = model.device.type == "cpu" and self.cpu_kernels and CPUModel.fits(model)

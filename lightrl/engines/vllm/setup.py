@@ -173,11 +173,10 @@ def check(engine: VLLMEngine, context: EngineContext) -> None:
     # vLLM chooses LongRoPE factors by `max_model_len`, by default those for short sequences.
     if (original := longrope_limit(model)) is not None:
         length = engine.engine_args.get("max_model_len", _wanted_length(engine, context)) or original
-        if (length > original) != context.long_rope:
-            fix = "Raise max_model_len above it" if context.long_rope else "Set actor.long_rope: true, or lower it"
+        if length > original:
             raise ValueError(
-                f"VLLMEngine.max_model_len={length} with actor.long_rope={context.long_rope}: vLLM uses the long "
-                f"LongRoPE factors above {original} tokens, so engine and trainer would differ. {fix}."
+                f"VLLMEngine.max_model_len={length}: above {original} tokens, vLLM uses other LongRoPE factors. "
+                "Lower it."
             )
 
 
@@ -185,9 +184,7 @@ def _wanted_length(engine: VLLMEngine, context: EngineContext) -> int | None:
     """Returns the `max_model_len` that the run needs, or None if unknown."""
     if engine.requested_model_len is not None:
         return engine.requested_model_len
-    length = None if context.max_prompt_tokens is None else context.max_prompt_tokens + context.max_new_tokens
-    original = longrope_limit(engine.model or context.model_path) if context.long_rope else None
-    return length if original is None else max(length or 0, original + 1)
+    return None if context.max_prompt_tokens is None else context.max_prompt_tokens + context.max_new_tokens
 
 
 def _cpu_cache(engine_args: Mapping[str, Any], context: EngineContext, chosen: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,13 +18,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from lightrl.compat.torch import FLEX_BLOCK as BLOCK
-from lightrl.compat.torch import flex_attention, flex_block_mask, has_triton, varlen_attention
+from lightrl.compat.torch import flex_attention, flex_block_mask, has_triton
 from lightrl.compat.transformers import attention_implementation, has_recurrent_state, supports_sdpa
 from lightrl.models.packing.streams import LayoutError, TokenStream
 
@@ -237,8 +238,7 @@ def buckets(sizes: list[tuple[int, int]], new_bucket: int) -> list[list[int]]:
 def _varlen_fits(q: Tensor, v: Tensor, stream: TokenStream) -> bool:
     """Whether torch's variable-length flash kernel supports this stream: unshared, half precision, Ampere or later."""
     return (
-        varlen_attention() is not None
-        and not any(parent >= 0 for parent in stream.parents)
+        not any(parent >= 0 for parent in stream.parents)
         and v.dtype in (torch.bfloat16, torch.float16)
         and q.shape[-1] == v.shape[-1] <= 256
         and q.shape[-1] % 8 == 0
@@ -252,10 +252,9 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, stream: TokenStream, scale: float, 
     def ends() -> Tensor:
         return torch.tensor([0, *stream.lengths]).cumsum(0).to(q.device, torch.int32, non_blocking=True)
 
-    kernel: Any = varlen_attention()
     cumulative, longest = _cached(stream, "varlen", ends), max(stream.lengths)
     left = -1 if window is None else window - 1
-    out: Tensor = kernel(
+    out: Any = varlen_attn(
         q, k, v, cumulative, cumulative, longest, longest,
         scale=scale, window_size=(left, 0), enable_gqa=q.shape[1] != k.shape[1],
     )  # fmt: skip

@@ -59,20 +59,6 @@ class SharedStream:
         return _traded(part, self.sent, self.received, self.stream.group).index_select(0, self.order)
 
 
-def refuse_heads(config: Any, group: Any) -> int:
-    """Returns the number of ranks of a group.
-
-    Raises:
-        ValueError: It doesn't divide the number of heads.
-    """
-    ranks, heads = dist.get_world_size(group), config.get_text_config().num_attention_heads
-    if heads % ranks:
-        raise ValueError(
-            f"context_parallel_size={ranks}: {config.model_type} has {heads} attention heads. Use a divisor of {heads}."
-        )
-    return ranks
-
-
 def share_stream(
     host: HostRows,
     group: Any,

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightrl.compat.arguments import at_least
 from lightrl.models.packing.streams import Prefixes, no_prefixes, shared_prefixes
 from lightrl.models.spec import Layout
 
@@ -54,11 +53,7 @@ def micro_batches(
 
     Returns:
         int64 index tensors on the CPU, each ascending, which together cover every row once. Deterministic.
-
-    Raises:
-        ValueError: `budget` is below 1, or `num_bins` micro-batches can't hold the rows.
     """
-    at_least("micro_batch_tokens", budget, 1)
     lengths = attention_mask.sum(1).clamp(min=1).cpu()
     if layout == "padded":
         bins = _rectangles(lengths.tolist(), _by_unit(range(len(lengths)), units), budget, num_bins)
@@ -71,8 +66,6 @@ def micro_batches(
     blocks = _blocks(prefixes, lengths.tolist(), budget, units)
     fewest = _first_fit(blocks, budget)
     wanted = len(fewest) if num_bins is None else num_bins
-    if wanted < len(fewest):
-        raise ValueError(f"num_bins={num_bins}: these rows need {len(fewest)} of {budget} tokens. Raise it.")
     chosen = _balanced(blocks, budget, wanted)
     if chosen is None:  # balancing needs more room than first fit
         chosen = fewest + [[] for _ in range(wanted - len(fewest))]
@@ -114,8 +107,6 @@ def _rectangles(lengths: list[int], units: list[list[int]], budget: int, num_bin
         else:
             bins.append([i])
             rows = len(units[i])
-    if num_bins is not None and num_bins < len(bins):
-        raise ValueError(f"num_bins={num_bins}: these rows need {len(bins)} of {budget} tokens. Raise it.")
     while num_bins is not None and len(bins) < num_bins:
         fullest = max(range(len(bins)), key=lambda i: len(bins[i]))
         half = len(bins[fullest]) // 2
