@@ -387,9 +387,9 @@ def vllm_own_process(args: argparse.Namespace) -> dict[str, Any]:
 @step(VLLM_STEPS)
 def vllm_host_memory(args: argparse.Namespace) -> dict[str, Any]:
     """Runs two rollouts with weight sync through host memory, as for engines on other GPUs."""
-    from lightrl.engines.vllm.weights import WeightSender
+    from lightrl.engines.vllm.buckets import BucketSender
 
-    WeightSender._shared_gpu = lambda *_: None  # type: ignore[method-assign]
+    BucketSender._shared_gpu = lambda *_: None  # type: ignore[method-assign]
     return _vllm(args, {"in_process": False})
 
 

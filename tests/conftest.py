@@ -94,7 +94,7 @@ def side_engine() -> Iterator[Any]:
     pytest.importorskip("vllm")
     from tests.toys import KeptEngine
 
-    engine = KeptEngine(in_process=False, restart_engine=True, max_model_len=64)
+    engine = KeptEngine(in_process=False, max_model_len=64)
     yield engine
     engine.end()
 

@@ -50,7 +50,7 @@ def test_the_figures_of_the_pages_are_those_of_the_committed_results() -> None:
             f"{name}: run python scripts/plot_quickstart.py --pages"
         )
     text = " ".join(README.split())
-    trl = json.loads((RESULTS / "vs_trl.json").read_text())["cases"]
+    trl = json.loads((RESULTS / "tiny_step.json").read_text())["cases"]
     assert f"{trl['a']['ratio_wall']:.2f}x the speed of TRL 1.16 with 8-token prompts" in text
     assert f"{trl['c']['ratio_wall']:.1f}x with 512-token prompts" in text
     sync = json.loads((RESULTS / "sync.json").read_text())["rows"][0]

@@ -1,22 +1,16 @@
 """The part of `VLLMEngine` that runs in vLLM's workers, in the engine's or the trainer's processes.
 
 vLLM imports this module by name (`worker_extension_cls`) before it builds the model, and adds the methods of
-`WorkerExtension` to its worker. Apart from that, only the servers' worker imports it. Written for vLLM 0.32; `PRIVATE`
-lists the private names.
+`WorkerExtension` to its worker. Written for vLLM 0.32; `PRIVATE` lists the private names.
 """
 
 from __future__ import annotations
 
 import os
-import pickle
 import tempfile
-import threading
-import time
-from collections.abc import Iterable, Iterator, Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Iterable
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
 import torch
 import vllm.model_executor.layers.utils as layer_utils
 from torch import Tensor, nn
@@ -25,8 +19,6 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.platforms import current_platform
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
-
-from lightrl.compat.vllm import TRAINER_PID, map_shared
 
 PRIVATE = {
     "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod._setup_kernel": (
@@ -41,9 +33,6 @@ PRIVATE = {
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.get_model": "the module that receives weights",
 }
 """Private and undocumented names of vLLM ("module:attribute"), and what they are used for."""
-
-BucketEntry = tuple[str, str, list[int], int, int]
-"""(parameter name, torch dtype name, shape, offset in bytes, size in bytes) of a tensor in a bucket."""
 
 _pack_gemm = layer_utils.dispatch_cpu_unquantized_gemm
 _HAS_ONEDNN = torch.backends.mkldnn.is_available()  # a constant, which torch.compile can read
@@ -125,37 +114,6 @@ if current_platform.is_cpu():
     UnquantizedFusedMoEMethod._setup_kernel = _pack_experts
 
 
-def _die_with_trainer(trainer_pid: int) -> None:
-    """Ends this process and its engine core once the trainer has exited, also after SIGKILL."""
-    try:
-        trainer: psutil.Process | None = psutil.Process(trainer_pid)
-    except psutil.NoSuchProcess:
-        trainer = None
-    core = psutil.Process(os.getppid())
-
-    def alive() -> bool:
-        try:
-            return trainer is not None and trainer.is_running() and trainer.status() != psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return False
-
-    def watch() -> None:
-        while alive():
-            time.sleep(0.5)
-        try:
-            # Still our parent: if the core had died before us, our parent would be init or a subreaper.
-            if core.pid not in (trainer_pid, 1) and core.pid == os.getppid() and core.is_running():
-                core.kill()
-        finally:
-            os._exit(1)
-
-    threading.Thread(target=watch, name="lightrl-trainer-watch", daemon=True).start()
-
-
-if int(os.environ.get(TRAINER_PID, os.getpid())) != os.getpid():
-    _die_with_trainer(int(os.environ[TRAINER_PID]))
-
-
 class FireProcessor(LogitsProcessor):
     """FIRE sampling: a separate temperature for the first token.
 
@@ -190,16 +148,7 @@ class FireProcessor(LogitsProcessor):
 
 
 class WorkerExtension:
-    """Weight loading inside a worker. Methods return error messages, because raising would kill the core."""
-
-    def lightrl_pid(self) -> int:
-        """Returns this worker's process ID."""
-        return os.getpid()
-
-    def lightrl_device(self) -> str:
-        """Returns the GPU's UUID, or "cpu"."""
-        device: torch.device = self.device  # type: ignore[attr-defined]
-        return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
+    """Weight loading inside a worker. Methods return error texts, since raising would kill the core."""
 
     def lightrl_rearranged(self) -> bool:
         """Whether vLLM rearranged weights after loading (experts, quantization), so that they can't be overwritten."""
@@ -211,52 +160,6 @@ class WorkerExtension:
                 if "Attention" not in type(m).__name__  # their method is for a quantized KV cache
             )
         return self._lightrl_rearranged
-
-    def lightrl_receive(self, strict: bool, pipes: Sequence[tuple[str, str]]) -> tuple[str | None, list[str]]:
-        """Runs a sync with tensors announced by the trainer; returns an error message and the result of `finish`."""
-        down, up = pipes[self.rank]  # type: ignore[attr-defined]
-        names: list[str] = []
-        with (
-            Connection(os.open(down, os.O_RDONLY), writable=False) as messages,
-            Connection(os.open(up, os.O_WRONLY), readable=False) as acknowledgements,
-        ):
-            acknowledgements.send_bytes(b"")  # the trainer may now close its own descriptors of these pipes
-            self.lightrl_begin(strict)
-            error = self.lightrl_load(self._lightrl_received(messages, acknowledgements, names))
-            return error, [] if error else self.lightrl_finish(strict, names)
-
-    def _lightrl_received(
-        self, messages: Connection, acknowledgements: Connection, names: list[str]
-    ) -> Iterator[tuple[str, Tensor]]:
-        while (message := messages.recv())[0] != "end":
-            kind, slot, *rest = message
-            if kind == "attach":
-                self._lightrl_attach(slot, *rest)
-            elif kind == "attach_cuda":
-                self._lightrl_attach_cuda(slot, *rest)
-            else:
-                bucket = self._lightrl_slots()[slot]
-                for name, dtype, shape, offset, nbytes in rest[0]:
-                    names.append(name)
-                    yield name, bucket[offset : offset + nbytes].view(getattr(torch, dtype)).view(shape)
-                if self.device.type == "cuda":  # type: ignore[attr-defined]
-                    torch.cuda.synchronize(self.device)  # type: ignore[attr-defined]
-            acknowledgements.send_bytes(b"")
-
-    def _lightrl_attach(self, slot: int, path: str, nbytes: int) -> None:
-        descriptor = os.open(path, os.O_RDWR)
-        try:
-            self._lightrl_slots()[slot] = map_shared(descriptor, nbytes)
-        finally:
-            os.close(descriptor)
-
-    def _lightrl_attach_cuda(self, slot: int, handle: bytes) -> None:
-        """Maps the trainer's bucket `slot` on the same GPU (CUDA IPC). Not tested on a GPU."""
-        from torch.multiprocessing.reductions import rebuild_cuda_tensor
-
-        arguments = list(pickle.loads(handle))
-        arguments[6] = self.device.index  # type: ignore[attr-defined]  # the GPU's index may differ between processes
-        self._lightrl_slots()[slot] = rebuild_cuda_tensor(*arguments)
 
     def lightrl_begin(self, strict: bool) -> None:
         """Prepares a sync. With `strict`, sets every parameter to NaN so that `lightrl_finish` detects gaps."""
@@ -276,7 +179,7 @@ class WorkerExtension:
                         parameter.fill_(float("nan"))
 
     def lightrl_load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> str | None:
-        """Copies tensors into the model; returns an error message."""
+        """Copies tensors into the model; returns an error text."""
         model = self._lightrl_model()
         if self.lightrl_rearranged():  # keeps tensors until a layer is complete, when ours are no longer valid
             named_tensors = ((name, tensor.clone()) for name, tensor in named_tensors)
@@ -290,7 +193,7 @@ class WorkerExtension:
             return f"{type(error).__name__}: {error}"
         return None
 
-    def lightrl_finish(self, strict: bool, received: Sequence[str]) -> list[str]:
+    def lightrl_finish(self, strict: bool) -> list[str]:
         """Ends a sync. With `strict`, returns the names of parameters that were not fully covered."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
@@ -300,22 +203,7 @@ class WorkerExtension:
             return sorted(self._lightrl_expected - self._lightrl_loaded) if self._lightrl_loaded else []
         if not strict:
             return []
-        holes = [name for name, p in model.named_parameters() if p.is_floating_point() and bool(p.sum().isnan())]
-        return [missing for name in holes for missing in _sources(model, name, received)]
+        return [name for name, p in model.named_parameters() if p.is_floating_point() and bool(p.sum().isnan())]
 
     def _lightrl_model(self) -> nn.Module:
         return self.model_runner.get_model()  # type: ignore[attr-defined]
-
-    def _lightrl_slots(self) -> dict[int, Tensor]:
-        if not hasattr(self, "_lightrl_bucket"):
-            self._lightrl_bucket: dict[int, Tensor] = {}
-        return self._lightrl_bucket
-
-
-def _sources(model: nn.Module, hole: str, received: Sequence[str]) -> list[str]:
-    """Returns the missing Hugging Face names of vLLM's parameter `hole`, such as k_proj for qkv_proj."""
-    for packed, members in getattr(model, "packed_modules_mapping", {}).items():
-        if f".{packed}." in hole:
-            names = [hole.replace(f".{packed}.", f".{member}.") for member in members]
-            return [name for name in names if name not in received] or [hole]
-    return [hole]

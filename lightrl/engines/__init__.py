@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from lightrl.compat.lazy import lazy_names
 
 if TYPE_CHECKING:
     from lightrl.engines.base import (
         Engine,
         EngineDiedError,
-        EngineRestartedError,
-        ExtraKeys,
         StaleWeightsError,
         SteppingEngine,
     )
@@ -23,8 +23,6 @@ __all__ = [
     "Engine",
     "EngineContext",
     "EngineDiedError",
-    "EngineRestartedError",
-    "ExtraKeys",
     "ServerEngine",
     "ServerTeacher",
     "StaleWeightsError",
@@ -33,18 +31,6 @@ __all__ = [
     "VLLMEngine",
 ]
 
-_LAZY = {  # to add an engine, add it here, in `__all__`, and in the imports above
-    "EngineContext": "lightrl.records",
-    "ServerEngine": "lightrl.engines.server.engine",
-    "ServerTeacher": "lightrl.engines.server.teacher",
-    "TransformersEngine": "lightrl.engines.transformers.engine",
-    "VLLMEngine": "lightrl.engines.vllm.engine",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(_LAZY.get(name, "lightrl.engines.base")), name)
+# To add an engine, add its module here and its name above.
+_MODULES = ("base", "vllm.engine", "transformers.engine", "server.engine", "server.teacher")
+__getattr__ = lazy_names(__name__, _MODULES, __all__)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import queue
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from lightrl.engines.background import BackgroundLoop, FairLock, in_background
+from lightrl.engines.background import BackgroundLoop, FairLock, all_of, in_background
 from lightrl.records import CompletionGroup, EngineContext, GenerationRequest, Routes, SamplingParams
 
 TOLERANCE = {"float32": 5e-4, "float16": 0.05, "bfloat16": 0.5}
@@ -31,26 +30,8 @@ class EngineDiedError(RuntimeError):
     """An engine process died. Sampling is not possible until the engine is started again."""
 
 
-class EngineRestartedError(EngineDiedError):
-    """An engine process died and was restarted without weights. Push the weights and repeat the lost requests."""
-
-
 class StaleWeightsError(RuntimeError):
     """The engine's weights differ from the trainer's."""
-
-
-class ExtraKeys(NamedTuple):
-    """Keys of `SamplingParams.extra` that an engine supports.
-
-    Attributes:
-        harmless: Keys that don't change the sampling distribution, the only ones allowed in training.
-        evaluation: Additional keys allowed in evaluation. None allows all.
-        own: Keys that LightRL sets, mapped to the setting to use instead.
-    """
-
-    harmless: frozenset[str] = frozenset()
-    evaluation: frozenset[str] | None = None
-    own: Mapping[str, str] = {}
 
 
 class Engine(ABC):
@@ -74,8 +55,8 @@ class Engine(ABC):
     moved: float = 0.0
     """`time.monotonic()` of the last step. A rollout has not stalled while its engine steps."""
 
-    extra: ExtraKeys = ExtraKeys()
-    """Supported keys of `SamplingParams.extra`."""
+    harmless_extra: frozenset[str] = frozenset()
+    """Keys of `SamplingParams.extra` that don't change the sampling distribution, the only ones allowed in training."""
 
     records_support: bool = False
     """Whether completions contain the token IDs kept by top-p, top-k, and min-p (`Completion.support`)."""
@@ -120,21 +101,15 @@ class Engine(ABC):
         Raises:
             ValueError: If a setting is not supported.
         """
-        engine, plain = type(self).__name__, SamplingParams()
-        for key, value in (sampling.extra or {}).items():
-            if key in self.extra.own:
-                raise ValueError(f"{name}.extra.{key}={value!r}: set by {engine}. Use {self.extra.own[key]} instead.")
-            if key in self.extra.harmless:
-                continue
-            if self.extra.evaluation is not None and key not in self.extra.evaluation:
-                raise ValueError(f"{name}.extra.{key}={value!r}: {engine} does not support this key. Remove it.")
-            if trained:
-                raise ValueError(
-                    f"{name}.extra.{key}={value!r}: the trainer can't reproduce this sampling distribution. Remove it, "
-                    f"set it in evaluation.sampling, or list it in {engine}.extra.harmless."
-                )
         if not trained:
             return
+        engine, plain = type(self).__name__, SamplingParams()
+        for key, value in (sampling.extra or {}).items():
+            if key not in self.harmless_extra:
+                raise ValueError(
+                    f"{name}.extra.{key}={value!r}: the trainer can't reproduce this sampling distribution. Remove it, "
+                    f"set it in evaluation.sampling, or list it in {engine}.harmless_extra."
+                )
         if sampling.temperature == 0:
             raise ValueError(
                 f"{name}.temperature=0: greedy completions of a prompt are all equal. Set it above 0 for training."
@@ -178,6 +153,15 @@ class Engine(ABC):
     def check_request(self, request: GenerationRequest) -> None:
         """Raises a ValueError if the started engine can't serve a request."""
 
+    def check_length(self, request: GenerationRequest) -> None:
+        """Raises a ValueError if a prompt is too long for its completions."""
+        length, new_tokens = len(request.token_ids), request.sampling.max_new_tokens
+        if length + new_tokens > self.max_model_len:
+            raise ValueError(
+                f"max_new_tokens={new_tokens}: with the {length} tokens of {request.name}, this exceeds the engine's "
+                f"max_model_len={self.max_model_len}. Lower it, or drop or truncate prompts of this length."
+            )
+
     @abstractmethod
     async def generate(self, request: GenerationRequest) -> CompletionGroup:
         """Samples a request's completions. Canceling the awaiting task cancels the request.
@@ -187,36 +171,16 @@ class Engine(ABC):
 
         Raises:
             ValueError: If the request is invalid. See `check_request`.
-            EngineRestartedError: If the engine was restarted. Push the weights and repeat the request.
             EngineDiedError: If an engine process died.
         """
 
-    def generate_all(self, requests: Iterable[GenerationRequest]) -> Iterator[CompletionGroup]:
-        """Samples requests and yields each group when it finishes. For tests, benchmarks, and weight-sync checks.
-
-        Closing the iterator cancels the remaining requests. Raises the errors of `generate`.
-        """
-        asked = list(requests)
-        for request in asked:
-            self.check_request(request)
-        return self._stream(asked)
-
-    def _stream(self, requests: list[GenerationRequest]) -> Iterator[CompletionGroup]:
-        loop, done = BackgroundLoop("lightrl-generate"), queue.SimpleQueue[asyncio.Task[CompletionGroup]]()
-
-        async def ask_all() -> None:
-            for request in requests:
-                asyncio.ensure_future(self.generate(request)).add_done_callback(done.put)
-
+    def generate_all(self, requests: Iterable[GenerationRequest]) -> list[CompletionGroup]:
+        """Samples requests and returns their groups, for tests, benchmarks, and weight-sync checks."""
+        loop = BackgroundLoop("lightrl-generate")
         try:
-            loop.run(ask_all())
-            for _ in requests:
-                yield _patiently(done).result()
+            return loop.run(all_of(self.generate(request) for request in requests))
         finally:
             loop.close()
-            while not done.empty():  # otherwise asyncio logs unretrieved errors
-                if not (left := done.get()).cancelled():
-                    left.exception()
 
     def pause(self) -> list[CompletionGroup]:
         """Stops sampling until `resume`. Keeps pending requests and accepts new ones.
@@ -438,11 +402,6 @@ class SteppingEngine(Engine):
 
         self._tell(go_on)
 
-    @property
-    def ending(self) -> bool:
-        """Whether `end_driver` is waiting for a step to finish."""
-        return self._ending
-
     def end_driver(self) -> bool:
         """Stops the driver thread and fails pending requests. Returns False if the thread hangs and is leaked."""
         with self._news:
@@ -465,10 +424,3 @@ def _settle(answers: list[tuple[asyncio.Future[CompletionGroup], CompletionGroup
             future.set_exception(answer)
         else:
             future.set_result(answer)
-
-
-def _patiently(items: queue.SimpleQueue[Any]) -> Any:
-    """Returns the next item. Waits in short intervals, so that Ctrl-C is handled promptly."""
-    while True:
-        with contextlib.suppress(queue.Empty):
-            return items.get(timeout=0.5)

@@ -43,7 +43,7 @@ class SamplingParams:
         regex: Regular expression that the completion must match. Requires an engine with structured outputs.
         json_schema: JSON schema that the completion must match. Requires an engine with structured outputs.
         extra: Additional sampling parameters of the engine, by the engine's names. In training, only those that don't
-            change the distribution (`Engine.extra`).
+            change the distribution (`Engine.harmless_extra`).
     """
 
     max_new_tokens: int = 256

@@ -21,10 +21,12 @@ pytestmark = pytest.mark.vllm
 from lightrl.compat import vllm as trainer_side  # noqa: E402 - vLLM is asked for first
 from lightrl.compat import vllm_grammars as grammars_side  # noqa: E402
 from lightrl.compat import vllm_parsers as parsers_side  # noqa: E402
+from lightrl.compat import vllm_process as process_side  # noqa: E402
 from lightrl.compat import vllm_worker as worker_side  # noqa: E402
 
 ROOT = Path(__file__).parents[2] / "lightrl"
-NAMES = {**trainer_side.PRIVATE, **worker_side.PRIVATE, **parsers_side.PRIVATE, **grammars_side.PRIVATE}
+SIDES = (trainer_side, process_side, worker_side, parsers_side, grammars_side)
+NAMES = {name: use for side in SIDES for name, use in side.PRIVATE.items()}
 
 PARAMETERS = {
     "vllm.v1.engine.llm_engine:LLMEngine.add_request": ["request_id", "prompt", "params", "lora_request"],

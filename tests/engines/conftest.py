@@ -8,7 +8,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -103,15 +102,7 @@ def engine(tied_folder: Path) -> Iterator[object]:
     engine.close()
 
 
-def ask(engine: Any, prompts: Prompts, sampling: SamplingParams, *, num_completions: int, seeds: Any) -> Any:
-    """Groups of all prompts, each with the number of its prompt, as they finish. Refusals come at the call."""
+def ask(engine: Any, prompts: Prompts, sampling: SamplingParams, *, num_completions: int, seeds: Any) -> list[Any]:
+    """Groups of all prompts, each with the number of its prompt."""
     requests = [prompts.request(i, sampling, seed, num_completions) for i, seed in enumerate(seeds)]
-    numbers = {request: i for i, request in enumerate(requests)}
-    stream = engine.generate_all(requests)
-
-    def numbered() -> Any:
-        with closing(stream):
-            for group in stream:
-                yield numbers[group.request], group
-
-    return numbered()
+    return list(enumerate(engine.generate_all(requests)))

@@ -39,7 +39,7 @@ BOUND = 4.0
 def engine(own: VLLMEngine, tied_folder: Path) -> VLLMEngine:
     own.start(EngineContext(str(tied_folder), max_prompt_tokens=64, max_new_tokens=120))
     own.load_weights(load(tied_folder).named_parameters(), policy_version=1)
-    list(own.generate_all([PROMPTS.request(0, SHORT, 0, 2)]))  # the first steps take long
+    own.generate_all([PROMPTS.request(0, SHORT, 0, 2)])  # the first steps take long
     return own
 
 
@@ -71,13 +71,16 @@ def test_requests_join_and_leave_while_others_run(engine: VLLMEngine) -> None:
 
 def test_an_end_does_not_wait_for_a_stopped_core(engine: VLLMEngine) -> None:
     (core,) = engine.process_ids
-    stream = engine.generate_all([PROMPTS.request(i, LONG, i, 20) for i in range(8)])
-    next(stream)
-    os.kill(core, signal.SIGSTOP)
-    time.sleep(0.3)  # the trainer waits for the core by now
-    began = time.monotonic()
-    stream.close()
-    engine.close()
+    requests = [PROMPTS.request(i, LONG, i, 20) for i in range(8)]
+    with ThreadPoolExecutor(1) as pool:
+        groups = pool.submit(engine.generate_all, requests)
+        assert until(lambda: bool(engine._groups))
+        os.kill(core, signal.SIGSTOP)
+        time.sleep(0.3)  # the trainer waits for the core by now
+        began = time.monotonic()
+        engine.close()
+        with pytest.raises(RuntimeError):
+            groups.result(SOON)
     assert time.monotonic() - began < SOON and not psutil.pid_exists(core)
 
 
@@ -93,7 +96,7 @@ def test_a_stopped_core_is_told_and_ended(engine: VLLMEngine, tied_folder: Path,
     os.kill(core, signal.SIGSTOP)
     began = time.monotonic()
     with ThreadPoolExecutor(1) as pool:
-        stream = pool.submit(lambda: list(engine.generate_all(requests)))
+        stream = pool.submit(engine.generate_all, requests)
         assert until(lambda: bool(engine._groups) or stream.done())
         with pytest.raises(EngineDiedError, match="VLLMEngine.progress_timeout"):
             if wait == "load_weights":

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from lightrl.engines import EngineContext, TransformersEngine
-from lightrl.engines.vllm.requests import joined
 from lightrl.records import Completion, CompletionGroup, GenerationRequest, SamplingParams
 from tests.engines.conftest import change, load, reference_logprobs
 
@@ -133,19 +132,3 @@ def test_what_was_interrupted_under_the_same_weights_ends_as_if_it_had_not_been(
             assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
             if one.support is not None:
                 assert other.support is not None and torch.equal(one.support.ids, other.support.ids)
-
-
-def test_a_stop_string_that_began_before_the_change_ends_the_completion() -> None:
-    def decode(ids: list[int]) -> str:
-        return "".join("abcdef"[i] for i in ids)
-
-    sampling = SamplingParams(max_new_tokens=6, stop=["bcd"])
-    before = Completion([0, 1, 2], [-1.0, -2.0, -3.0], "", "suspended", policy_versions=[4] * 3)
-    request = GenerationRequest([5], sampling, 0, begun=[before])
-    new = Completion([3, 4, 5], [-4.0, -5.0, -6.0], "def", "length")
-    expected = Completion([0, 1, 2, 3], [-1.0, -2.0, -3.0, -4.0], "abcd", "stop", policy_versions=[4, 4, 4, 7])
-    assert joined(new, request, 0, [7] * 3, decode) == expected
-    # Not one of tokens that do not count yet, and not one that is not there.
-    late = replace(request, sampling=replace(sampling, min_new_tokens=5))
-    assert joined(new, late, 0, [7] * 3, decode).token_ids == [0, 1, 2, 3, 4, 5]
-    assert joined(replace(new, token_ids=[4, 3, 5]), request, 0, [7] * 3, decode).finish_reason == "length"

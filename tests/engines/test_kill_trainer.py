@@ -27,8 +27,7 @@ def main(folder: str, num_processes: str) -> None:
     prompts = Prompts([[2, 5 + i % 40] for i in range(64)], [""] * 64)
     print("engine", *engine.process_ids, "runs", flush=True)
     while True:
-        for _ in ask(engine, prompts, SamplingParams(max_new_tokens=200), num_completions=4, seeds=range(64)):
-            pass
+        ask(engine, prompts, SamplingParams(max_new_tokens=200), num_completions=4, seeds=range(64))
 
 
 @pytest.mark.parametrize("num_processes", [pytest.param(1, marks=pytest.mark.long), 2])

@@ -19,13 +19,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-pytest.importorskip("uvicorn")
-
 from lightrl.callbacks import WeightSync
-from lightrl.engines import EngineContext, ServerEngine, StaleWeightsError, TransformersEngine
+from lightrl.engines import EngineContext, TransformersEngine
 from lightrl.records import Prompts, SamplingParams
 from tests.engines.conftest import build_model, change, load, reference_logprobs
-from tests.engines.sglang_server import SGLangServer
 
 SAMPLING = SamplingParams(max_new_tokens=5, temperature=0.7)
 PROMPTS = Prompts(token_ids=[[3, 4, 5], [6, 7], [8, 9, 10, 11]], texts=["", "", ""])
@@ -73,9 +70,6 @@ class Machine(RuleBasedStateMachine):
     engine: Any
     version = -1
 
-    def make(self) -> Any:
-        return TransformersEngine()
-
     def begin(self) -> None:
         self.engine.start(EngineContext(str(folder()), max_prompt_tokens=8, max_new_tokens=5))
         self.version = -1
@@ -83,7 +77,7 @@ class Machine(RuleBasedStateMachine):
     @initialize()
     def first_start(self) -> None:
         self.learner: Any = Learner()
-        self.engine = self.make()
+        self.engine = TransformersEngine()
         self.begin()
 
     @property
@@ -146,16 +140,9 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.samples)
     @rule(seed=st.integers(0, 3))
     def sample(self, seed: int) -> None:
-        groups = list(self.engine.generate_all(self.requests(seed)))
+        groups = self.engine.generate_all(self.requests(seed))
         assert len(groups) == 3
         self.check(groups, {self.version})
-
-    @precondition(lambda self: self.samples)
-    @rule()
-    def leave_early(self) -> None:
-        stream = self.engine.generate_all(self.requests(0))
-        self.check([next(stream)], {self.version})
-        stream.close()
 
     @invariant()
     def the_version_is_the_models(self) -> None:
@@ -170,71 +157,12 @@ class Machine(RuleBasedStateMachine):
 Machine.engine = None
 
 
-class ServersMachine(Machine):
-    """Two servers, each of which may be restarted by others and lose the weights silently."""
-
-    def make(self) -> Any:
-        self.servers = [SGLangServer(folder()) for _ in range(2)]
-        self.holding: set[int] = set()
-        urls = [server.start() for server in self.servers]
-        return ServerEngine(urls, kind="sglang", shared_folder=tempfile.mkdtemp(), timeout=60.0)
-
-    @property
-    def samples(self) -> bool:
-        return super().samples and bool(self.holding)
-
-    @rule()
-    def sync(self) -> None:
-        pushed = self.version != self.learner.policy_version
-        super().sync()
-        if pushed:
-            self.holding = {0, 1}
-
-    def begin(self) -> None:
-        super().begin()
-        self.holding = set()
-
-    @rule(number=st.integers(0, 1))
-    def a_server_loses_the_weights(self, number: int) -> None:
-        server = self.servers[number]
-        server.model, server.version = load(folder()), "default"
-        self.holding.discard(number)
-
-    @precondition(lambda self: self.version >= 0 and not self.holding)
-    @rule()
-    def refuse_to_sample(self) -> None:
-        with pytest.raises(StaleWeightsError, match="No living server holds the policy's weights"):
-            list(self.engine.generate_all(self.requests(0)))
-
-    @precondition(lambda self: self.samples)
-    @rule()
-    def update_while_groups_are_out(self) -> None:
-        stream = self.engine.generate_all(self.requests(1))
-        before = self.version
-        groups = [next(stream)]
-        self.learner.policy_version += 1
-        self.sync()
-        self.check([*groups, *stream], {before, self.version})
-
-    def teardown(self) -> None:
-        super().teardown()
-        for server in getattr(self, "servers", []):
-            server.stop()
-
-
-def bounded(machine: type[Machine], examples: int) -> Any:
-    """The machine's test, the same steps in every run."""
-    case = machine.TestCase
-    case.settings = settings(
-        max_examples=examples,
-        stateful_step_count=12,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
-    return case
-
-
-TestEngineHere = bounded(Machine, 12)
-TestEngineOnServers = bounded(ServersMachine, 6)
+TestEngineHere = Machine.TestCase
+TestEngineHere.settings = settings(
+    max_examples=12,
+    stateful_step_count=12,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)

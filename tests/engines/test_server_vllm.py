@@ -202,8 +202,6 @@ def test_as_teachers_they_name_the_likeliest_words(servers: Servers, engine: Ser
 def test_what_a_server_lacks_is_said_before_models_load(servers: Servers, tied_folder: Path, tmp_path: Path) -> None:
     url = servers.urls[:1]
     here = EngineContext(str(tied_folder), max_new_tokens=8)
-    other = tmp_path / "other"
-    build_model(other, tied=True, vocab_size=60)
     tokens = tmp_path / "tokens"
     build_model(tokens, tied=True)
     text = (tokens / "tokenizer.json").read_text().replace('"1": 4', '"1": 5').replace('"2": 5', '"2": 4')
@@ -218,15 +216,9 @@ def test_what_a_server_lacks_is_said_before_models_load(servers: Servers, tied_f
         ({"model": "gpt"}, here, r"model='gpt': http.* serves .*--served-model-name"),
         (
             {},
-            EngineContext(str(other), max_new_tokens=8),
-            r"a different model: vocab_size is 50 there and 60 here",
-        ),
-        (
-            {},
             EngineContext(str(tokens), max_new_tokens=8),
             r"a different tokenizer than .*'12 \+ 34 = 46' is \[4, 5",
         ),
-        ({}, EngineContext(str(tied_folder), max_new_tokens=300), r"needs 300. Start it with --max-model-len 300"),
         ({"kind": "sglang"}, here, r"/get_model_info returned 404"),
     ]
     for arguments, context, message in cases:
@@ -238,7 +230,7 @@ def test_a_run_learns_from_servers_and_survives_the_death_of_one(
     servers: Servers, tied_folder: Path, tmp_path: Path
 ) -> None:
     """PPO: both are canaried after every push; SIGKILL while groups are out; the dead one is used when it is back."""
-    engine = ServerEngine(servers.urls, shared_folder=str(tmp_path / "weights"), timeout=60, max_groups=2)
+    engine = ServerEngine(servers.urls, shared_folder=str(tmp_path / "weights"), timeout=60)
     data = sums_data(engine=engine, sampling=SamplingParams(max_new_tokens=100, ignore_eos=True), rollouts_per_epoch=4)
     seen = Seen(engine)
     inner = engine.generate

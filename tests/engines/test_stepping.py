@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lightrl.engines.base import EngineDiedError, EngineRestartedError, SteppingEngine
+from lightrl.engines.base import EngineDiedError, SteppingEngine
 from lightrl.records import Completion, CompletionGroup, EngineContext, GenerationRequest, SamplingParams
 from tests.waiting import until
 
@@ -140,8 +140,8 @@ def test_an_error_reaches_all_who_wait_and_the_next_requests_are_served(engine: 
         asyncio.run(engine.generate(GenerationRequest([], SamplingParams(), 0)))
 
 
-def test_a_restarted_engine_serves_nothing_before_weights_are_pushed(engine: Counting) -> None:
-    engine.error = EngineRestartedError("gone")
+def test_a_dead_engine_serves_nothing_before_weights_are_pushed(engine: Counting) -> None:
+    engine.error = EngineDiedError("gone")
     engine.under_way = {}
     for seed in range(2):
         with pytest.raises(EngineDiedError, match="gone"):
@@ -177,6 +177,6 @@ def test_ctrl_c_ends_a_wait_for_an_engine_that_steps_in_its_thread(engine: Count
     engine.gate.clear()
     threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
     with pytest.raises(KeyboardInterrupt):  # while the gate is closed
-        list(engine.generate_all([request(0)]))
+        engine.generate_all([request(0)])
     engine.gate.set()
     assert until(lambda: not engine.under_way)

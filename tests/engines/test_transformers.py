@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -21,8 +20,6 @@ from transformers import (
     Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedTokenizerFast,
@@ -61,7 +58,6 @@ OTHERS: dict[str, tuple[Any, Any]] = {
     "gpt2": (GPT2LMHeadModel, GPT2Config(**IDS, **GPT2_SIZES)),
     "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig(**SIZES, **MIXED)),
     "lfm2": (Lfm2ForCausalLM, Lfm2Config(**SIZES, **CONVOLUTIONS)),
-    "mamba": (MambaForCausalLM, MambaConfig(**IDS, hidden_size=32, num_hidden_layers=2, state_size=4)),
 }
 
 
@@ -116,8 +112,10 @@ def tokens_of(groups: list[CompletionGroup]) -> list[list[list[int]]]:
     return [[c.token_ids for c in group.completions] for group in groups]
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
-@pytest.mark.parametrize("limits", [{}, {"max_sequences": 7}, {"max_batch_tokens": 80}])
+@pytest.mark.parametrize(
+    ("kind", "limits"),
+    [*((kind, {}) for kind in KINDS), ("qwen2", {"max_sequences": 7}), ("sliding", {"max_batch_tokens": 80})],
+)
 def test_logprobs_equal_a_plain_forward(folders: dict[str, str], kind: str, limits: dict[str, int]) -> None:
     """Unequal prompts, unequal completions, compaction, refills: each log-prob is that of a forward of its row."""
     engine = start(folders[kind], **limits)
@@ -151,12 +149,6 @@ def test_any_decoder_works(tmp_path: Path, kind: str) -> None:
     check_logprobs(engine._model, PROMPTS, groups, 1.0, 2e-5)
 
 
-def test_a_model_without_such_a_cache_is_refused(tmp_path: Path) -> None:
-    engine = start(save("mamba", tmp_path))
-    with pytest.raises(ValueError, match=r"MambaForCausalLM.*past_key_values.*VLLMEngine"):
-        run(engine, PROMPTS, SamplingParams(max_new_tokens=2))
-
-
 def test_lean_decoder_serves_plain_models(engines: dict[str, TransformersEngine]) -> None:
     assert {kind: engine._cpu_model is not None for kind, engine in engines.items()} == {
         "qwen2": True, "llama": True, "qwen3": True, "sliding": False
@@ -182,8 +174,8 @@ def test_extra_inputs_reach_the_model_once_per_prompt(engines: dict[str, Transfo
 
     engine = engines["qwen2"]
     hook = engine._model.register_forward_pre_hook(take_picture, with_kwargs=True)
-    stream = ask(engine, prompts, SamplingParams(max_new_tokens=6), num_completions=3, seeds=[100, 101, 102])
-    groups = [group for _, group in sorted(stream, key=lambda pair: pair[0])]
+    asked = ask(engine, prompts, SamplingParams(max_new_tokens=6), num_completions=3, seeds=[100, 101, 102])
+    groups = [group for _, group in asked]
     hook.remove()
     assert sorted(seen) == [("one", [PROMPTS[1]]), ("two", [PROMPTS[2]])]
     assert tokens_of(groups) == tokens_of(run(engine, PROMPTS[:3], SamplingParams(max_new_tokens=6)))
@@ -378,17 +370,6 @@ def test_groups_stream_out(engines: dict[str, TransformersEngine], monkeypatch: 
         assert sorted(prefilled) == sorted(PROMPTS)  # each once, not once per completion
 
 
-def test_shorter_prompts_join_when_all_rows_have_ended(engines: dict[str, TransformersEngine]) -> None:
-    engine = engines["qwen2"]
-    request = GenerationRequest([5] * 20, SamplingParams(max_new_tokens=4), seed=0)
-    decoder = engine._decoder([request])
-    decoder.prefill([[5] * 20], 1, {})
-    decoder.keep([])
-    after = decoder.prefill([[5] * 10, [6] * 10], 1, {})
-    fresh = engine._decoder([request]).prefill([[5] * 10, [6] * 10], 1, {})
-    assert torch.equal(after, fresh)
-
-
 def test_global_generators_are_untouched(folders: dict[str, str]) -> None:
     torch.manual_seed(1)
     before = torch.random.get_rng_state()
@@ -473,7 +454,7 @@ def test_load_weights_lists_what_is_wrong(folders: dict[str, str]) -> None:
     wrong = {name: tensor for name, tensor in weights.items() if "layers.1.mlp.up_proj" not in name}
     wrong["model.nowhere"] = torch.zeros(1)
     wrong["model.norm.weight"] = torch.zeros(3)
-    with pytest.raises(ValueError, match=r"1\.mlp\.up_proj\.weight.*model\.nowhere.*model\.norm\.weight \(3,\)"):
+    with pytest.raises(ValueError, match=r"1\.mlp\.up_proj\.weight.*model\.norm\.weight \(3,\).*model\.nowhere"):
         engine.load_weights(wrong.items(), policy_version=2)
     assert engine.policy_version == -1
 
@@ -489,27 +470,19 @@ def test_logprobs_equal_a_plain_forward_of_each_row(engines: dict[str, Transform
 
 
 @pytest.mark.parametrize(
-    ("sampling", "token_ids", "arguments", "message"),
+    ("sampling", "message"),
     [
-        ({"regex": "a+"}, [[5]], {}, "regex.*VLLMEngine"),
-        ({"json_schema": {"type": "object"}}, [[5]], {}, "json_schema.*VLLMEngine"),
-        ({"extra": {"bad_words": ["a"]}}, [[5]], {}, "extra.*VLLMEngine"),
-        ({"max_new_tokens": 126}, [[5, 6, 7]], {}, "max_new_tokens=126.*128.*Lower max_new_tokens to 125"),
-        ({}, [[]], {}, "prompt 0 is empty"),
-        ({"max_new_tokens": 3}, [[5]], {"num_completions": 0}, "num_completions=0"),
+        ({"regex": "a+"}, "regex.*VLLMEngine"),
+        ({"extra": {"bad_words": ["a"]}}, "extra.*VLLMEngine"),
+        ({"max_new_tokens": 126}, "max_new_tokens=126.*max_model_len=128"),
     ],
 )
-def test_refusals(
-    engines: dict[str, TransformersEngine], sampling: Any, token_ids: Any, arguments: Any, message: str
-) -> None:
-    arguments = {"num_completions": 1, "seeds": [0], **arguments}
+def test_refusals(engines: dict[str, TransformersEngine], sampling: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ask(engines["qwen2"], prompts_of(token_ids), SamplingParams(**sampling), **arguments)
+        run(engines["qwen2"], [[5, 6, 7]], SamplingParams(**sampling), g=1)
 
 
 def test_life(folders: dict[str, str]) -> None:
-    with pytest.raises(ValueError, match="max_sequences=0"):
-        TransformersEngine(max_sequences=0)
     engine = TransformersEngine(max_model_len=40)
     engine.close()
     with pytest.raises(RuntimeError, match="start"):
@@ -559,8 +532,7 @@ def completions_of(engine: TransformersEngine, request: GenerationRequest) -> li
     return [c.token_ids for c in group.completions]
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "sliding"])
-@pytest.mark.parametrize("room", [256, 5])
+@pytest.mark.parametrize(("kind", "room"), [("qwen2", 5), ("sliding", 256)])
 def test_requests_of_different_settings_go_together(
     engines: dict[str, TransformersEngine], kind: str, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -599,26 +571,13 @@ def test_requests_join_while_others_run(engines: dict[str, TransformersEngine], 
         assert [c.token_ids for c in group.completions] == completions_of(engines[kind], group.request)
 
 
-def test_late_requests_do_not_wait_for_running_ones(engines: dict[str, TransformersEngine]) -> None:
-    """The fast decoder admits a short request beside a long one; transformers' cache serves it after that."""
-    order = {}
-    for kind in ("qwen2", "sliding"):
-        long = GenerationRequest([5, 6], SamplingParams(max_new_tokens=60, ignore_eos=True), seed=1)
-        first = GenerationRequest([5, 6], SamplingParams(max_new_tokens=2, ignore_eos=True), seed=2)
-        late = GenerationRequest([9, 8, 7], SamplingParams(max_new_tokens=3, ignore_eos=True), seed=3)
-        names = {long: "long", first: "first", late: "late"}
-        done = driven(engines[kind], [long, first], lambda g, first=first, late=late: [late] * (g.request is first))
-        order[kind] = [names[group.request] for group in done]
-    assert order == {"qwen2": ["first", "late", "long"], "sliding": ["first", "long", "late"]}
-
-
 @pytest.mark.parametrize("kind", ["qwen2", "sliding"])
 def test_cancelled_requests_are_dropped(engines: dict[str, TransformersEngine], kind: str) -> None:
     """While they wait for room, and while they run; the others are as they would be alone."""
     engine = engines[kind]
     sampling = SamplingParams(max_new_tokens=40, ignore_eos=True)
     requests = [GenerationRequest(ids, sampling, seed=i, num_completions=2) for i, ids in enumerate(PROMPTS)]
-    short = GenerationRequest([5], SamplingParams(max_new_tokens=3), seed=9, num_completions=2)
+    short = GenerationRequest([5], SamplingParams(max_new_tokens=3, ignore_eos=True), seed=9, num_completions=2)
     engine.add([*requests, short])
     engine.abort([requests[0]])
     got = {}
@@ -630,12 +589,6 @@ def test_cancelled_requests_are_dropped(engines: dict[str, TransformersEngine], 
     assert set(got) == {requests[1], requests[2], requests[4], short}
     for request, tokens in got.items():
         assert tokens == completions_of(engine, request)
-
-
-def test_a_request_that_cannot_be_served_is_refused(engines: dict[str, TransformersEngine]) -> None:
-    refused = GenerationRequest([5], SamplingParams(max_new_tokens=2, regex="a+"), seed=0)
-    with pytest.raises(ValueError, match="regex"):
-        asyncio.run(engines["qwen2"].generate(refused))
 
 
 def test_fire_heats_the_first_token_alone(engines: dict[str, TransformersEngine]) -> None:
@@ -673,42 +626,3 @@ def test_the_fast_decoder_has_a_switch(folders: dict[str, str]) -> None:
     assert fast._cpu_model is not None and plain._cpu_model is None
     sampling = SamplingParams(max_new_tokens=12)
     assert tokens_of(run(fast, PROMPTS, sampling)) == tokens_of(run(plain, PROMPTS, sampling))
-
-
-def conversation(engine: TransformersEngine, turns: int, begun: list[list[int]]) -> list[tuple[list[int], list[float]]]:
-    """Has conversations go on, each with three tokens more as soon as it was answered; all requests and log-probs."""
-    sampling = SamplingParams(max_new_tokens=4, ignore_eos=True)
-    done: list[tuple[list[int], list[float]]] = []
-
-    def then(group: CompletionGroup) -> list[GenerationRequest]:
-        said = group.completions[0]
-        done.append((group.request.token_ids + list(said.token_ids), list(said.logprobs)))
-        if len(done[-1][0]) >= len(begun[group.request.seed]) + 7 * turns - 3:
-            return []
-        return [GenerationRequest([*done[-1][0], 9, 10, 11 + group.request.seed], sampling, seed=group.request.seed)]
-
-    driven(engine, [GenerationRequest(ids, sampling, seed=i) for i, ids in enumerate(begun)], then)
-    return done
-
-
-@pytest.mark.parametrize("kind", ["qwen2", "llama", "qwen3"])
-def test_the_turns_of_a_conversation_have_the_log_probs_of_a_forward(
-    engines: dict[str, TransformersEngine], kind: str
-) -> None:
-    alone = [5, 6, 7, 8, 9]
-    done = conversation(engines[kind], 3, [alone, [*alone], [12, 13]])
-    assert len(done) == 9
-    for ids, logprobs in done:
-        assert logprobs == pytest.approx(engines[kind].logprobs([ids])[0][-4:], abs=1e-5)
-
-
-def test_new_weights_compute_a_conversation_from_its_beginning(folders: dict[str, str]) -> None:
-    engine = start(folders["qwen3"])
-    sampling = SamplingParams(max_new_tokens=4, ignore_eos=True)
-    (first,) = engine.generate_all([GenerationRequest([5, 6, 7], sampling, seed=0)])
-    weights = [(name, tensor * 1.1) for name, tensor in engine._model.named_parameters()]
-    engine.load_weights(weights, policy_version=engine.policy_version + 1)
-    following = GenerationRequest([5, 6, 7, *first.completions[0].token_ids, 9], sampling, seed=0)
-    (second,) = engine.generate_all([following])
-    ids = [*second.request.token_ids, *second.completions[0].token_ids]
-    assert list(second.completions[0].logprobs) == pytest.approx(engine.logprobs([ids])[0][-4:], abs=1e-5)

@@ -34,7 +34,7 @@ def qwen(tmp_path: Path) -> str:
 def sized(model: str, free: int, monkeypatch: pytest.MonkeyPatch, **context: Any) -> tuple[int, int]:
     """(max_model_len, tokens that the cache holds) of an engine with all defaults."""
     monkeypatch.setattr(setup, "_free_memory", lambda: free)
-    arguments = VLLMEngine().arguments(EngineContext(model, max_new_tokens=64, **context), cuda=False)
+    arguments = setup.arguments(VLLMEngine(), EngineContext(model, max_new_tokens=64, **context), cuda=False)
     return arguments["max_model_len"], arguments["kv_cache_memory_bytes"] // TOKEN
 
 
@@ -49,16 +49,20 @@ def test_the_cache_holds_the_runs_sequences(qwen: str, monkeypatch: pytest.Monke
 
 def test_a_length_that_is_not_known_is_what_the_memory_holds(qwen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     length, tokens = sized(qwen, 64 << 30, monkeypatch)
-    assert length == 32768 <= tokens
+    assert length == -1 and tokens >= 32768
     length, tokens = sized(qwen, 1 << 30, monkeypatch)
-    assert 1024 < length < (256 << 20) // TOKEN and length < tokens
+    assert length == -1 and 1024 < tokens <= (256 << 20) // TOKEN
 
 
-def test_a_sequence_beyond_the_memory_names_the_setting(qwen: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="max_model_len=32064"):
-        sized(qwen, 256 << 20, monkeypatch, max_prompt_tokens=32000)
-    own = VLLMEngine(engine_args={"kv_cache_memory_bytes": 5}).arguments(EngineContext(qwen), cuda=False)
-    assert own["kv_cache_memory_bytes"] == 5
+@pytest.mark.vllm
+def test_vllm_shortens_sequences_of_unknown_length_to_its_cache(tied_folder: Path) -> None:
+    pytest.importorskip("vllm")
+    engine = VLLMEngine(engine_args={"kv_cache_memory_bytes": 4 * 32 * 2 * 2 * 32 * 4, "max_model_len": -1})
+    engine.start(EngineContext(str(tied_folder)))
+    try:
+        assert 32 <= engine.max_model_len <= 128
+    finally:
+        engine.close()
 
 
 def test_the_longest_prompt_is_that_of_the_rows() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from lightrl.engines import EngineContext, VLLMEngine
+from lightrl.engines.vllm import setup
 from lightrl.records import Prompts, SamplingParams
 from tests import forks
 from tests.engines.conftest import ask, build_model, change
@@ -80,9 +81,7 @@ def test_close_before_start_and_use_before_start() -> None:
     ("arguments", "message"),
     [
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
-        ({"restart_engine": True}, "restart_engine=True"),
-        ({"progress_timeout": 0.0}, "progress_timeout=0.0"),
-        ({"engine_args": {"worker_extension_cls": "x.Y"}}, "worker_extension_cls"),
+        ({"devices": [1]}, "devices="),
     ],
 )
 def test_contradictions_are_refused(arguments: dict, message: str) -> None:
@@ -90,41 +89,22 @@ def test_contradictions_are_refused(arguments: dict, message: str) -> None:
         VLLMEngine(**arguments)
 
 
-def test_engine_arguments_win_and_flags_arrive(tied_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_arguments_win_and_flags_arrive(tied_folder: Path) -> None:
     context = EngineContext(str(tied_folder), dtype="bfloat16", max_prompt_tokens=10, max_new_tokens=20, seed=2**40)
-    plain = VLLMEngine().arguments(context, cuda=False)
+    plain = setup.arguments(VLLMEngine(), context, cuda=False)
     assert plain["model"] == str(tied_folder) and plain["dtype"] == "bfloat16" and plain["max_model_len"] == 30
     assert plain["enforce_eager"] and "kv_cache_memory_bytes" in plain and "load_format" not in plain
     engine = VLLMEngine(
-        model="other", dtype="float32", max_model_len=99, gpu_memory_utilization=0.3,
+        dtype="float32", max_model_len=99, gpu_memory_utilization=0.3,
         sleep_level=1, engine_args={"enforce_eager": False, "max_num_seqs": 4},
     )  # fmt: skip
-    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
-    with pytest.raises(ValueError, match="VLLM_USE_V2_MODEL_RUNNER=0"):  # the second runner takes no processors
-        engine.arguments(replace(context, fire=True), cuda=True)
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    chosen = engine.arguments(replace(context, fire=True), cuda=True)
-    assert (chosen["model"], chosen["dtype"], chosen["max_model_len"]) == ("other", "float32", 99)
+    chosen = setup.arguments(engine, replace(context, fire=True), cuda=True)
+    assert (chosen["dtype"], chosen["max_model_len"]) == ("float32", 99)
     assert chosen["gpu_memory_utilization"] == 0.3 and "kv_cache_memory_bytes" not in chosen
     assert chosen["enable_sleep_mode"] and chosen["logits_processors"] and chosen["max_num_seqs"] == 4
     assert chosen["enforce_eager"] is False
-    dummy = VLLMEngine().arguments(EngineContext(str(tied_folder), random_init=True), cuda=False)
+    dummy = setup.arguments(VLLMEngine(), EngineContext(str(tied_folder), random_init=True), cuda=False)
     assert dummy["load_format"] == "dummy"
-
-
-def test_more_tokens_than_the_model_has_is_told_at_start(tied_folder: Path) -> None:
-    pytest.importorskip("vllm")
-    engine = VLLMEngine(in_process=False)
-    with pytest.raises(ValueError, match="max_new_tokens=5000"):
-        engine.start(EngineContext(str(tied_folder), max_prompt_tokens=64, max_new_tokens=5000))
-    assert not engine.started
-
-
-@pytest.mark.parametrize("args", [{"nope": 1}, {"max_num_seqs": 0}])
-def test_arguments_that_vllm_does_not_take_are_named(args: dict[str, int], tied_folder: Path) -> None:
-    engine = VLLMEngine(engine_args=args)
-    with pytest.raises(ValueError, match=rf"VLLMEngine.engine_args \({next(iter(args))}\): "):
-        engine.start(EngineContext(str(tied_folder), max_prompt_tokens=8, max_new_tokens=8, fire=True))
 
 
 if __name__ == "__main__":

@@ -146,9 +146,7 @@ def cases(count: int, seed: int, *, isolated: bool = True) -> list[Case]:
     return found
 
 
-def write_config(
-    folder: Path, kept: Path, model: str, victim: str, *, restart: bool = False, patience: float = 300.0
-) -> None:
+def write_config(folder: Path, kept: Path, model: str, victim: str, *, patience: float = 300.0) -> None:
     """A run of four rollouts with one checkpoint each, an export and a log, and what the victim needs.
 
     `patience` is how many seconds the engine core may give no sign: the first run of all waits for its compiler.
@@ -179,7 +177,7 @@ def write_config(
         strategy = {"class_path": "DDPStrategy", "init_args": {"timeout": "0:00:10"}}
         trainer |= {"devices": 2, "strategy": strategy}
     elif victim == "core":
-        arguments = {"in_process": False, "restart_engine": restart, "progress_timeout": patience}
+        arguments = {"in_process": False, "progress_timeout": patience}
         data |= {"engine": {"class_path": "VLLMEngine", "init_args": arguments}}
     elif victim == "server":
         urls = [f"http://127.0.0.1:{_port(kept, one)}" for one in ("server", "second server")]
@@ -345,7 +343,7 @@ class Campaign:
         if mounted:
             libc_call("mount", b"tmpfs", str(folder).encode(), b"tmpfs", 0, b"size=16m,mode=755")
         try:
-            return self._judge(case, folder, kept, whole, took, restart=number % 2 == 0)
+            return self._judge(case, folder, kept, whole, took)
         finally:
             if mounted:
                 libc_call("umount2", str(folder).encode(), 0)
@@ -354,10 +352,8 @@ class Campaign:
             while HELD:
                 HELD.pop().close()
 
-    def _judge(
-        self, case: Case, folder: Path, kept: Path, whole: dict[str, Any], took: float, *, restart: bool
-    ) -> Verdict:
-        write_config(folder, kept, self.model, case.victim, restart=restart, patience=PATIENCE)
+    def _judge(self, case: Case, folder: Path, kept: Path, whole: dict[str, Any], took: float) -> Verdict:
+        write_config(folder, kept, self.model, case.victim, patience=PATIENCE)
         status, seconds = self.run(folder, kept, case, case.victim, parsed=case.place in PARSED, took=took)
         said = (kept / "output").read_text(errors="replace")
         struck = (kept / "struck").exists()

@@ -94,5 +94,5 @@ def test_a_run_that_ends_by_itself_before_its_fault_is_broken(tmp_path: Path) ->
     for each in (folder, kept):
         each.mkdir()
     case = Case("core", "SIGINT", "sampling", 3, 0.0)
-    verdict = Alone()._judge(case, folder, kept, {}, 1.0, restart=False)
+    verdict = Alone()._judge(case, folder, kept, {}, 1.0)
     assert verdict.outcome == "not reached, ended with 1" and "cause" in verdict.broken

@@ -20,7 +20,6 @@ from lightrl.callbacks import RolloutWriter
 from lightrl.callbacks.rollout_writer import load_rollouts
 from lightrl.engines.base import EngineContext
 from lightrl.engines.transformers.engine import TransformersEngine
-from lightrl.engines.vllm.engine import VLLMEngine
 from lightrl.engines.vllm.requests import completion
 from lightrl.models.loading import load_causal_lm
 from lightrl.models.packing.streams import make_stream
@@ -265,12 +264,7 @@ def test_the_engine_takes_the_experts_of_earlier_turns_again(near: str) -> None:
     assert abs(long.logprobs[0] - free.logprobs[0]) > 1e-3
 
 
-def test_what_vllm_returns_is_replayed_and_on_a_cpu_refused(batch: Batch) -> None:
-    context = EngineContext("a model", device="cpu")
-    with pytest.raises(ValueError, match=r"enable_return_routed_experts on a CPU: .*TransformersEngine"):
-        VLLMEngine(engine_args={"enable_return_routed_experts": True}).check(context)
-    with pytest.raises(ValueError, match=r"return_sampling_mask: not supported"):
-        VLLMEngine(engine_args={"return_sampling_mask": True}).check(EngineContext("a model", device="cuda:0"))
+def test_what_vllm_returns_is_replayed(batch: Batch) -> None:
     # It numbers all layers, the one without experts too, and leaves the last token out.
     recorded = some_routes(batch)[2]
     assert recorded is not None

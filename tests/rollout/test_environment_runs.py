@@ -32,7 +32,7 @@ from tests.toys import KeptEngine, ThreadEngine
 @pytest.fixture(scope="module")
 def vllm() -> Iterator[Any]:
     pytest.importorskip("vllm")
-    engine = KeptEngine(in_process=False, restart_engine=True, max_model_len=256)
+    engine = KeptEngine(in_process=False, max_model_len=256)
     yield engine
     engine.end()
 

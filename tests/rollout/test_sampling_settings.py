@@ -143,8 +143,6 @@ def test_evaluation_samples_as_it_likes_and_counts_all_tokens(model: str) -> Non
     scores = run(model, seen, evaluation=Evaluation(prompts, own), rollouts_per_epoch=1)
     assert seen.batches and max(scores.gaps) < 1e-4
     assert all(int(batch.response_mask.sum()) == 6 * len(batch) for batch in seen.batches)
-    with pytest.raises(ValueError, match=r"evaluation\.sampling\.extra"):
-        run(model, evaluation=Evaluation(prompts, replace(PLAIN, extra={"n": 2})), engine=VLLMEngine())
 
 
 @pytest.mark.parametrize("schedule", [Ahead(2), InFlight()])

@@ -16,23 +16,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightrl.compat.arguments import at_least
 from lightrl.engines.background import BackgroundLoop
 from lightrl.engines.base import TOLERANCE, Engine, EngineDiedError, StaleWeightsError
-from lightrl.engines.server.client import (
-    Connection,
-    Server,
-    ServerError,
-    ServerLostError,
-    check_length,
-    check_tokenizer,
-)
-from lightrl.engines.server.protocols import PROTOCOLS, ServerProtocol, VLLMProtocol
+from lightrl.engines.server.client import Connection, Server, ServerError, ServerLostError, check_tokenizer
+from lightrl.engines.server.protocols import PROTOCOLS, ServerProtocol
 from lightrl.engines.server.weights import FolderTransport, TransferTransport, Transport
-from lightrl.engines.vllm.requests import check_lengths
 from lightrl.records import CompletionGroup, EngineContext, GenerationRequest, Routes, SamplingParams
 
 log = logging.getLogger(__name__)
+
+RETRIES = 3
+"""Maximum number of times a group is repeated after an error from a healthy server."""
 
 MAX_ABORTED = 100
 """Maximum number of times a group is repeated because a server died, got new weights, or aborted it."""
@@ -64,8 +58,6 @@ class ServerEngine(Engine):
             (SGLang: the trainer's).
         api_key: Bearer token. Defaults to the environment variable LIGHTRL_SERVER_API_KEY, which keeps it out of saved
             configs.
-        max_groups: Maximum number of pending groups per rank and server. Further groups wait in the trainer.
-        retries: Maximum number of times to repeat a group after an error from a healthy server.
         timeout: Seconds within which a healthy server must answer a health check.
         progress_timeout: Seconds without a response to any of this rank's requests (groups, log-probs, weights) after
             which a server counts as lost. Must exceed the time of the longest group. None waits forever.
@@ -90,8 +82,6 @@ class ServerEngine(Engine):
         model: str | None = None,
         dtype: str | None = None,
         api_key: str | None = None,
-        max_groups: int = 64,
-        retries: int = 3,
         timeout: float = 30.0,
         progress_timeout: float | None = 1800.0,
         start_timeout: float = 60.0,
@@ -101,17 +91,14 @@ class ServerEngine(Engine):
         if weights == "transfer" and kind != "vllm":
             raise ValueError(f"ServerEngine.weights='transfer' with kind={kind!r}: requires vLLM. Use weights: path.")
         self._connection = Connection(
-            "ServerEngine", urls, PROTOCOLS, kind, api_key, timeout, progress_timeout, start_timeout
+            "ServerEngine", urls, PROTOCOLS[kind](), api_key, timeout, progress_timeout, start_timeout
         )
         self.weights = weights
         self.shared_folder = shared_folder
         self.transfer_address = transfer_address
         self.model = model
         self.requested_dtype = dtype
-        self.max_groups = at_least("ServerEngine.max_groups", max_groups, 1)
-        self.retries = at_least("ServerEngine.retries", retries, 0)
-        protocol = self._connection.protocol
-        self.extra = protocol.extra
+        self.harmless_extra = self._connection.protocol.harmless_extra
         self._transport: Transport | None = None
         self._rank = 0
         self._world_size = 1
@@ -119,23 +106,17 @@ class ServerEngine(Engine):
     # -- life ------------------------------------------------------------------------------------------------------
 
     def check(self, context: EngineContext) -> None:
-        connection, folder = self._connection, self.shared_folder if self.weights == "path" else None
+        connection = self._connection
         if connection.loop is not None:
             return
-        connection.open(lambda server: look_at(server, connection.protocol, context, self.model, folder))
-        self._pool = ServerPool(connection.servers, connection.protocol, self.max_groups, self.retries)
-        try:
-            check_length(connection.servers, context)
-            self._find_dtype(context)
-        except BaseException:
-            self.close()
-            raise
 
-    def _find_dtype(self, context: EngineContext) -> None:
-        dtypes = {server.url: server.facts.dtype for server in self._pool.servers}
-        if self.requested_dtype is None and len(set(dtypes.values())) > 1:
-            raise ValueError(f"The servers' dtypes differ: {dtypes}. Start all servers with the same --dtype.")
-        self.dtype = self.requested_dtype or next(iter(dtypes.values())) or context.dtype
+        async def look_at(server: Server) -> None:
+            server.facts = await connection.protocol.facts(server, self.model)
+            await check_tokenizer(server, connection.protocol, context.model_path)
+
+        connection.open(look_at)
+        self._pool = ServerPool(connection.servers, connection.protocol)
+        self.dtype = self.requested_dtype or connection.servers[0].facts.dtype or context.dtype
 
     def start(self, context: EngineContext) -> None:
         if self.started:
@@ -211,9 +192,7 @@ class ServerEngine(Engine):
         if request.inputs or request.media:
             raise ValueError("engine=ServerEngine: supports only text. Use VLLMEngine for prompts with media.")
         self.check_sampling(request.sampling, "SamplingParams", trained=False)
-        check_lengths(
-            request, limit=("servers'", self.max_model_len), way_out="start them with a larger --max-model-len"
-        )
+        self.check_length(request)
 
     def logprobs(self, sequences: Sequence[Sequence[int]], routes: Sequence[Routes | None] = ()) -> list[list[float]]:
         """See `Engine.logprobs`. Queries all servers with current weights.
@@ -236,11 +215,9 @@ class ServerEngine(Engine):
         """See `Engine.load_weights`. Includes recovered servers and skips unresponsive ones.
 
         Raises:
-            ValueError: If the weights don't match a server's model, or with `partial`.
+            ValueError: If the weights don't match a server's model.
             EngineDiedError: If no server loaded the weights.
         """
-        if partial:
-            raise ValueError("partial=True: not supported by ServerEngine. Push all weights.")
         loop, self.policy_version = self._running(), -1
         stream = iter(named_tensors)
         failure: Exception | None = None
@@ -289,8 +266,6 @@ class ServerPool:
     Args:
         servers: At least one server.
         protocol: Protocol of the servers.
-        max_groups: Maximum number of pending groups per server.
-        retries: Maximum number of times to repeat a group after an error from a healthy server.
 
     Attributes:
         token: Name of the current weights; "" before the first push.
@@ -298,16 +273,14 @@ class ServerPool:
         first: Index of the server that is preferred among equals.
     """
 
-    def __init__(self, servers: Sequence[Server], protocol: ServerProtocol, max_groups: int, retries: int) -> None:
+    def __init__(self, servers: Sequence[Server], protocol: ServerProtocol) -> None:
         self.servers = list(servers)
         self.protocol = protocol
-        self.max_groups = max_groups
-        self.retries = retries
         self.token = ""
         self.version = -1
         self.first = 0
-        self._pushing = False
-        self._room = asyncio.Condition()
+        self._pushed = asyncio.Event()
+        self._pushed.set()
 
     def ready(self) -> list[Server]:
         """Returns the servers that hold the current weights."""
@@ -328,31 +301,19 @@ class ServerPool:
                 completions, now = await self.protocol.sample(server, request)
             except ServerLostError:
                 continue
-            except (LookupError, TypeError, AttributeError, ValueError) as error:
-                said = f"{type(error).__name__}: {error}"
-                raise ValueError(
-                    f"{server.url} returned an invalid response for {request.name} ({said[:300]}). Check "
-                    "ServerEngine.kind."
-                ) from error
             except ServerError as error:
                 if error.status < 500:
                     raise ValueError(f"{error}. The server rejects {request.name} or the sampling settings.") from error
                 refused.append(server)
-                if len(refused) > self.retries:
+                if len(refused) > RETRIES:
                     raise
                 log.warning("%s Retrying %s.", error, request.name)
                 continue
             finally:
-                await self._release(server)
+                server.outstanding -= 1
             if now != token:
                 self._distrust(server, token, now)
             elif len(completions) == request.num_completions:
-                for tokens in (len(c.token_ids) for c in completions if c.finish_reason == "length"):
-                    if tokens < request.sampling.max_new_tokens:
-                        raise ValueError(
-                            f"max_new_tokens={request.sampling.max_new_tokens}: {server.url} cut a completion of "
-                            f"{request.name} after {tokens} tokens. Start it with a larger --max-model-len."
-                        )
                 return CompletionGroup(request, completions, version)
         raise ServerError(
             server.url, "", 502, f"{MAX_ABORTED} times fewer completions of {request.name} than requested."
@@ -360,24 +321,14 @@ class ServerPool:
 
     async def _acquire(self, refused: list[Server]) -> tuple[Server, str, int]:
         """Returns a server, its weight token, and its policy version."""
-        async with self._room:
-            while True:
-                if not self._pushing:
-                    ready = self.ready()
-                    if not ready:
-                        raise self.all_gone()
-                    turn = self.servers[self.first :] + self.servers[: self.first]
-                    free = [s for s in turn if s in ready and s.outstanding < self.max_groups]
-                    if free:
-                        server = min(free, key=lambda s: (s in refused, s.outstanding))
-                        server.outstanding += 1
-                        return server, self.token, self.version
-                await self._room.wait()
-
-    async def _release(self, server: Server) -> None:
-        server.outstanding -= 1
-        async with self._room:
-            self._room.notify_all()
+        await self._pushed.wait()
+        turn = self.servers[self.first :] + self.servers[: self.first]
+        ready = [server for server in turn if server in self.ready()]
+        if not ready:
+            raise self.all_gone()
+        server = min(ready, key=lambda s: (s in refused, s.outstanding))
+        server.outstanding += 1
+        return server, self.token, self.version
 
     def _distrust(self, server: Server, token: str, now: str) -> None:
         """Excludes a server whose weights changed during a group, unless we pushed them."""
@@ -397,17 +348,16 @@ class ServerPool:
 
     async def begin_push(self) -> None:
         """Holds back new groups and checks which servers are healthy."""
-        self._pushing = True
+        self._pushed.clear()
         await asyncio.gather(*(server.revive() for server in self.servers))
 
     async def end_push(self, token: str, version: int, urls: Sequence[str]) -> None:
         """Marks the servers at `urls` as loaded with the weights `token` and resumes waiting groups."""
-        self.token, self.version, self._pushing = token, version, False
+        self.token, self.version = token, version
         for server in self.servers:
             usable = server.url in urls and (server.lost is None or await server.revive())
             server.loaded = token if usable else None
-        async with self._room:
-            self._room.notify_all()
+        self._pushed.set()
 
     async def logprobs(self, sequences: Sequence[Sequence[int]], dtype: str) -> list[list[float]]:
         """Queries all servers with current weights and returns the first result.
@@ -445,55 +395,3 @@ def _compare(answers: list[tuple[str, list[list[float]]]], tolerance: float) -> 
                 f"(allowed: {tolerance:g}). One of them holds stale or incomplete weights. Restart them with the same "
                 "model and settings."
             )
-
-
-async def look_at(
-    server: Server, protocol: ServerProtocol, context: EngineContext, model: str | None, folder: str | None
-) -> None:
-    """Queries and checks a server, and sets its `facts`.
-
-    Args:
-        server: A healthy server.
-        protocol: Protocol of the server.
-        context: Context of the run.
-        model: Name of the served model. None uses the first.
-        folder: Shared directory for weights. None for weight transfer.
-
-    Raises:
-        ValueError: If the server is misconfigured or serves a different model.
-        ServerError: If the server returns an error.
-    """
-    server.facts = await protocol.facts(server, model)
-    if folder is None and server.facts.transfer_backend is None:
-        raise ValueError(
-            f"{server.url} does not support weight transfer. Start it with "
-            """--weight-transfer-config '{"backend": "nccl"}', or use weights: path."""
-        )
-    if folder is not None and isinstance(protocol, VLLMProtocol):
-        await _check_worker(server, protocol, folder, context.model_path)
-    await check_tokenizer(server, protocol, context.model_path)
-
-
-async def _check_worker(server: Server, protocol: VLLMProtocol, folder: str, path: str) -> None:
-    """Checks the model and the shared directory in the server's workers."""
-    from transformers import AutoConfig
-
-    config: Any = AutoConfig.from_pretrained(path).get_text_config()
-    probe = Path(folder).absolute() / f"probe-{uuid.uuid4().hex}"
-    probe.parent.mkdir(parents=True, exist_ok=True)
-    probe.touch()
-    try:
-        answers = await protocol.rpc(server, "lightrl_facts", str(probe))
-    finally:
-        probe.unlink()
-    for answer in answers:
-        if not answer.pop("sees"):
-            raise ValueError(
-                f"ServerEngine.shared_folder={folder}: not found on {server.url}. Mount the same directory at the same "
-                "path on every node, or use weights: transfer."
-            )
-        wrong = {name: (value, getattr(config, name, None)) for name, value in answer.items()}
-        wrong = {name: pair for name, pair in wrong.items() if pair[0] != pair[1]}
-        if wrong:
-            listed = ", ".join(f"{name} is {theirs} there and {ours} here" for name, (theirs, ours) in wrong.items())
-            raise ValueError(f"{server.url} serves a different model: {listed}. Start it with the policy's model.")

@@ -6,23 +6,14 @@ vLLM uses the OpenAI-compatible `/v1/completions` and development-mode routes. S
 from __future__ import annotations
 
 import json
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightrl.engines.base import ExtraKeys
 from lightrl.engines.server.client import Server, ServerError
-from lightrl.engines.vllm.requests import (
-    EVALUATION_EXTRA,
-    OWN_EXTRA,
-    completion_seed,
-    plain_sampling,
-)
+from lightrl.engines.vllm.requests import completion_seed, plain_sampling
 from lightrl.records import Completion, GenerationRequest, SamplingParams
-
-WORKER = "lightrl.engines.server.worker.ServerWorker"
 
 
 @dataclass
@@ -33,13 +24,11 @@ class Facts:
         model: Name of the served model.
         max_model_len: Maximum sequence length in tokens, or None if unknown.
         dtype: Dtype of the weights, or None if unknown.
-        transfer_backend: Backend of the weight-transfer engine, or None.
     """
 
     model: str
     max_model_len: int | None = None
     dtype: str | None = None
-    transfer_backend: str | None = None
 
 
 @dataclass
@@ -59,22 +48,22 @@ class ServerProtocol(ABC):
     """Base class of server protocols. All methods raise `ServerError` and `ServerLostError`.
 
     Attributes:
-        extra: Supported keys. See `Engine.extra`.
+        harmless_extra: See `Engine.harmless_extra`.
     """
 
-    extra: ExtraKeys
+    harmless_extra: frozenset[str]
 
     @abstractmethod
     async def served(self, server: Server, model: str | None) -> Facts:
         """Queries the served model, without the requirements for weight pushes."""
 
-    @abstractmethod
     async def facts(self, server: Server, model: str | None) -> Facts:
         """Queries the served model and checks the requirements for weight pushes.
 
         Raises:
             ValueError: If the server is misconfigured. The message explains how to start it.
         """
+        return await self.served(server, model)
 
     async def tokenize(self, server: Server, text: str) -> list[int] | None:
         """Returns the server's token IDs of `text` without special tokens, or None if not supported."""
@@ -111,15 +100,11 @@ class ServerProtocol(ABC):
 class VLLMProtocol(ServerProtocol):
     """Protocol of vLLM 0.32 servers in development mode."""
 
-    extra = ExtraKeys(
-        harmless=frozenset(
-            (
-                *("cache_salt", "include_stop_str_in_output", "priority", "request_id", "skip_special_tokens"),
-                *("spaces_between_special_tokens", "user"),
-            )
-        ),
-        evaluation=EVALUATION_EXTRA,
-        own=OWN_EXTRA | {"vllm_xargs": "sampling.fire_temperature"},
+    harmless_extra = frozenset(
+        (
+            *("cache_salt", "include_stop_str_in_output", "priority", "request_id", "skip_special_tokens"),
+            *("spaces_between_special_tokens", "user"),
+        )
     )
 
     async def served(self, server: Server, model: str | None) -> Facts:
@@ -135,27 +120,14 @@ class VLLMProtocol(ServerProtocol):
 
     async def facts(self, server: Server, model: str | None) -> Facts:
         served = await self.served(server, model)
-        try:
-            config = (await server.get("/server_info", params={"config_format": "json"}))["vllm_config"]
-        except ServerError as error:
-            if error.status != 404:
-                raise
-            raise ValueError(
-                f"{server.url} is not in development mode, which weight pushes require. Start it with the environment "
-                "variable VLLM_SERVER_DEV_MODE=1, in a private network only."
-            ) from error
-        if config["model_config"]["logprobs_mode"] != "processed_logprobs":
+        info = await server.get("/server_info", params={"config_format": "json"})
+        config = info["vllm_config"]["model_config"]
+        if config["logprobs_mode"] != "processed_logprobs":
             raise ValueError(
                 f"{server.url} reports log-probs before temperature and top-p "
-                f"(logprobs_mode={config['model_config']['logprobs_mode']}). Start it with "
-                "--logprobs-mode processed_logprobs."
+                f"(logprobs_mode={config['logprobs_mode']}). Start it with --logprobs-mode processed_logprobs."
             )
-        return Facts(
-            served.model,
-            served.max_model_len,
-            str(config["model_config"]["dtype"]).removeprefix("torch."),
-            (config.get("weight_transfer_config") or {}).get("backend"),
-        )
+        return Facts(served.model, served.max_model_len, str(config["dtype"]).removeprefix("torch."))
 
     async def tokenize(self, server: Server, text: str) -> list[int] | None:
         body = {"model": server.facts.model, "prompt": text, "add_special_tokens": False}
@@ -176,7 +148,7 @@ class VLLMProtocol(ServerProtocol):
         answer = await server.post("/v1/completions", body | _vllm_sampling(sampling))
         choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
         completions = [
-            _completion(c["token_ids"], c["logprobs"]["token_logprobs"], c["text"], c["finish_reason"])
+            Completion(c["token_ids"], c["logprobs"]["token_logprobs"], c["text"], c["finish_reason"])
             for c in choices
             if c["finish_reason"] in ("stop", "length")
         ]
@@ -214,15 +186,7 @@ class VLLMProtocol(ServerProtocol):
 
     async def rpc(self, server: Server, method: str, *arguments: Any) -> list[Any]:
         """Calls a method of the server's worker extension and returns one result per worker."""
-        try:
-            answer = await server.post("/collective_rpc", {"method": method, "args": list(arguments)})
-        except ServerError as error:
-            if "has no attribute" not in error.text:
-                raise
-            raise ValueError(
-                f"{server.url} can't load weights from a directory. Install LightRL there and start it with "
-                f"--worker-extension-cls {WORKER}, or use weights: transfer."
-            ) from error
+        answer = await server.post("/collective_rpc", {"method": method, "args": list(arguments)})
         return list(answer["results"])
 
     async def resume(self, server: Server, token: str) -> None:
@@ -234,19 +198,6 @@ class VLLMProtocol(ServerProtocol):
             raise RuntimeError(f"{server.url} failed to reset its prefix cache, which holds keys of the old weights.")
         await server.post("/update_weight_version", {"new_version": token})
         await server.post("/resume")
-
-
-def _completion(token_ids: Any, logprobs: Any, text: Any, finish_reason: Any) -> Completion:
-    """Converts and validates a completion of a server's response."""
-    plain = all(isinstance(values, list) for values in (token_ids, logprobs)) and isinstance(text, str)
-    if not (
-        plain
-        and len(token_ids) == len(logprobs) > 0
-        and all(type(token) is int and token >= 0 for token in token_ids)
-        and all(type(p) in (int, float) and -math.inf < p < 0.01 for p in logprobs)  # rounding may exceed 0
-    ):
-        raise ValueError(f"token_ids={str(token_ids)[:80]}, logprobs={str(logprobs)[:80]}, text={str(text)[:40]!r}")
-    return Completion(token_ids, [float(p) for p in logprobs], text, finish_reason)
 
 
 def _vllm_sampling(sampling: SamplingParams) -> dict[str, Any]:
@@ -273,26 +224,10 @@ class SGLangProtocol(ServerProtocol):
     https://docs.sglang.io/docs/basic_usage/native_api.md, https://docs.sglang.io/docs/advanced_features/sglang_for_rl.md
     """
 
-    extra = ExtraKeys(
-        harmless=frozenset({"skip_special_tokens", "spaces_between_special_tokens"}),
-        evaluation=frozenset(
-            ("custom_params", "ebnf", "frequency_penalty", "logit_bias", "presence_penalty", "structural_tag")
-        ),
-        own={
-            **{_SGLANG_NAMES.get(name, name): setting for name, setting in OWN_EXTRA.items() if name != "extra_args"},
-            "json_schema": "sampling.json_schema",
-            "regex": "sampling.regex",
-            "sampling_seed": "data.seed",
-        },
-    )
-
-    async def facts(self, server: Server, model: str | None) -> Facts:
-        return await self.served(server, model)
+    harmless_extra = frozenset({"skip_special_tokens", "spaces_between_special_tokens"})
 
     async def served(self, server: Server, model: str | None) -> Facts:
         info = await server.get("/get_model_info")
-        if not info.get("is_generation", True):
-            raise ValueError(f"{server.url} serves {info['model_path']}, which is not a generative model. Change it.")
         served = (await server.get("/v1/models"))["data"]
         return Facts(model or str(info["model_path"]), next((e.get("max_model_len") for e in served), None))
 
@@ -310,7 +245,7 @@ class SGLangProtocol(ServerProtocol):
             pairs, reason = answer["meta_info"]["output_token_logprobs"], answer["meta_info"]["finish_reason"]["type"]
             if reason in ("stop", "length"):
                 logprobs, tokens = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-                completions.append(_completion(tokens, logprobs, answer["text"], reason))
+                completions.append(Completion(tokens, logprobs, answer["text"], reason))
         return completions, versions.pop() if len(versions) == 1 else f"mixed: {sorted(versions)}"
 
     async def scores(self, server: Server, ids: Sequence[int], top: int) -> TokenScores:

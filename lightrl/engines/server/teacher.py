@@ -7,7 +7,6 @@ import logging
 from collections.abc import Sequence
 from typing import Literal
 
-from lightrl.compat.arguments import at_least
 from lightrl.engines.base import EngineDiedError
 from lightrl.engines.server.client import Connection, Server, ServerError, ServerLostError, check_tokenizer
 from lightrl.engines.server.protocols import PROTOCOLS, TokenScores
@@ -30,14 +29,13 @@ class ServerTeacher:
         model: Name of the served model. Defaults to the first that the servers report.
         api_key: Bearer token. Defaults to the environment variable LIGHTRL_SERVER_API_KEY, which keeps it out of saved
             configs.
-        max_requests: Maximum number of pending sequences per rank and server.
         timeout: Seconds within which a healthy server must answer a health check.
         progress_timeout: Seconds without a response while sequences are pending after which a server counts as lost.
             None waits forever.
         start_timeout: Seconds to wait for servers that are still starting.
 
     Raises:
-        ValueError: If an argument is out of range, or a server is unreachable or has a different tokenizer.
+        ValueError: If a server is unreachable or has a different tokenizer.
 
     Source: vLLM's `prompt_logprobs` (limited to 20 tokens by `--max-logprobs`), SGLang's `top_logprobs_num`.
     """
@@ -48,15 +46,13 @@ class ServerTeacher:
         kind: Literal["vllm", "sglang"] = "vllm",
         model: str | None = None,
         api_key: str | None = None,
-        max_requests: int = 64,
         timeout: float = 30.0,
         progress_timeout: float | None = 1800.0,
         start_timeout: float = 60.0,
     ) -> None:
         self.model = model
-        self.max_requests = at_least("ServerTeacher.max_requests", max_requests, 1)
         self._connection = Connection(
-            "ServerTeacher", urls, PROTOCOLS, kind, api_key, timeout, progress_timeout, start_timeout
+            "ServerTeacher", urls, PROTOCOLS[kind](), api_key, timeout, progress_timeout, start_timeout
         )
 
     def check(self, tokenizer: str) -> None:
@@ -92,13 +88,7 @@ class ServerTeacher:
         return self._connection.loop.run(self._all_scores(rows, top))
 
     async def _all_scores(self, rows: Sequence[Sequence[int]], top: int) -> list[TokenScores]:
-        room = asyncio.Semaphore(self.max_requests * len(self._connection.servers))
-
-        async def one(ids: Sequence[int]) -> TokenScores:
-            async with room:
-                return await self._score(ids, top)
-
-        return list(await asyncio.gather(*(one(ids) for ids in rows)))
+        return list(await asyncio.gather(*(self._score(ids, top) for ids in rows)))
 
     async def _score(self, ids: Sequence[int], top: int) -> TokenScores:
         errors, servers = 0, self._connection.servers

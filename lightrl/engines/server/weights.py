@@ -38,7 +38,7 @@ class Transport(ABC):
         dtype: Dtype of pushed matrices. Vectors keep their dtype.
     """
 
-    def __init__(self, loop: BackgroundLoop, protocol: ServerProtocol, dtype: torch.dtype | None) -> None:
+    def __init__(self, loop: BackgroundLoop, protocol: ServerProtocol, dtype: torch.dtype) -> None:
         self.loop = loop
         self.protocol = protocol
         self.dtype = dtype
@@ -75,7 +75,7 @@ class Transport(ABC):
         bucket: list[Named] = []
         size = 0
         for name, tensor in tensors:
-            matrix = self.dtype is not None and tensor.is_floating_point() and tensor.ndim > 1
+            matrix = tensor.is_floating_point() and tensor.ndim > 1
             tensor = tensor.detach().to(self.dtype if matrix else tensor.dtype)
             if bucket and size + tensor.nbytes > _BUCKET_BYTES:
                 yield bucket
@@ -97,7 +97,7 @@ class FolderTransport(Transport):
     """
 
     def __init__(
-        self, loop: BackgroundLoop, protocol: ServerProtocol, dtype: torch.dtype | None, folder: Path, config: Any
+        self, loop: BackgroundLoop, protocol: ServerProtocol, dtype: torch.dtype, folder: Path, config: Any
     ) -> None:
         super().__init__(loop, protocol, dtype)
         self.folder = folder
@@ -159,7 +159,7 @@ class TransferTransport(Transport):
         self,
         loop: BackgroundLoop,
         protocol: ServerProtocol,
-        dtype: torch.dtype | None,
+        dtype: torch.dtype,
         address: str | None,
         patience: float,
     ) -> None:

@@ -39,6 +39,7 @@ class CPUDecoder:
     """
 
     refills = True
+    takes_media = False
     prefill_tokens = 8192
     routes: Tensor | None = None  # experts are not supported
 
@@ -60,10 +61,6 @@ class CPUDecoder:
     def tokens_held(self, prompt_tokens: int, copies: int, new_tokens: int) -> int:
         """Counts the prompt once per group."""
         return prompt_tokens + copies * new_tokens
-
-    def admits(self, prompt: Sequence[int], inputs: dict[str, Any]) -> bool:
-        """Returns whether the prompt is text-only."""
-        return not inputs
 
     def reserve(self, longest: int, new_tokens: int) -> None:
         if longest > len(self.rotary):

@@ -27,6 +27,8 @@ class Decoder(Protocol):
 
     refills: bool
     """Whether prompts can be added while rows are live."""
+    takes_media: bool
+    """Whether `prefill` supports `inputs`."""
     prefill_tokens: int
     """Maximum number of tokens per `prefill`, which limits activation memory. A longer prompt runs alone."""
     routes: Tensor | None
@@ -35,9 +37,6 @@ class Decoder(Protocol):
 
     def tokens_held(self, prompt_tokens: int, copies: int, new_tokens: int) -> int:
         """Returns the maximum number of KV cache tokens that a group needs."""
-
-    def admits(self, prompt: Sequence[int], inputs: dict[str, Any]) -> bool:
-        """Returns whether the decoder supports such a prompt."""
 
     def reserve(self, longest: int, new_tokens: int) -> None:
         """Sets the maximum length of the next sequences, in total and of the completions alone."""
@@ -76,6 +75,7 @@ class CacheDecoder(Decoder):
     """
 
     refills = False
+    takes_media = True
     prefill_tokens = 65536
 
     def __init__(self, model: PreTrainedModel, routers: Routers | None = None) -> None:
@@ -91,9 +91,6 @@ class CacheDecoder(Decoder):
 
     def tokens_held(self, prompt_tokens: int, copies: int, new_tokens: int) -> int:
         return copies * (prompt_tokens + new_tokens)
-
-    def admits(self, prompt: Sequence[int], inputs: dict[str, Any]) -> bool:
-        return True
 
     def reserve(self, longest: int, new_tokens: int) -> None: ...
 
@@ -132,12 +129,7 @@ class CacheDecoder(Decoder):
             position_ids=positions,
             **extra,
         )
-        self.cache = getattr(out, "past_key_values", None)
-        if self.cache is None:
-            raise ValueError(
-                f"model_path: {type(self.model).__name__} does not return past_key_values, which TransformersEngine "
-                "needs for decoding. Use VLLMEngine."
-            )
+        self.cache = out.past_key_values
         rows = torch.arange(len(prompts), device=device).repeat_interleave(copies)
         self.cache.reorder_cache(rows)
         self.positions = following[rows, None]

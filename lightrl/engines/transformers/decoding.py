@@ -15,47 +15,33 @@ from torch import Tensor
 
 from lightrl.engines.transformers.decoders import Decoder
 from lightrl.engines.transformers.sampling import completion_uniforms, cuts, forbidden_tokens, sample
-from lightrl.records import Completion, CompletionGroup, GenerationRequest, Routes, SamplingParams, Support
-
-
-class _Settings:
-    """Sampling settings shared by rows, except for length limits."""
-
-    def __init__(self, sampling: SamplingParams, eos_ids: set[int]) -> None:
-        self.sampling = sampling
-        self.shared = self._shared(sampling)
-        self.end_ids = set(sampling.stop_token_ids or []) | (set() if sampling.ignore_eos else eos_ids)
-        self.stops = list(sampling.stop or [])
-        # A visible token has at least one byte, so this many tokens cover a stop string.
-        self.stop_window = max((len(stop.encode()) for stop in self.stops), default=0) + 8
-
-    def serve(self, sampling: SamplingParams) -> bool:
-        """Whether `sampling` equals these settings."""
-        return sampling is self.sampling or self._shared(sampling) == self.shared
-
-    @staticmethod
-    def _shared(sampling: SamplingParams) -> SamplingParams:
-        return replace(sampling, max_new_tokens=max(1, sampling.min_new_tokens))
+from lightrl.records import Completion, CompletionGroup, GenerationRequest, Routes, Support
 
 
 class _Job:
     """A pending request. `start` is the index of its first uniform; completion g starts `g * limit` later.
 
     Attributes:
+        shared: Sampling settings except for the length limit. Rows that run together have the same ones.
         parts: Completions recorded so far. Unfinished ones are "suspended".
         live: Indices of the completions that are unfinished at the start.
         prefixes: Token IDs to prefill: the prompt, shared by all rows, or the prompt plus earlier tokens of each row.
     """
 
     def __init__(
-        self, request: GenerationRequest, settings: _Settings, start: int, version: int, parts: list[Completion]
+        self, request: GenerationRequest, eos_ids: set[int], start: int, version: int, parts: list[Completion]
     ) -> None:
         self.request = request
-        self.settings = settings
         self.start = start
         self.version = version
         self.copies = request.num_completions
-        self.limit = request.sampling.max_new_tokens
+        self.sampling = sampling = request.sampling
+        self.shared = replace(sampling, max_new_tokens=max(1, sampling.min_new_tokens))
+        self.limit = sampling.max_new_tokens
+        self.end_ids = set(sampling.stop_token_ids or []) | (set() if sampling.ignore_eos else eos_ids)
+        self.stops = list(sampling.stop or [])
+        # A visible token has at least one byte, so this many tokens cover a stop string.
+        self.stop_window = max((len(stop.encode()) for stop in self.stops), default=0) + 8
         self.parts = list(parts) or [Completion([], [], "", "suspended")] * self.copies
         self.live = [g for g, part in enumerate(self.parts) if part.finish_reason == "suspended"]
         self.unfinished = len(self.live)
@@ -94,7 +80,7 @@ class _Row:
         self.limit = job.limit
         self.tokens = list(before.token_ids)
         self.visible: list[int] = []  # tokens to search for stop strings, if any
-        if job.settings.stops:
+        if job.stops:
             counted = self.tokens[max(job.request.sampling.min_new_tokens - 1, 0) :]
             self.visible = [t for t in counted if t not in special]
         self.logprobs = list(before.logprobs)
@@ -127,14 +113,9 @@ class Generation:
     max_sequences: int
     max_tokens: int
     decoder: Decoder | None = field(default=None, init=False)
-    settings: list[_Settings] = field(default_factory=list, init=False)
     waiting: deque[_Job] = field(default_factory=deque, init=False)
     jobs: dict[GenerationRequest, _Job] = field(default_factory=dict, init=False)  # waiting or running
     rows: list[_Row] = field(default_factory=list, init=False)
-    # Settings of the rows, and the rows that use them; None for all.
-    kinds: list[tuple[_Settings, Tensor | None]] = field(default_factory=list, init=False)
-    stops: bool = field(default=False, init=False)  # whether any row has stop strings
-    end_ids: set[int] = field(default_factory=set, init=False)  # of all rows
     # Tokens, log-probs, kept token IDs per row, and experts of the input tokens, of steps without a finished row.
     pending: list[tuple[Tensor, Tensor, list[Tensor] | None, Tensor | None]] = field(default_factory=list, init=False)
     seen: Tensor | None = field(default=None, init=False)
@@ -162,15 +143,10 @@ class Generation:
             return
         self.partials()
         begun = {row.job: None for row in self.rows}
-        jobs = [_Job(job.request, job.settings, job.start, version, job.parts) for job in begun]
-        if any(job.begun and job.request.inputs for job in jobs):
-            raise ValueError(
-                "schedule=InFlight with media: TransformersEngine can't resume completions of prompts with media. Use "
-                "VLLMEngine, or another schedule."
-            )
+        jobs = [_Job(job.request, self.eos_ids, job.start, version, job.parts) for job in begun]
         self.jobs |= {job.request: job for job in jobs}
         self.waiting.extendleft(sorted(jobs, key=lambda job: max(map(len, job.prefixes))))
-        self.rows, self.kinds, self.decoder, self.seen, self.held = [], [], None, None, 0
+        self.rows, self.decoder, self.seen, self.held = [], None, None, 0
         self.last, self.cursors = self.last[:0], self.cursors[:0]
 
     # ------------------------------------------------------------------------------------------------ admission
@@ -179,11 +155,8 @@ class Generation:
     def add(self, requests: list[GenerationRequest]) -> None:
         """Queues requests."""
         start, drawn, jobs = len(self.uniforms), list[Tensor](), list[_Job]()
-        live = sum(job.copies * job.limit for job in self.jobs.values())
-        if start > 2 * live:
-            start, self.uniforms = live, self._live_uniforms()
         for request in requests:
-            job = _Job(request, self._settings(request.sampling), start, self.now, request.begun)
+            job = _Job(request, self.eos_ids, start, self.now, request.begun)
             drawn += [completion_uniforms(request.seed, g, job.limit) for g in range(job.copies)]
             start += job.copies * job.limit
             jobs.append(job)
@@ -191,25 +164,6 @@ class Generation:
         self.uniforms = torch.cat([self.uniforms, torch.cat(drawn).to(self.device)])
         # Sorting by length minimizes padding in prefill batches.
         self.waiting += sorted(jobs, key=lambda job: -len(job.prompt))
-
-    def _settings(self, sampling: SamplingParams) -> _Settings:
-        for settings in self.settings:
-            if settings.serve(sampling):
-                return settings
-        self.settings.append(_Settings(sampling, self.eos_ids))
-        return self.settings[-1]
-
-    def _live_uniforms(self) -> Tensor:
-        """Returns the uniforms of unfinished jobs and updates their indices and cursors."""
-        parts, start, moves = [], 0, dict[_Job, int]()
-        for job in self.jobs.values():
-            size = job.copies * job.limit
-            parts.append(self.uniforms[job.start : job.start + size])
-            moves[job] = start - job.start
-            job.start, start = start, start + size
-        if self.rows:
-            self.cursors += torch.tensor([moves[row.job] for row in self.rows], device=self.device)
-        return torch.cat(parts) if parts else self.uniforms[:0]
 
     def _admit(self) -> list[_Job]:
         """Returns the jobs to start now: as many as fit, and at least one if nothing is running."""
@@ -237,12 +191,14 @@ class Generation:
         return taken
 
     def _admits(self, job: _Job) -> bool:
-        decoder = self.decoder
-        return decoder is not None and all(decoder.admits(p, job.request.inputs) for p in job.prefixes)
+        first = self.rows[0].job if self.rows else job
+        fits = self.decoder is not None and (self.decoder.takes_media or not job.request.inputs)
+        return fits and first.shared == job.shared
 
     def _batches(self, first: _Job, other: _Job) -> bool:
         assert self.decoder is not None
         alike = first.rows_each == other.rows_each and first.begun == other.begun and not other.request.inputs
+        alike = alike and first.shared == other.shared
         return alike and all(self.decoder.batches(first.prefixes[0], p) for p in other.prefixes)
 
     # ------------------------------------------------------------------------------------------------- sampling
@@ -253,8 +209,6 @@ class Generation:
         assert self.decoder is not None
         self._write_down_pending()  # belongs to earlier rows
         first, copies = len(self.rows), admitted[0].rows_each
-        if not self._batches(admitted[0], admitted[0]) and admitted[0].begun:
-            raise ValueError(f"{admitted[0].request.name}: can't resume completions of different lengths together.")
         self.rows += [_Row(job, g, self.special) for job in admitted for g in job.live]
         longest = max(len(job.prompt) + job.limit for job in admitted)
         self.decoder.reserve(longest, max(job.limit for job in admitted))
@@ -269,91 +223,53 @@ class Generation:
         logits = logits.repeat_interleave(copies, 0)
         slots = [row.job.start + row.completion * row.job.limit + len(row.tokens) for row in rows]
         self.cursors = torch.cat([self.cursors, torch.tensor(slots, device=self.device)])
-        self._note_seen(admitted, first, logits.shape[-1])
-        kinds = self._kinds(first)
-        self.last = torch.cat([self.last, self._sample(logits, kinds, first, None)])
-        self._note_kinds(kinds if first == 0 else self._kinds(0))
+        self._note_seen(admitted, logits.shape[-1])
+        self.last = torch.cat([self.last, self._sample(logits, first, None)])
         return self._write_down(first)
 
-    def _note_seen(self, admitted: list[_Job], first: int, vocabulary: int) -> None:
-        """Records the tokens of prompts for the repetition penalty, if any row uses it."""
-        if self.seen is None:
-            if all(job.settings.sampling.repetition_penalty == 1.0 for job in admitted):
-                return
-            self.seen = torch.zeros(first, vocabulary, dtype=torch.bool, device=self.device)  # rows without a penalty
+    def _note_seen(self, admitted: list[_Job], vocabulary: int) -> None:
+        """Records the tokens of prompts for the repetition penalty, if it is used."""
+        if admitted[0].sampling.repetition_penalty == 1.0:
+            return
         prefixes = [prefix for job in admitted for prefix in job.prefixes]
         seen = torch.zeros(len(prefixes), vocabulary, dtype=torch.bool, device=self.device)
         for i, prefix in enumerate(prefixes):
             seen[i, list(prefix)] = True
-        self.seen = torch.cat([self.seen, seen.repeat_interleave(admitted[0].rows_each, 0)])
-
-    def _kinds(self, first: int) -> list[tuple[_Settings, Tensor | None]]:
-        """Returns the settings of the rows from `first` and the indices of the rows that use them; None for all."""
-        numbers: dict[_Settings, list[int]] = {}
-        for i, row in enumerate(self.rows[first:]):
-            numbers.setdefault(row.job.settings, []).append(i)
-        if len(numbers) == 1:
-            return [(settings, None) for settings in numbers]
-        return [(settings, torch.tensor(rows, device=self.device)) for settings, rows in numbers.items()]
-
-    def _note_kinds(self, kinds: list[tuple[_Settings, Tensor | None]]) -> None:
-        """Stores the settings of all rows and the values derived from them."""
-        self.kinds = kinds
-        self.stops = any(settings.stops for settings, _ in kinds)
-        self.end_ids = set[int]().union(*(settings.end_ids for settings, _ in kinds))
+        seen = seen.repeat_interleave(admitted[0].rows_each, 0)
+        self.seen = seen if self.seen is None else torch.cat([self.seen, seen])
 
     @torch.inference_mode()
     def _step(self) -> list[int]:
         """Samples one token per row. Returns finished row indices."""
         assert self.decoder is not None
         logits = self.decoder.step(self.last)
-        self.last = tokens = self._sample(logits, self.kinds, 0, self.decoder.routes)
+        self.last = tokens = self._sample(logits, 0, self.decoder.routes)
+        job = self.rows[0].job
         # Updates the rows' lists only if a row may have finished, because it takes as long as sampling.
-        may_end = len(self.pending) >= self.room or self.stops
-        if may_end or (self.end_ids and not self.end_ids.isdisjoint(tokens.tolist())):
+        may_end = len(self.pending) >= self.room or job.stops
+        if may_end or (job.end_ids and not job.end_ids.isdisjoint(tokens.tolist())):
             return self._write_down(0)
         return []
 
-    def _sample(
-        self, logits: Tensor, kinds: list[tuple[_Settings, Tensor | None]], first: int, routes: Tensor | None
-    ) -> Tensor:
+    def _sample(self, logits: Tensor, first: int, routes: Tensor | None) -> Tensor:
         """Samples tokens for the rows from `first`, adds them to `pending`, and returns them."""
-        parts = []
-        for settings, rows in kinds:
-            own = logits if rows is None else logits[rows]
-            parts.append(self._sample_kind(own, settings, rows, first))
-        tokens, logprobs, kept = parts[0]
-        if len(kinds) > 1:
-            order = torch.cat([rows for _, rows in kinds if rows is not None]).argsort()
-            tokens = torch.cat([part[0] for part in parts])[order]
-            logprobs = torch.cat([part[1] for part in parts])[order]
-            if any(part[2] is not None for part in parts):
-                nothing = torch.empty(0, dtype=torch.int32)
-                joined = [ids for part in parts for ids in (part[2] or [nothing] * len(part[0]))]
-                kept = [joined[i] for i in order.tolist()]
-        if self.seen is not None:
-            self.seen[first:].scatter_(1, tokens[:, None], True)
+        rows = self.rows[first:]
+        job = rows[0].job
+        sampling, forbidden = job.sampling, None
+        if sampling.min_new_tokens and job.end_ids:
+            lengths = [len(row.tokens) + len(self.pending) for row in rows]
+            if min(lengths) < sampling.min_new_tokens:
+                young = torch.tensor(lengths, device=self.device) < sampling.min_new_tokens
+                forbidden = forbidden_tokens(young, sorted(job.end_ids), logits.shape[-1])
+        seen = None if self.seen is None else self.seen[first:]
+        fresh = not self.pending and not rows[-1].tokens  # rows added together share their first step
+        uniforms = self.uniforms.take(self.cursors[first:])
+        tokens, logprobs, kept = sample(logits, sampling, uniforms, seen=seen, forbidden=forbidden, first=fresh)
+        if seen is not None:
+            seen.scatter_(1, tokens[:, None], True)
         self.cursors[first:].add_(1)  # `+=` would add a copy
         self.pending.append((tokens, logprobs, kept, routes))
         return tokens
-
-    def _sample_kind(
-        self, logits: Tensor, settings: _Settings, rows: Tensor | None, first: int
-    ) -> tuple[Tensor, Tensor, list[Tensor] | None]:
-        """Calls `sample` for the rows with these settings. `rows` is relative to `first`."""
-        cursors = self.cursors[first:] if rows is None else self.cursors[first:][rows]
-        seen = forbidden = None
-        sampling = settings.sampling
-        if sampling.min_new_tokens and settings.end_ids:
-            members = self.rows[first:] if rows is None else [self.rows[first + i] for i in rows.tolist()]
-            lengths = [len(row.tokens) + len(self.pending) for row in members]
-            if min(lengths) < sampling.min_new_tokens:
-                young = torch.tensor(lengths, device=self.device) < sampling.min_new_tokens
-                forbidden = forbidden_tokens(young, sorted(settings.end_ids), logits.shape[-1])
-        if self.seen is not None:
-            seen = self.seen[first:] if rows is None else self.seen[first:][rows]
-        fresh = not self.pending and not self.rows[-1].tokens  # rows added together share their first step
-        return sample(logits, sampling, self.uniforms.take(cursors), seen=seen, forbidden=forbidden, first=fresh)
 
     def _write_down(self, first: int) -> list[int]:
         """Moves pending tokens to the rows from `first`. Returns finished row indices."""
@@ -370,27 +286,27 @@ class Generation:
             row.kept += [kept[i] for kept in supports]
             if routes is not None:
                 row.routes.append(routes[i])
-            last, settings = row.tokens[-1], row.job.settings
-            stopped = bool(settings.stops) and self._stopped(row, last)  # also for the last token
-            if stopped or last in settings.end_ids or len(row.tokens) == row.limit:
+            last, job = row.tokens[-1], row.job
+            stopped = bool(job.stops) and self._stopped(row, last)  # also for the last token
+            if stopped or last in job.end_ids or len(row.tokens) == row.limit:
                 ended.append(first + i)
         return ended
 
     def _stopped(self, row: _Row, token: int) -> bool:
         """Checks for a complete stop string and cuts the row's text after it."""
-        settings = row.job.settings
-        least = settings.sampling.min_new_tokens
+        job = row.job
+        least = job.sampling.min_new_tokens
         if len(row.tokens) < least:
             return False
         if token not in self.special:
             row.visible.append(token)
-        tail = self._decode(row.visible[-settings.stop_window :])
-        if not any(stop in tail for stop in settings.stops):
+        tail = self._decode(row.visible[-job.stop_window :])
+        if not any(stop in tail for stop in job.stops):
             return False
         text = self._decode(row.tokens)
         # Ignores stop strings before min_new_tokens.
         start = len(text) - len(self._decode(row.visible)) if least else 0
-        found = [(at, at + len(stop)) for stop in settings.stops if (at := text.find(stop, max(start, 0))) >= 0]
+        found = [(at, at + len(stop)) for stop in job.stops if (at := text.find(stop, max(start, 0))) >= 0]
         if found:
             row.text = text[: min(found)[1]]
         return bool(found)
@@ -422,10 +338,10 @@ class Generation:
         before = len(row.before.token_ids)
         new = len(row.tokens) - before
         versions = row.versions + [self.now] * (len(row.tokens) - len(row.versions))
-        support = Support.of(row.kept) if cuts(row.job.settings.sampling) else None
+        support = Support.of(row.kept) if cuts(row.job.sampling) else None
         support = Support.joined((before, row.before.support), (new, support))
         routes = Routes(torch.cat(row.routes)) if row.routes else None
-        stopped = row.text is not None or row.tokens[-1] in row.job.settings.end_ids
+        stopped = row.text is not None or row.tokens[-1] in row.job.end_ids
         if not stopped and len(row.tokens) < row.job.limit:
             return Completion(row.tokens, row.logprobs, "", "suspended", support, routes, versions)
         text = row.text if row.text is not None else self._decode(row.tokens)
@@ -470,6 +386,4 @@ class Generation:
         self.last, self.cursors = self.last[index], self.cursors[index]
         if self.seen is not None:
             self.seen = self.seen[index] if keep else None
-        if len(self.kinds) > 1:
-            self._note_kinds(self._kinds(0))
         self.decoder.keep(keep)

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
-from lightrl.compat.arguments import at_least
 from lightrl.compat.transformers import router_modules
 from lightrl.engines.base import SteppingEngine
 from lightrl.engines.transformers.cpu_decoder import CPUDecoder, CPUModel, copy_by_rows
@@ -45,12 +44,8 @@ class TransformersEngine(SteppingEngine):
         max_model_len: Maximum sequence length in tokens, including prompt and completion. Defaults to the model's
             limit.
         dtype: "float32", "bfloat16", "float16", or "float64". Defaults to the trainer's.
-        device: Torch device. Defaults to the trainer's.
         cpu_kernels: Whether to decode float32 Llama-style models on a CPU with faster kernels.
         model_kwargs: Additional arguments of `from_pretrained` (trust_remote_code, revision, attn_implementation, ...).
-
-    Raises:
-        ValueError: If an argument is out of range.
     """
 
     records_support = True
@@ -62,18 +57,15 @@ class TransformersEngine(SteppingEngine):
         max_batch_tokens: int = 1 << 17,
         max_model_len: int | None = None,
         dtype: str | None = None,
-        device: str | None = None,
         cpu_kernels: bool = True,
         model_kwargs: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        self.max_sequences = at_least("TransformersEngine.max_sequences", max_sequences, 1)
-        self.max_batch_tokens = at_least("TransformersEngine.max_batch_tokens", max_batch_tokens, 1)
-        shortest = "TransformersEngine.max_model_len", max_model_len, 3  # minimum for the weight-sync check
-        self._max_model_len = at_least(*shortest, or_none="for the model's own")
+        self.max_sequences = max_sequences
+        self.max_batch_tokens = max_batch_tokens
+        self._max_model_len = max_model_len
         self.cpu_kernels = cpu_kernels
         self._dtype = dtype
-        self._device = device
         self._model_kwargs = dict(model_kwargs or {})
         self._model: Any = None
         self._tokenizer: Any = None
@@ -90,9 +82,6 @@ class TransformersEngine(SteppingEngine):
         self.dtype = self._dtype or context.dtype
         dtype = getattr(torch, self.dtype)
         path, kwargs = context.model_path, self._model_kwargs
-        self._begin(context, path, kwargs, dtype)
-
-    def _begin(self, context: EngineContext, path: str, kwargs: dict[str, Any], dtype: torch.dtype) -> None:
         # Initializing a module draws random numbers, which must not change the trainer's.
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(context.seed)  # torch.manual_seed would also seed the accelerators
@@ -102,7 +91,7 @@ class TransformersEngine(SteppingEngine):
                 model = auto_class.from_config(config, dtype=dtype)
             else:
                 model = auto_class.from_pretrained(path, dtype=dtype, **kwargs)
-        model = model.to(self._device or context.device).eval().requires_grad_(False)
+        model = model.to(context.device).eval().requires_grad_(False)
         keep_attention_caps(model)
         rope_limit = fix_rope(model)
         self._tokenizer = AutoTokenizer.from_pretrained(path, **kwargs)
@@ -130,12 +119,6 @@ class TransformersEngine(SteppingEngine):
         self._require_started()
         return self._longest
 
-    def sleep(self) -> None:
-        """Drops the KV cache of finished requests."""
-        with self.lock:
-            if self._generation is not None and not self._generation.jobs:
-                self._generation = None
-
     def close(self) -> None:
         if not self.end_driver():
             log.warning("TransformersEngine hangs in a step; its thread is leaked.")
@@ -151,19 +134,17 @@ class TransformersEngine(SteppingEngine):
 
     def add(self, requests: list[GenerationRequest]) -> None:
         """See `SteppingEngine.add`. A request that doesn't fit the current decoder waits until all others finish."""
-        self._generation = self._generation or self._new_generation()
+        if self._generation is None:
+            self._generation = Generation(
+                self._decoder,
+                self.policy_version,
+                tokenizer=self._tokenizer,
+                eos_ids=self._eos_ids,
+                device=self._model.device,
+                max_sequences=self.max_sequences,
+                max_tokens=self.max_batch_tokens,
+            )
         self._generation.add(requests)
-
-    def _new_generation(self) -> Generation:
-        return Generation(
-            self._decoder,
-            self.policy_version,
-            tokenizer=self._tokenizer,
-            eos_ids=self._eos_ids,
-            device=self._model.device,
-            max_sequences=self.max_sequences,
-            max_tokens=self.max_batch_tokens,
-        )
 
     def step(self) -> list[CompletionGroup]:
         assert self._generation is not None
@@ -175,6 +156,8 @@ class TransformersEngine(SteppingEngine):
     def abort(self, requests: list[GenerationRequest]) -> None:
         if self._generation is not None:
             self._generation.abort(requests)
+            if not self._generation.jobs:
+                self._generation = None
 
     def partials(self) -> list[CompletionGroup]:
         return [] if self._generation is None else self._generation.partials()
@@ -197,32 +180,13 @@ class TransformersEngine(SteppingEngine):
         super().check_sampling(sampling, name, trained=trained)
 
     def check_request(self, request: GenerationRequest) -> None:
-        sampling, length = request.sampling, len(request.token_ids)
-        self.check_sampling(sampling, "SamplingParams", trained=False)
-        at_least("num_completions", request.num_completions, 1)
-        if not length:
-            raise ValueError(f"token_ids=[]: {request.name} is empty. Pass at least one token.")
-        if request.inputs and any(part.finish_reason == "suspended" and part.token_ids for part in request.begun):
-            raise ValueError(
-                f"schedule=InFlight with media in {request.name}: TransformersEngine can't resume completions of such "
-                "prompts. Use VLLMEngine, or another schedule."
-            )
-        if length + sampling.max_new_tokens > self.max_model_len:
-            room = self.max_model_len - length
-            lower = f"Lower max_new_tokens to {room} or shorten" if room > 0 else "Shorten"
-            raise ValueError(
-                f"max_new_tokens={sampling.max_new_tokens}: with the {length} tokens of {request.name}, this exceeds "
-                f"the model's limit of {self.max_model_len}. {lower} the prompt."
-            )
+        self.check_sampling(request.sampling, "SamplingParams", trained=False)
+        self.check_length(request)
 
     # -------------------------------------------------------------------------------------------------- weights
 
     def logprobs(self, sequences: Sequence[Sequence[int]], routes: Sequence[Routes | None] = ()) -> list[list[float]]:
         self._require_started()
-        with self.lock, torch.inference_mode():
-            return self._logprobs(sequences, routes)
-
-    def _logprobs(self, sequences: Sequence[Sequence[int]], routes: Sequence[Routes | None]) -> list[list[float]]:
         answers: list[list[float]] = [[] for _ in sequences]
         order = sorted((i for i, s in enumerate(sequences) if len(s) > 1), key=lambda i: len(sequences[i]))
         while order:
@@ -236,7 +200,8 @@ class TransformersEngine(SteppingEngine):
                 if routes
                 else None
             )
-            with nullcontext() if self._routers is None or experts is None else self._routers.replaying(experts):
+            replay = nullcontext() if self._routers is None or experts is None else self._routers.replaying(experts)
+            with self.lock, torch.inference_mode(), replay:
                 logits = self._model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1].float()
             picked = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0].tolist()
             for i, row in zip(chunk, picked, strict=True):
@@ -249,7 +214,7 @@ class TransformersEngine(SteppingEngine):
         """See `Engine.load_weights`.
 
         Raises:
-            ValueError: If names are unknown or missing, or shapes are wrong. The message lists them.
+            ValueError: If names or shapes are unknown, or names are missing. The message lists them.
         """
         self._require_started()
         with self.lock:
@@ -263,20 +228,18 @@ class TransformersEngine(SteppingEngine):
         own = dict(self._model.named_parameters(remove_duplicate=False))
         buffers = dict(self._model.named_buffers())
         missing = {id(parameter): name for name, parameter in self._model.named_parameters()}
-        unknown, misshapen = [], []
+        unknown = []
         with torch.no_grad():
             for name, tensor in named_tensors:
                 target = own.get(name, buffers.get(name))
-                if target is None:
-                    unknown.append(name)
-                elif target.shape != tensor.shape:
-                    misshapen.append(f"{name} {tuple(tensor.shape)} instead of {tuple(target.shape)}")
+                if target is None or target.shape != tensor.shape:
+                    unknown.append(f"{name} {tuple(tensor.shape)}")
                 else:
                     (copy_by_rows if target.ndim == 2 else Tensor.copy_)(target, tensor)
                     missing.pop(id(target), None)
         if partial:
             missing.clear()
-        faults = {"missing": list(missing.values()), "unknown": unknown, "of the wrong shape": misshapen}
+        faults = {"missing": list(missing.values()), "unknown": unknown}
         if any(faults.values()):
             listed = "; ".join(f"{what}: {', '.join(names)}" for what, names in faults.items() if names)
             raise ValueError(

@@ -14,14 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
-from lightrl.compat.arguments import above, at_least, fraction, one_of
-from lightrl.engines.base import EngineDiedError, EngineRestartedError, ExtraKeys, SteppingEngine
+from lightrl.engines.base import EngineDiedError, SteppingEngine
 from lightrl.engines.vllm import setup
 from lightrl.engines.vllm.requests import (
-    EVALUATION_EXTRA,
     HARMLESS_EXTRA,
-    OWN_EXTRA,
-    check_lengths,
     check_prompt,
     completion,
     completion_seed,
@@ -39,8 +35,6 @@ if TYPE_CHECKING:
     from lightrl.engines.vllm.weights import AdapterFolder, WeightSender
 
 log = logging.getLogger(__name__)
-
-DTYPES = ("float32", "bfloat16", "float16", "auto", "half", "float")
 
 
 class _Group:
@@ -65,7 +59,6 @@ class VLLMEngine(SteppingEngine):
     disabled, which makes pushes a plain memory copy and matrix products 10-15% slower at 64 sequences.
 
     Args:
-        model: Model directory or ID. Defaults to the run's model.
         dtype: Dtype of weights and KV cache: "float32", "bfloat16", "float16", or vLLM's "auto", which serves float32
             models in bfloat16. Defaults to the trainer's.
         in_process: Whether to run in the trainer's process, which has the fastest startup and weight sync. Separate
@@ -79,8 +72,6 @@ class VLLMEngine(SteppingEngine):
         tensor_parallel_size: Number of GPUs per engine. Values above 1 require `in_process=False`.
         devices: Indices of the visible GPUs for this node's engines, `tensor_parallel_size` per rank in rank order.
             Requires `in_process=False`. Defaults to GPUs starting at each trainer's GPU.
-        restart_engine: Whether to restart an engine that died, push the weights again, and repeat the lost requests.
-            Requires `in_process=False`.
         sleep_level: Memory to free between rollouts on a GPU. 0 frees nothing, 1 frees the KV cache and offloads
             weights to the CPU, and 2 frees the KV cache and weights, which are pushed again. On a CPU, levels 1 and 2
             only drop caches, and level 2 also pushes the weights again.
@@ -91,64 +82,39 @@ class VLLMEngine(SteppingEngine):
             engines, nor to startup, which vLLM limits by `VLLM_ENGINE_READY_TIMEOUT_S` (600 seconds).
         engine_args: Additional arguments of `vllm.LLM`, which override all of the above.
 
-    Raises:
-        ValueError: If arguments are incompatible.
-
     Source: https://docs.vllm.ai (0.32).
     """
 
-    extra = ExtraKeys(HARMLESS_EXTRA, EVALUATION_EXTRA, OWN_EXTRA)
+    harmless_extra = HARMLESS_EXTRA
 
     def __init__(
         self,
-        model: str | None = None,
         dtype: str | None = None,
         in_process: bool = True,
         max_model_len: int | None = None,
         gpu_memory_utilization: float | None = None,
         tensor_parallel_size: int = 1,
         devices: list[int] | None = None,
-        restart_engine: bool = False,
         sleep_level: Literal[0, 1, 2] = 0,
         lora_sync: Literal["adapter", "merged"] = "adapter",
         progress_timeout: float | None = 300.0,
         engine_args: dict[str, Any] | None = None,
     ) -> None:
-        if tensor_parallel_size > 1 and in_process:
-            raise ValueError(
-                f"VLLMEngine.tensor_parallel_size={tensor_parallel_size}: needs separate processes. Set "
-                "in_process=False."
-            )
-        if devices is not None and in_process:
-            raise ValueError(
-                f"VLLMEngine.devices={devices}: an in-process engine uses its trainer's GPU. Set in_process=False."
-            )
-        if devices is not None and (not devices or len({*devices}) < len(devices) or min(devices) < 0):
-            raise ValueError(f"VLLMEngine.devices={devices}: must be distinct GPU indices. Use integers from 0.")
-        if restart_engine and in_process:
-            raise ValueError(
-                "VLLMEngine.restart_engine=True: an in-process engine can't be restarted. Set in_process=False."
-            )
-        if "worker_extension_cls" in (engine_args or {}):
-            raise ValueError(
-                "VLLMEngine.engine_args.worker_extension_cls: reserved for LightRL's weight sync. Remove it."
-            )
+        apart: dict[str, tuple[Any, Any]] = {"tensor_parallel_size": (tensor_parallel_size, 1)}
+        for name, (value, plain) in (apart | {"devices": (devices, None)}).items():
+            if in_process and value != plain:
+                raise ValueError(f"VLLMEngine.{name}={value}: needs separate processes. Set in_process=False.")
         super().__init__()
-        self.model = model
-        self.requested_dtype = None if dtype is None else one_of("VLLMEngine.dtype", dtype, *DTYPES)
+        self.requested_dtype = dtype
         self.in_process = in_process
-        shortest = "VLLMEngine.max_model_len", max_model_len, 3  # minimum for the weight-sync check
-        self.requested_model_len = at_least(*shortest, or_none="for what the run needs")
-        share = "VLLMEngine.gpu_memory_utilization", gpu_memory_utilization, "(0, 1]"
-        self.gpu_memory_utilization = fraction(*share, or_none="for what the device suggests")
-        self.tensor_parallel_size = at_least("VLLMEngine.tensor_parallel_size", tensor_parallel_size, 1)
+        self.requested_model_len = max_model_len
+        self.gpu_memory_utilization = gpu_memory_utilization
+        self.tensor_parallel_size = tensor_parallel_size
         self.devices = devices
-        self.restart_engine = restart_engine
         self.sleep_level = sleep_level
         self.lora_sync = lora_sync
-        self.progress_timeout = above("VLLMEngine.progress_timeout", progress_timeout, or_none="for no limit")
+        self.progress_timeout = progress_timeout
         self.engine_args = dict(engine_args or {})
-        self._context: EngineContext | None = None
         self._adapter: VLLMAdapter | None = None
         self._sender: WeightSender | None = None
         self._adapter_folder: AdapterFolder | None = None
@@ -157,7 +123,7 @@ class VLLMEngine(SteppingEngine):
         self._groups: dict[GenerationRequest, _Group] = {}
         self._places: dict[str, tuple[_Group, int]] = {}  # vLLM request -> its completion
         self._keys = map("lightrl-{}".format, count())
-        self._heats = self._keeps_cache = self._on_cuda = False
+        self._keeps_cache = self._on_cuda = False
         self._asleep: Literal[0, 1, 2] = 0
         self._cache_asleep = False
 
@@ -180,54 +146,30 @@ class VLLMEngine(SteppingEngine):
             return self.requested_model_len
         from transformers import AutoConfig
 
-        config = AutoConfig.from_pretrained(self.model or model_path)
+        config = AutoConfig.from_pretrained(model_path)
         rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
         return longest_sequence(config) if rope.get("rope_type") == "default" else None  # vLLM extends scaled ones
-
-    def environment(self, context: EngineContext, *, cuda: bool) -> tuple[dict[str, str], dict[str, str]]:
-        """Returns forced environment variables and defaults that the user's environment overrides."""
-        return setup.environment(self, context, cuda)
-
-    def arguments(self, context: EngineContext, *, cuda: bool) -> dict[str, Any]:
-        """Returns the arguments of `vllm.LLM`."""
-        return setup.arguments(self, context, cuda)
 
     def start(self, context: EngineContext) -> None:
         if self._adapter is not None:
             return
-        from lightrl.compat.vllm import VLLMAdapter
         from lightrl.engines.vllm.weights import WeightSender
 
         cuda = context.device.startswith("cuda")
-        forced, defaults = self.environment(context, cuda=cuda)
-        arguments = self.arguments(context, cuda=cuda)
-        try:
-            self._adapter = VLLMAdapter(
-                arguments,
-                in_process=self.in_process,
-                forced=forced,
-                defaults=defaults,
-                progress_timeout=self.progress_timeout,
+        forced, defaults = setup.environment(self, context, cuda)
+        arguments = setup.arguments(self, context, cuda)
+        if self.in_process:
+            from lightrl.compat.vllm import VLLMAdapter
+
+            self._adapter = VLLMAdapter(arguments, forced=forced, defaults=defaults)
+        else:
+            from lightrl.compat.vllm_process import SeparateAdapter
+
+            self._adapter = SeparateAdapter(
+                arguments, forced=forced, defaults=defaults, progress_timeout=self.progress_timeout
             )
-        except (ValueError, TypeError) as error:
-            said, length = " ".join(str(error).split())[:600], arguments.get("max_model_len")
-            if "KV cache" in said:
-                raise ValueError(
-                    f"VLLMEngine.max_model_len={length}: the KV cache is too small for a sequence of this length. Set "
-                    "max_model_len to the longest prompt plus completion, or raise gpu_memory_utilization or "
-                    f"engine_args.kv_cache_memory_bytes. vLLM reports: {said}"
-                ) from error
-            if "max_model_len" in said:
-                raise ValueError(
-                    f"VLLMEngine.max_model_len={length}: the model's limit is below the longest prompt "
-                    f"({context.max_prompt_tokens} tokens) plus max_new_tokens={context.max_new_tokens}. Lower one of "
-                    f"the two. vLLM reports: {said}"
-                ) from error
-            if not self.engine_args:
-                raise
-            raise ValueError(f"VLLMEngine.engine_args ({', '.join(self.engine_args)}): vLLM reports: {said}") from error
-        self._context, self._on_cuda, self._lost = context, cuda, None
-        self._heats, self._keeps_cache = context.fire, context.keep_cache
+        self._on_cuda, self._lost = cuda, None
+        self._keeps_cache = context.keep_cache
         self._finished, self._switches, self._groups, self._places = {}, {}, {}, {}
         self._asleep, self._cache_asleep = 0, False
         self.policy_version, self.dtype = -1, str(arguments["dtype"]).removeprefix("torch.")
@@ -278,23 +220,23 @@ class VLLMEngine(SteppingEngine):
 
     @contextmanager
     def _serving(self) -> Iterator[VLLMAdapter]:
-        """Yields the adapter with the lock held. Cleans up a dead engine, and restarts it with `restart_engine`."""
-        from lightrl.compat.vllm import LostEngineError
+        """Yields the adapter with the lock held. Cleans up a dead engine."""
+        if self.in_process:
+            with self.lock:
+                yield self._started()
+            return
+        from lightrl.compat.vllm_process import LostEngineError, deaths_translated
 
         with self.lock:
+            adapter = self._started()
             try:
-                yield self._started()
+                with deaths_translated():
+                    yield adapter
             except LostEngineError as error:
-                self._release(dead=True)
                 died = EngineDiedError(str(error))
-                if self.restart_engine:
-                    assert self._context is not None
-                    self.start(self._context)
-                    died = EngineRestartedError(
-                        "A vLLM engine process died and was restarted without the policy's weights. Push them and "
-                        f"repeat the rollout. {error}"
-                    )
-                self.lose(died)
+                if self._adapter is adapter:  # not closed in the meantime
+                    self._release(dead=True)
+                    self.lose(died)
                 raise died from error
 
     # -- sampling --------------------------------------------------------------------------------------------------
@@ -305,27 +247,22 @@ class VLLMEngine(SteppingEngine):
             raise ValueError(
                 f"{name}.temperature={sampling.temperature}: vLLM supports 0 (greedy) and 0.01 or more. Raise it."
             )
-        for argument in ("logits_processors", "logprobs_mode", "watermark_config"):
-            if trained and self.engine_args.get(argument):
+        for argument in ("logits_processors", "logprobs_mode", "watermark_config") if trained else ():
+            if self.engine_args.get(argument):
                 raise ValueError(
                     f"VLLMEngine.engine_args.{argument}={self.engine_args[argument]!r}: the trainer can't reproduce "
                     "this sampling distribution. Remove it."
                 )
 
     def check_request(self, request: GenerationRequest) -> None:
-        sampling, limit = request.sampling, self.max_model_len
+        sampling = request.sampling
         self.check_sampling(sampling, "SamplingParams", trained=False)
-        if sampling.fire_temperature is not None and not self._heats:
-            raise ValueError(
-                f"SamplingParams.fire_temperature={sampling.fire_temperature}: the engine was started without FIRE. "
-                "Set it in data.sampling or evaluation.sampling, or start the engine with EngineContext(fire=True)."
-            )
         if request.media and not self._on_cuda and self._started().attends_both_ways:
             raise ValueError(
                 f"engine=VLLMEngine on a CPU with {self._started().model_class}: vLLM does not support the model's "
                 "bidirectional attention within an image on a CPU. Use TransformersEngine."
             )
-        check_lengths(request, limit=("engine's", limit), way_out="raise VLLMEngine.max_model_len")
+        self.check_length(request)
         if sampling.extra:
             try:
                 self._started().grammars.verify(sampling_params(sampling))
@@ -352,12 +289,12 @@ class VLLMEngine(SteppingEngine):
             groups = self._collect()
             if not groups:
                 self._wake_cache()
-                self._step(adapter)
+                self._note(adapter.step())
                 groups = self._collect()
             return groups
 
-    def _step(self, adapter: VLLMAdapter) -> None:
-        self._finished.update({output.request_id: output for output in adapter.step(lambda: self.ending)})
+    def _note(self, outputs: Iterable[Any]) -> None:
+        self._finished.update({output.request_id: output for output in outputs})
 
     def _collect(self) -> list[CompletionGroup]:
         """Returns the finished groups."""
@@ -402,7 +339,7 @@ class VLLMEngine(SteppingEngine):
 
     def pause(self) -> list[CompletionGroup]:
         with self._serving() as adapter:
-            self._finished.update({output.request_id: output for output in adapter.pause()})
+            self._note(adapter.pause())
             return super().pause()
 
     def resume(self) -> None:
@@ -411,12 +348,6 @@ class VLLMEngine(SteppingEngine):
         super().resume()
 
     def logprobs(self, sequences: Sequence[Sequence[int]], routes: Sequence[Routes | None] = ()) -> list[list[float]]:
-        limit = self.max_model_len
-        for position, ids in enumerate(sequences):
-            if not 2 <= len(ids) < limit:
-                raise ValueError(
-                    f"logprobs: sequence {position} has {len(ids)} tokens. Pass 2 to {limit - 1} (max_model_len - 1)."
-                )
         keys = [next(self._keys) for _ in sequences]
         with self._serving() as adapter:
             self._wake_cache()
@@ -424,7 +355,7 @@ class VLLMEngine(SteppingEngine):
                 for key, ids in zip(keys, sequences, strict=True):
                     adapter.add(key, {"prompt_token_ids": list(ids)}, scoring_params())
                 while not all(key in self._finished for key in keys):
-                    self._step(adapter)
+                    self._note(adapter.step())
                 scored = [self._finished[key].prompt_logprobs[1:] for key in keys]
             finally:
                 for key in keys:
@@ -453,7 +384,7 @@ class VLLMEngine(SteppingEngine):
         with self._serving() as adapter:
             busy = adapter.busy
             if busy:
-                self._finished.update({output.request_id: output for output in adapter.pause()})
+                self._note(adapter.pause())
             yield adapter
             self._wake_cache()
             if not (busy and self._keeps_cache):

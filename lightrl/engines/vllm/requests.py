@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from lightrl.compat.arguments import at_least
 from lightrl.records import Completion, GenerationRequest, Routes, SamplingParams
 
 HARMLESS_EXTRA = frozenset(
@@ -19,31 +18,6 @@ HARMLESS_EXTRA = frozenset(
     )
 )
 """Fields of vLLM's `SamplingParams` that change neither the sampling distribution nor the outputs LightRL uses."""
-
-EVALUATION_EXTRA = frozenset(
-    (
-        *("allowed_token_ids", "bad_words", "frequency_penalty", "logit_bias", "presence_penalty"),
-        *("structured_outputs", "thinking_token_budget"),
-    )
-)
-"""Fields that change the sampling distribution."""
-
-OWN_EXTRA = {
-    "extra_args": "sampling.fire_temperature",
-    "ignore_eos": "sampling.ignore_eos",
-    "max_tokens": "sampling.max_new_tokens",
-    "min_p": "sampling.min_p",
-    "min_tokens": "sampling.min_new_tokens",
-    "n": "data.group_size",
-    "repetition_penalty": "sampling.repetition_penalty",
-    "seed": "data.seed",
-    "stop": "sampling.stop",
-    "stop_token_ids": "sampling.stop_token_ids",
-    "temperature": "sampling.temperature",
-    "top_k": "sampling.top_k",
-    "top_p": "sampling.top_p",
-}
-"""Fields that LightRL sets, mapped to the setting to use."""
 
 
 def completion_seed(prompt_seed: int, completion: int, begun: int = 0) -> int:
@@ -109,31 +83,6 @@ def scoring_params() -> Any:
     )
 
 
-def _opening(request: GenerationRequest) -> str:
-    """Returns the capitalized name of the prompt."""
-    return request.name[:1].upper() + request.name[1:]
-
-
-def check_lengths(request: GenerationRequest, *, limit: tuple[str, int], way_out: str) -> None:
-    """Raises a ValueError for invalid counts and prompts that are too long.
-
-    Args:
-        request: The request.
-        limit: Owner and value of max_model_len.
-        way_out: Instruction that raises the limit.
-    """
-    length, new_tokens = len(request.token_ids), request.sampling.max_new_tokens
-    at_least("num_completions", request.num_completions, 1)
-    if not length:
-        raise ValueError(f"token_ids=[]: {request.name} is empty. Pass at least one token.")
-    if length + new_tokens > limit[1]:
-        raise ValueError(
-            f"{_opening(request)} has {length} tokens; with max_new_tokens={new_tokens} this exceeds the "
-            f"{limit[0]} max_model_len={limit[1]}. Lower max_new_tokens, {way_out}, or drop or truncate prompts of "
-            "this length."
-        )
-
-
 def remaining(request: GenerationRequest, place: int) -> SamplingParams:
     """Returns the settings for the remaining tokens of a completion."""
     begun = len(request.so_far(place).token_ids)
@@ -173,8 +122,8 @@ def check_prompt(output: Any, request: GenerationRequest, place: int) -> None:
     theirs, ours = list(output.prompt_token_ids), request.token_ids + request.so_far(place).token_ids
     if theirs != ours:
         raise ValueError(
-            f"{_opening(request)}: vLLM's tokens ({len(theirs)}) and the model processor's ({len(ours)}) differ. "
-            "Remove engine_args.mm_processor_kwargs, and check that media, inputs, and tokens of the prompt match."
+            f"{request.name}: vLLM's tokens ({len(theirs)}) and the model processor's ({len(ours)}) differ. Remove "
+            "engine_args.mm_processor_kwargs, and check that media, inputs, and tokens of the prompt match."
         )
 
 
@@ -210,10 +159,7 @@ def completion(output: Any, request: GenerationRequest, place: int) -> Completio
 def joined(
     new: Completion, request: GenerationRequest, place: int, versions: list[int], decode: Callable[[list[int]], str]
 ) -> Completion:
-    """Joins the earlier and new tokens of a completion.
-
-    vLLM searches for stop strings only in new tokens. A stop string that spans both parts ends the completion here, and
-    the tokens after it are dropped.
+    """Joins the earlier and new tokens of a completion. vLLM searches for stop strings only in new tokens.
 
     Args:
         new: Result of `completion`.
@@ -226,20 +172,8 @@ def joined(
     versions = before.policy_versions + versions
     if not before.token_ids:
         return replace(new, policy_versions=versions)
-    tokens, count = before.token_ids + new.token_ids, len(before.token_ids)
-    text, reason, stops = decode(tokens), new.finish_reason, request.sampling.stop or []
-    if stops and reason == "stop":  # vLLM cuts the text after the stop string
+    tokens = before.token_ids + new.token_ids
+    text = decode(tokens)
+    if request.sampling.stop and new.finish_reason == "stop":  # vLLM cuts the text after the stop string
         text = text[: len(text) - len(decode(new.token_ids)) + len(new.text)]
-    window = max((len(stop.encode()) for stop in stops), default=0)  # a visible token has at least one byte
-    start = max(count - window, request.sampling.min_new_tokens - 1, 0)  # ignores earlier stop strings
-    shown = len(decode(tokens[start:count]))
-    for end in range(count + 1, min(count + window, len(tokens)) + 1) if start < count else ():
-        tail = decode(tokens[start:end])
-        ends = [at + len(stop) for stop in stops if (at := tail.find(stop, max(shown - len(stop) + 1, 0))) >= 0]
-        if ends:
-            tokens, reason = tokens[:end], "stop"
-            text = decode(tokens)
-            text = text[: len(text) - len(tail) + min(ends)]
-            break
-    logprobs = (before.logprobs + new.logprobs)[: len(tokens)]
-    return Completion(tokens, logprobs, text, reason, policy_versions=versions[: len(tokens)])
+    return Completion(tokens, before.logprobs + new.logprobs, text, new.finish_reason, policy_versions=versions)

@@ -1,0 +1,227 @@
+"""vLLM in separate processes: calls that don't wait forever, and the end of every process. Written for vLLM 0.32."""
+
+from __future__ import annotations
+
+import os
+import queue
+import shutil
+import signal
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import contextmanager, suppress
+from multiprocessing import resource_tracker
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+
+from lightrl.compat.vllm import TRAINER_PID, VLLMAdapter, isolated_rng
+
+PRIVATE = {
+    "vllm.v1.engine.core:EngineCoreProc.pause_scheduler": "changes weights between two steps, keeping requests",
+    "vllm.v1.engine.core:EngineCoreProc.resume_scheduler": "continues requests",
+    "vllm.v1.engine.core_client:SyncMPClient.get_output": "replaced: it waits forever for a dead or stopped core",
+    "vllm.v1.engine.core_client:SyncMPClient.call_utility": "replaced for the same reason",
+    "vllm.v1.engine.core_client:SyncMPClient._send_input": "calls the core without waiting",
+    "vllm.v1.engine.core_client:MPClient._format_exception": "called by the replaced get_output",
+    "vllm.v1.engine.core_client:MPClient.ensure_alive": "whether the core is alive",
+    "vllm.v1.engine.core_client:MPClient.shutdown": "ends the core's process",
+    "vllm.v1.engine.core_client:BackgroundResources": "engine_manager has the core's processes",
+    "vllm.v1.engine:EngineCoreRequestType.UTILITY": "message type of a call",
+    "vllm.v1.engine.exceptions:EngineDeadError": "vLLM's error for a dead core",
+}
+"""Private and undocumented names of vLLM ("module:attribute"), and what they are used for."""
+
+POLL_SECONDS = 0.5
+"""Interval of checks whether the engine is alive."""
+_CLOSE_SECONDS = 4.0
+_KILL_SECONDS = 2.0
+
+
+class LostEngineError(Exception):
+    """An engine process has died or doesn't respond."""
+
+
+@contextmanager
+def _ctrl_c_blocked() -> Iterator[None]:
+    """Blocks SIGINT in processes started within: a terminal sends it to all, and the trainer handles it.
+
+    A blocked signal stays blocked in child processes, regardless of vLLM's handlers. This process receives it later.
+    """
+    resource_tracker.ensure_running()  # it would unblock the signal if it started within
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def deaths_translated() -> Iterator[None]:
+    """Converts vLLM's error for a dead engine to `LostEngineError`."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    try:
+        yield
+    except EngineDeadError as error:
+        raise LostEngineError(
+            "A vLLM engine process has died (killed, out of memory, or crashed). Sampling needs a restarted engine "
+            "with synchronized weights. See its error above, or set VLLM_LOGGING_LEVEL=INFO."
+        ) from error
+
+
+class SeparateAdapter(VLLMAdapter):
+    """A running `vllm.LLM` whose engine has separate processes.
+
+    Args:
+        arguments: Arguments of `vllm.LLM`.
+        forced: Environment variables to set while the engine starts.
+        defaults: Environment variables to set unless the user has set them.
+        progress_timeout: Seconds without a response, while waiting for one, after which engine processes count as lost.
+            None waits forever.
+    """
+
+    in_process = False
+
+    def __init__(
+        self,
+        arguments: Mapping[str, Any],
+        *,
+        forced: Mapping[str, str],
+        defaults: Mapping[str, str],
+        progress_timeout: float | None,
+    ) -> None:
+        self.progress_timeout = progress_timeout
+        self._sockets = tempfile.mkdtemp(prefix="vllm-")  # killed processes leave sockets
+        own = {"VLLM_RPC_BASE_PATH": self._sockets, TRAINER_PID: str(os.getpid())}
+        try:
+            super().__init__(arguments, forced=own | dict(forced), defaults=defaults)
+        except BaseException:
+            shutil.rmtree(self._sockets, ignore_errors=True)
+            raise
+        self._bound_waits()
+        self.pids = self._processes()
+
+    def _make(self, arguments: Mapping[str, Any]) -> Any:
+        with _ctrl_c_blocked():
+            return super()._make(arguments)
+
+    def _processes(self) -> list[int]:
+        manager = self.client.resources.engine_manager
+        cores = [process.pid for process in manager.processes] if manager is not None else []
+        return sorted({*cores, *self.rpc("lightrl_pid")})
+
+    def watch(self, seconds: float | None = None) -> Callable[[], None]:
+        """Returns a function to call periodically while waiting.
+
+        It raises an error if an engine process has died, and `LostEngineError` after `seconds`. Defaults to the
+        engine's `progress_timeout`.
+        """
+        limit = self.progress_timeout if seconds is None else seconds
+        begin = time.monotonic()
+
+        def look() -> None:
+            self.client.ensure_alive()
+            if limit is not None and time.monotonic() - begin > limit:
+                raise LostEngineError(
+                    f"VLLMEngine.progress_timeout={limit:g}: vLLM's engine did not respond for that many seconds and "
+                    "was killed. Check its log (VLLM_LOGGING_LEVEL=INFO) and the node's memory, or raise "
+                    "progress_timeout if a step may take longer."
+                )
+
+        return look
+
+    def _bound_waits(self) -> None:
+        """Makes vLLM's client check twice a second for a dead or hanging core instead of waiting forever."""
+        client = self.client
+
+        def get_output() -> Any:
+            look = self.watch()
+            while True:
+                try:
+                    output = client.outputs_queue.get(timeout=POLL_SECONDS)
+                    break
+                except queue.Empty:
+                    look()
+            if isinstance(output, Exception):
+                raise client._format_exception(output) from None
+            if output.wave_complete is not None:
+                client.engines_running = False
+            return output
+
+        client.get_output = get_output
+        client.call_utility = lambda method, *args: self._submit_utility(method, *args)()
+
+    def _submit_utility(self, method: str, *args: Any) -> Callable[..., Any]:
+        from vllm.v1.engine import EngineCoreRequestType
+
+        client, future, call_id = self.client, Future[Any](), uuid.uuid1().int >> 64
+        client.utility_results[call_id] = future
+        client._send_input(EngineCoreRequestType.UTILITY, (0, call_id, method, args))
+
+        def wait(seconds: float | None = None) -> Any:
+            look = self.watch(seconds)
+            while True:
+                try:
+                    return future.result(timeout=POLL_SECONDS)
+                except FutureTimeoutError:
+                    if future.done():
+                        raise
+                    look()
+
+        return wait
+
+    def submit(self, method: str, *args: Any) -> Callable[..., list[Any]]:
+        """Starts a worker method. The returned function waits for the results, at most the given seconds."""
+        wait = self._submit_utility("collective_rpc", method, None, args, None)
+
+        def answer(seconds: float | None = None) -> list[Any]:
+            from vllm.v1.engine.exceptions import EngineDeadError
+
+            try:
+                return list(wait(seconds))
+            except LostEngineError:
+                raise
+            except Exception as error:  # our worker methods don't raise, so a failed call has lost its worker
+                raise EngineDeadError from error
+
+        return answer
+
+    def rpc(self, method: str, *args: Any) -> list[Any]:
+        return self.submit(method, *args)()
+
+    def pause(self) -> list[Any]:
+        finished: list[Any] = []
+        self._submit_utility("pause_scheduler", "keep", False)()
+        while not self.client.outputs_queue.empty():  # outputs of earlier steps
+            finished += self.step()
+        return finished
+
+    def resume(self) -> None:
+        self._submit_utility("resume_scheduler")()
+
+    def close(self, *, dead: bool = False) -> None:
+        """Ends the engine and waits up to 6 s for its processes to exit, then kills them.
+
+        With `dead`, the engine is already lost; remaining processes, including stopped ones, are killed at once.
+        """
+        end = time.monotonic() + _CLOSE_SECONDS
+        processes = [psutil.Process(pid) for pid in self.pids if psutil.pid_exists(pid)]
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                if dead or process.status() == psutil.STATUS_STOPPED:
+                    process.kill()
+        try:
+            with isolated_rng():
+                self.client.shutdown(timeout=_CLOSE_SECONDS)
+        finally:
+            _, left = psutil.wait_procs(processes, timeout=max(end - time.monotonic(), 0.0))
+            for process in left:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(left, timeout=_KILL_SECONDS)
+            del self.llm, self.engine, self.client
+            shutil.rmtree(self._sockets, ignore_errors=True)
