@@ -94,20 +94,14 @@ class FairLock(AbstractContextManager[None]):
             self._lock.release()
 
 
-def patient_result(future: Future[T], meanwhile: Callable[[], object] = lambda: None) -> T:
-    """Waits for a future's result in short intervals, so that Ctrl-C is handled promptly.
-
-    Args:
-        future: The future to wait for.
-        meanwhile: Function to call after each interval.
-    """
+def patient_result(future: Future[T]) -> T:
+    """Waits for a future's result in short intervals, so that Ctrl-C is handled promptly."""
     while True:
         try:
             return future.result(timeout=WAIT_SECONDS)
         except FutureTimeoutError:  # Python 3.10 has another TimeoutError
             if future.done():
                 return future.result()
-            meanwhile()
 
 
 class BackgroundLoop:
