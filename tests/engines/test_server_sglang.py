@@ -342,14 +342,18 @@ def test_a_teacher_asks_again_after_an_error_and_not_after_a_refusal(tied_folder
 
 
 def test_what_served_teachers_cannot_do_is_refused(tmp_path: Path) -> None:
-    student, teacher = quickstart_model(tmp_path / "student"), ServerTeacher(["http://127.0.0.1:9"], start_timeout=0.1)
-    with pytest.raises(ValueError, match="divergence_top_k"):
-        DistillLightningModule(student, {"far": teacher}, divergence=ForwardKL())
-    with pytest.raises(ValueError, match=r"temperature=0.5"):
-        data = sums_data(sampling=SamplingParams(max_new_tokens=4, temperature=0.5))
-        quiet_trainer().fit(DistillLightningModule(student, {"far": teacher}), data)
+    path = quickstart_model(tmp_path / "student")
+    far = ServerTeacher(["http://127.0.0.1:9"], start_timeout=0.1)
     with pytest.raises(ValueError, match=r"start_timeout=0.1: no healthy server at http://127.0.0.1:9"):
-        quiet_trainer().fit(DistillLightningModule(student, {"far": teacher}), sums_data())
+        quiet_trainer().fit(DistillLightningModule(path, {"far": far}), sums_data())
+    server = SGLangServer(path)
+    data = sums_data(sampling=SamplingParams(max_new_tokens=4, temperature=0.5), rollouts_per_epoch=1, group_size=2)
+    try:
+        module = DistillLightningModule(path, {"one": ServerTeacher([server.start()], kind="sglang", timeout=20.0)})
+        with pytest.raises(ValueError, match="at temperature 1"):
+            quiet_trainer().fit(module, data)
+    finally:
+        server.stop()
 
 
 def test_arguments_are_checked(tmp_path: Path) -> None:
