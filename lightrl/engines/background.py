@@ -137,12 +137,6 @@ class BackgroundLoop:
             future.cancel()
             raise
 
-    def call(self, function: Callable[..., object], *args: Any) -> None:
-        """Schedules a function call on the loop, unless it is closed."""
-        if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # closed in the meantime
-                self._loop.call_soon_threadsafe(function, *args)
-
     def close(self, last: Callable[[], Coroutine[Any, Any, None]] | None = None, timeout: float = 5.0) -> None:
         """Cancels all tasks, runs `last`, and stops the thread within about `timeout` seconds.
 
