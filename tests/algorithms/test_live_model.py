@@ -66,7 +66,7 @@ def test_checkpoints_of_a_live_model_are_given_it_again(path: str, tmp_path: Pat
     again, _ = live(path)
     assert GRPOLightningModule.load_from_checkpoint(checkpoint, actor=ModelSpec.of(again, tokenizer)).actor.lm is again
     assert equal(again, model)
-    with pytest.raises(ValueError, match="live"):
+    with pytest.raises((OSError, ValueError), match="live"):
         export(str(checkpoint), str(tmp_path / "out"))
     export(str(checkpoint), str(tmp_path / "out"), model=path)
     assert equal(AutoModelForCausalLM.from_pretrained(tmp_path / "out"), model)
