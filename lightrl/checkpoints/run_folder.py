@@ -7,23 +7,28 @@ import contextlib
 import fcntl
 import os
 import pickle
+import secrets
 import signal
 import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightrl.checkpoints.files import clean_leftovers, has_checksums, verify, writing
+from lightrl.checkpoints.files import atomic_write, clean_leftovers, has_checksums, verify, writing
 from lightrl.checkpoints.plugin import CheckedCheckpointIO
 from lightrl.checkpoints.reading import checkpoint_kind, read_header
 
 LOCK = ".lightrl.lock"
 """File in a directory that names the run holding it."""
+RUN = ".lightrl.run"
+"""File next to checkpoints with the ID of the run that last started there without resuming."""
+RECORD = "lightrl_run"
 LAST = f"{ModelCheckpoint.CHECKPOINT_NAME_LAST}{ModelCheckpoint.FILE_EXTENSION}"
 PREVIOUS = ".previous"
 WEIGHTS_ONLY = "it has only weights"
@@ -76,11 +81,13 @@ class FolderLock:
 class RunGuard(Callback):
     """Locks the directories that a run writes to, and installs `CheckedCheckpointIO`.
 
-    Added to every run by the command line, otherwise by `RolloutCheckpoint`.
+    Added to every run by the command line, otherwise by `RolloutCheckpoint`. A run that starts next to checkpoints of
+    an earlier run marks the directory, so that `--ckpt_path last` skips them.
     """
 
     def __init__(self) -> None:
         self._locks: dict[Path, FolderLock] = {}
+        self._run = ""
 
     def hold(self, folder: str | Path) -> None:
         """Locks a directory until the run ends, and removes incomplete files of crashed runs.
@@ -105,6 +112,7 @@ class RunGuard(Callback):
         """Installs the checkpoint plugin and locks the logger's directory."""
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = CheckedCheckpointIO()
+        self._run = trainer.strategy.broadcast(secrets.token_hex(8))
         folder = trainer.log_dir  # called on every rank: Lightning broadcasts rank 0's
         if trainer.loggers and folder is not None:
             self._hold_for(trainer, folder)
@@ -115,9 +123,24 @@ class RunGuard(Callback):
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
                 self._hold_for(trainer, callback.dirpath)
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Marks directories with checkpoints of other runs."""
+        for folder in self._locks:
+            resumed_here = trainer.ckpt_path is not None and Path(trainer.ckpt_path).resolve().parent == folder
+            if (folder / RUN).is_file() or (not resumed_here and any(folder.glob("*.ckpt"))):
+                with atomic_write(folder / RUN, "w") as file:
+                    file.write(self._run)
+
     def _hold_for(self, trainer: Trainer, folder: str | Path) -> None:
         if trainer.is_global_zero and not trainer.fast_dev_run and "://" not in str(folder):  # type: ignore[attr-defined]
             self.hold(folder)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint[RECORD] = {"run": self._run}
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Restores the run's ID from the checkpoint."""
+        self._run = _run_of(checkpoint) or self._run
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Releases the directories unless a later hook saves, and ends launched ranks at exit, unlike Lightning."""
@@ -129,6 +152,21 @@ class RunGuard(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.release()
+
+
+def is_of_another_run(path: Path) -> bool:
+    """Whether a checkpoint belongs to a run before the one that last started in its directory."""
+    mark = path.parent / RUN
+    if not mark.is_file():
+        return False
+    with contextlib.suppress(Exception):  # unpickling may raise any error
+        return _run_of(read_header(path)) != mark.read_text()
+    return True
+
+
+def _run_of(checkpoint: Mapping[str, Any]) -> str:
+    record = checkpoint.get(RECORD)
+    return str(record.get("run", "")) if isinstance(record, Mapping) else ""
 
 
 def checkpoints_in(folder: Path) -> set[Path]:
@@ -202,4 +240,4 @@ def _damage(path: Path) -> str | None:
             return "it has pickled objects and no checksum"
     except Exception as error:  # unpickling may raise any error
         return f"it can't be read ({type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]})"
-    return None
+    return "it was written by an earlier run in the directory" if is_of_another_run(path) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from lightrl.callbacks import (
 )
 from lightrl.checkpoints.files import StorageError, verify
 from lightrl.checkpoints.rollout_checkpoint import Preempted
-from lightrl.checkpoints.run_folder import RunGuard
+from lightrl.checkpoints.run_folder import RunGuard, is_of_another_run
 from lightrl.models.spec import ModelSpec
 from tests.toys import quickstart_model, quiet_trainer, sums_data
 
@@ -220,3 +221,33 @@ def test_last_is_that_of_the_newest_run_under_a_loggers_name(model: str, tmp_pat
     run()
     run()
     assert run("last").ckpt_path == str(tmp_path / "same/version_1/checkpoints/last.ckpt")
+
+
+class Fail(Callback):
+    """Raises when the run is set up, or in its first rollout."""
+
+    def __init__(self, hook: str) -> None:
+        setattr(self, hook, self.fail)
+
+    def fail(self, *_: Any) -> None:
+        raise RuntimeError("gone")
+
+
+def test_last_leaves_the_checkpoints_of_before_a_fresh_start_alone(model: str, tmp_path: Path) -> None:
+    """One that began and saved nothing goes on from nothing, least of all from the end of another."""
+    folder = tmp_path / "checkpoints"
+    fit(tmp_path, model, saving(tmp_path))
+    shutil.copy(folder / "last.ckpt", folder / "first.ckpt")
+    with pytest.raises(RuntimeError, match="gone"):
+        fit(tmp_path, model, saving(tmp_path), Fail("on_fit_start"), seed=7)
+    assert fit(tmp_path, model, saving(tmp_path), resume="last").global_step == 4  # what did not begin changes nothing
+    with pytest.raises(RuntimeError, match="gone"):
+        fit(tmp_path, model, saving(tmp_path), Fail("on_train_batch_start"), seed=7)
+    with pytest.raises(ValueError, match="ckpt_path=last: "):
+        fit(tmp_path, model, saving(tmp_path), resume="last", seed=7)
+    fit(tmp_path, model, saving(tmp_path, filename="own"), seed=7)
+    (folder / "first.ckpt").touch()
+    with pytest.warns(UserWarning, match=r"from .*(own|last).ckpt and skips .*first.ckpt: .*earlier run"):
+        fit(tmp_path, model, saving(tmp_path), resume="last", seed=7)
+    fit(tmp_path, model, saving(tmp_path, filename="again"), resume=str(folder / "first.ckpt"))
+    assert is_of_another_run(folder / "own.ckpt") and not is_of_another_run(folder / "again.ckpt")
