@@ -11,9 +11,9 @@ Temperature 0.4, float32, CPU, the loss of GRPO without KL, one update per rollo
 policy stays what it is.
 
 Each side is a subprocess that stops after every step until the parent lets it go on, as in `tiny_step.py`: `trl`
-samples with `generate`, `lightrl` with `TransformersEngine`, `vllm` is LightRL with vLLM in its process. A step is all
-that passes between two optimizer steps, a rollout the part of it until the last trajectory is scored. Peak memory is
-each process's maximal resident set.
+samples with `generate`, `lightrl` with `TransformersEngine`, `vllm` is LightRL with vLLM in its process. A step is
+all that passes between two optimizer steps, a rollout the part of it until the last trajectory is scored. Peak memory
+is each process's maximal resident set.
 
 After each step LightRL's sides replay the rollout: the same requests with the same seeds go to the engine, each as soon
 as that before it is answered, with neither environments nor tools nor tokens to put together (`bare`). A rollout can

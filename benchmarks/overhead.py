@@ -8,6 +8,13 @@ of policy, critic and reference without gradients, then per update forwards of p
 backward, clipping and AdamW, on the padded rows and all their logits. No callbacks, rewards, logs, sync checks or
 metrics. The figure is the median over rounds of step / bare; the requirement is at most 1.15. CPU, one thread.
 
+    python benchmarks/overhead.py --real smollm2 --threads 1 2 [--rounds 4] [--out results/overhead_real.json]
+
+With `--real`, an on-policy GRPO step of a pretrained model (8 prompts of `chain_sum` x 8 completions of at most 48
+tokens, float32) against the same work done bare: vLLM generates completions of the same lengths for the same prompts
+with an empty prefix cache, and one forward and backward runs on as many tokens as the shared-prefix ideal has (each
+prompt once), with logits of the trained tokens only, and AdamW. The requirement is at most 1.10.
+
 Layout `auto` is what a run uses: it computes a group's prompt once, which bare does not. `padded` computes what bare
 computes, so its ratio is overhead alone.
 """
@@ -18,6 +25,8 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -163,13 +172,140 @@ def measure(size: str, layout: Any, rounds: int, folder: Path) -> dict[str, Any]
     return {"size": size, "layout": layout, "parameters": sum(p.numel() for p in module.actor.parameters()), **row}
 
 
+class BareGRPO:
+    """Generation by the session's vLLM, and a plain forward and backward of the ideal's tokens."""
+
+    def __init__(self, path: str) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-9, weight_decay=0.0, fused=True)
+
+    def step(self, llm: Any, rollouts: Rollouts) -> dict[str, float]:
+        """Seconds of each part. Rows have the mean length, so that attention costs about what it costs the ideal."""
+        from vllm import SamplingParams as Sampling
+
+        prompts = (rollouts.attention_mask & ~rollouts.response_mask).sum(1)
+        completions = rollouts.response_mask.sum(1)
+        asked = [{"prompt_token_ids": rollouts.token_ids[i, : prompts[i]].tolist()} for i in range(len(rollouts))]
+        params = [
+            Sampling(max_tokens=n, ignore_eos=True, temperature=1.0, logprobs=0, seed=i)
+            for i, n in enumerate(completions.tolist())
+        ]
+        began = time.perf_counter()
+        llm.reset_prefix_cache()
+        llm.collective_rpc("lightrl_load", args=(list(self.model.named_parameters()),))
+        loaded = time.perf_counter()
+        llm.generate(asked, params, use_tqdm=False)
+        generated = time.perf_counter()
+        ideal = int(prompts[::8].sum() + (completions - 1).sum())
+        width = int(rollouts.attention_mask.sum(1).float().mean())
+        tokens = rollouts.token_ids[:, :width].reshape(-1).repeat(2)[: ideal // width * width].view(-1, width)
+        hidden = self.model.model(input_ids=tokens).last_hidden_state.reshape(-1, self.model.config.hidden_size)
+        trained = int(completions.sum())
+        rows, targets = hidden[torch.arange(trained) % len(hidden)], tokens.reshape(-1)
+        logits = self.model.lm_head(rows).float()
+        logprobs = logits.log_softmax(-1).gather(-1, targets[torch.arange(trained) % len(targets), None])
+        (-logprobs.mean()).backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        ended = time.perf_counter()
+        return {"bare_sync": loaded - began, "bare_generate": generated - loaded, "bare_update": ended - generated,
+                "bare": ended - began, "ideal_tokens": ideal, "trained_tokens": trained}  # fmt: skip
+
+
+class AlternateGRPO(Callback):
+    """Times LightRL's step and the bare one in turns."""
+
+    def __init__(self, path: str) -> None:
+        self.bare = BareGRPO(path)
+        self.rounds: list[dict[str, float]] = []
+        self.began = 0.0
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        self.began = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        ours = time.perf_counter() - self.began
+        theirs = self.bare.step(trainer.datamodule.engine._adapter.llm, batch)  # type: ignore[attr-defined]
+        trainer.datamodule.engine.mark_stale()  # type: ignore[attr-defined] # it holds the bare weights now
+        times = {name: float(outputs[f"time/{name}"]) for name in ("sync", "generate", "score", "experience", "update")}
+        self.rounds.append({"step": ours, **times, **theirs})
+        print({name: round(value, 2) for name, value in self.rounds[-1].items()}, flush=True)
+        self.began = time.perf_counter()
+
+
+def measure_real(name: str, rounds: int) -> dict[str, Any]:
+    """One row of the table, with the number of threads that torch has now."""
+    from lightrl.algorithms import GRPOLightningModule
+    from lightrl.data import ReasoningGymRows
+    from lightrl.models.packaged import packaged_model
+    from lightrl.rewards import ReasoningGymReward
+
+    path = packaged_model(name)
+    seed_everything(0, verbose=False)
+    settings = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
+    alternate = AlternateGRPO(path)
+    module = GRPOLightningModule(
+        ModelSpec(path),
+        kl=None,
+        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-6, weight_decay=0.0, fused=True),
+    )
+    data = RolloutDataModule(
+        PromptSource(rows=ReasoningGymRows({"chain_sum": settings}, size=200)),
+        rewards=[ReasoningGymReward()],
+        engine=VLLMEngine(),
+        sampling=SamplingParams(max_new_tokens=48),
+        group_size=8,
+        prompts_per_rollout=8,
+        rollouts_per_epoch=rounds + 1,
+    )
+    trainer = Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False, num_sanity_val_steps=0,
+        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+        callbacks=[WeightSync(), alternate],
+    )  # fmt: skip
+    trainer.fit(module, data)
+    counted = alternate.rounds[1:]
+    row: dict[str, Any] = {n: round(statistics.median(r[n] for r in counted), 3) for n in counted[0]}
+    row["ratio"] = round(statistics.median(r["step"] / r["bare"] for r in counted), 3)
+    return {"model": name, "threads": torch.get_num_threads(), "rounds": rounds, **row}
+
+
+def main_real(arguments: argparse.Namespace) -> None:
+    """A process for each number of threads."""
+    rows = []
+    for threads in arguments.threads:
+        command = [sys.executable, __file__, "--real", arguments.real, "--rounds", str(arguments.rounds), "--threads"]
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        done = subprocess.run([*command, str(threads), "--worker"], env=environment, stdout=subprocess.PIPE, text=True)
+        print(done.stdout, flush=True)
+        (result,) = (line for line in done.stdout.splitlines() if line.startswith("RESULT "))
+        rows.append(json.loads(result.removeprefix("RESULT ")))
+    found: dict[str, Any] = {"rows": rows}
+    if len(rows) > 1:
+        found["speedup_of_threads"] = round(rows[0]["step"] / rows[-1]["step"], 2)
+    print(json.dumps(found, indent=1))
+    if arguments.out:
+        arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--layouts", nargs="+", choices=["auto", "padded"], default=["auto", "padded"])
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--real", choices=["smollm2", "gemma3"], help="a GRPO step of this model instead")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="with --real")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.worker:
+        torch.set_num_threads(arguments.threads[0])
+        print("RESULT " + json.dumps(measure_real(arguments.real, arguments.rounds)), flush=True)
+        os._exit(0)
+    if arguments.real:
+        main_real(arguments)
+        return
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         cases = [(size, layout) for size in arguments.sizes for layout in arguments.layouts]

@@ -192,8 +192,11 @@ def measure(given: dict[str, Any], threads: int) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as scratch:
         command = [sys.executable, __file__, "--worker", json.dumps({**given, "scratch": scratch})]
-        blocktime = os.environ.get("KMP_BLOCKTIME", "200")
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "KMP_BLOCKTIME": blocktime}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": str(threads),
+            "KMP_BLOCKTIME": os.environ.get("KMP_BLOCKTIME", "200"),
+        }
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
         reports = []

@@ -40,7 +40,7 @@ _setup_experts = UnquantizedFusedMoEMethod._setup_kernel
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if x.dtype == torch.float32 and _HAS_ONEDNN:
+    if x.dtype == torch.float32 and _HAS_ONEDNN and not torch.compiler.is_compiling():
         # torch uses MKL for float32; oneDNN is up to 25% faster on the same unpacked weight, and more on AMD CPUs.
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return nn.functional.linear(x, weight, bias)
