@@ -83,7 +83,7 @@ class ConversationSource(MediaSource):
         """Optional columns that affect rendering. Only a `tools_column` with a custom name must exist."""
         return [*VARIABLES, *([] if self.tools_column is None else [self.tools_column])]
 
-    def rendering(self, row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    def template_arguments(self, row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """Returns an example's tools and chat template variables.
 
         Raises:
@@ -97,7 +97,7 @@ class ConversationSource(MediaSource):
         self, tokenizer: PreTrainedTokenizerBase, prompt: Any, system_prompt: str | None, row: Mapping[str, Any]
     ) -> tuple[str, bool]:
         """Renders an example's prompt and system prompt from `arranged`. See `render_prompt`."""
-        tools, variables = self.rendering(row)
+        tools, variables = self.template_arguments(row)
         return render_prompt(
             tokenizer,
             prompt,
@@ -207,7 +207,7 @@ class Reading:
 class Drawn(NamedTuple):
     """A prompt: dataset index, example, raw prompt, and the encoded prompt, truncated if necessary."""
 
-    index: int
+    index: int  # type: ignore[assignment] # hides the method of tuples
     row: dict[str, Any]
     raw: Any
     encoded: Encoded

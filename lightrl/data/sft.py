@@ -200,7 +200,7 @@ class SFTSource(ConversationSource):
         history = conversation(prompt, system)
         blocks = any(not isinstance(message["content"], str) for message in history)
         messages = [_in_form(message, blocks) for message in messages]
-        tools, variables = self.rendering(row)
+        tools, variables = self.template_arguments(row)
         whole = apply_template(tokenizer, [*history, *messages], tools, **variables)
         pieces: list[Piece] = []
         done = ""

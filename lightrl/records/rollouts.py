@@ -152,6 +152,11 @@ def per_token(**settings: Any) -> Any:
     return field(metadata={"per": "token"}, **settings)
 
 
+def per_batch(**settings: Any) -> Any:
+    """Declares a `RowBatch` field with one value per batch, the default for fields."""
+    return field(metadata={"per": "batch"}, **settings)
+
+
 def per_row(**settings: Any) -> Any:
     """Declares a `RowBatch` field with one entry per row: (B, ...) tensors, lists of B, or dictionaries of them.
 
@@ -315,7 +320,7 @@ class Rollouts(RowBatch):
     rewards: Tensor = per_row()
     reward_parts: dict[str, Tensor] = per_row()
     truncated: Tensor = per_row()
-    policy_version: int
+    policy_version: int = per_batch()
     trajectory_ids: Tensor = per_row(default=None)  # filled in below
     turn_ids: Tensor | None = per_token(default=None)
     turn_rewards: dict[str, Tensor] = per_token(default_factory=dict)
