@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         RepetitionPenalty,
         SoftOverlong,
     )
-    from lightrl.rewards.sandbox import Sandbox
+    from lightrl.rewards.sandbox import Sandbox, SandboxedBash, SandboxedPython
     from lightrl.rewards.scorer import RewardScorer
     from lightrl.rewards.server import ModelReward
 
@@ -54,6 +54,8 @@ __all__ = [
     "RewardValues",
     "Rubric",
     "Sandbox",
+    "SandboxedBash",
+    "SandboxedPython",
     "SoftOverlong",
     "extract_boxed",
     "extract_gsm8k",

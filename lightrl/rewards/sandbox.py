@@ -255,3 +255,17 @@ def _trial(name: str, place: str) -> str | None:
     finally:
         running.stop()
     return None if ended["code"] == 7 else said.decode(errors="replace").strip() or str(ended)
+
+
+class SandboxedPython(Sandbox):
+    """Runs Python programs with the limits of `Sandbox`. A call returns the output and the reason of a failure."""
+
+    def __call__(self, code: str) -> str:
+        return self.run_python(code).text()
+
+
+class SandboxedBash(Sandbox):
+    """Runs bash scripts with the limits of `Sandbox`. A call returns the output and the reason of a failure."""
+
+    def __call__(self, code: str) -> str:
+        return self.run_bash(code).text()
