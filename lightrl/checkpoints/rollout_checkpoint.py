@@ -134,10 +134,10 @@ class RolloutCheckpoint(SavingCheckpoint):
     def last_checkpoints(self, trainer: Trainer) -> set[str]:
         """Returns the checkpoint for `--ckpt_path last`: the newest intact one, if any.
 
-        Without `dirpath`, also searches the newest run under the logger's name.
+        Without `dirpath`, also searches earlier runs under the logger's name that have this run's settings.
 
         Raises:
-            ValueError: No checkpoint is intact.
+            ValueError: No checkpoint is intact, or all belong to runs with other settings.
         """
         elsewhere = super().last_checkpoints(trainer)
         if any("://" in path for path in elsewhere):
@@ -149,7 +149,8 @@ class RolloutCheckpoint(SavingCheckpoint):
             found |= checkpoints_in(Path(self.dirpath))
         elif not found and trainer.loggers:
             logger = trainer.loggers[0]
-            found = last_of_runs(Path(logger.save_dir or trainer.default_root_dir) / str(logger.name))
+            settings = getattr(trainer.lightning_module, "run_settings", dict)()
+            found = last_of_runs(Path(logger.save_dir or trainer.default_root_dir) / str(logger.name), settings)
         return newest_whole(found | {other for path in found for other in checkpoints_in(path.parent)})
 
     # ---- saving ------------------------------------------------------------------------------------------------
@@ -274,9 +275,10 @@ class RolloutCheckpoint(SavingCheckpoint):
         self._restore_handlers()
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        if self.every_n_rollouts is not None and self._rollouts(trainer) > self._saved_rollouts:
+        unranked = self.monitor is not None and self.ranked_by is None
+        if (self.every_n_rollouts is not None or unranked) and self._rollouts(trainer) > self._saved_rollouts:
             self._save(trainer, self._new_score(trainer, "batch"))
-        if self.monitor is not None and self.ranked_by is None:
+        if unranked:
             rank_zero_warn(f"RolloutCheckpoint.monitor={self.monitor!r}: nothing logged this metric.")
 
     # ---- ranking -------------------------------------------------------------------------------------------------

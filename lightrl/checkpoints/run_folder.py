@@ -208,10 +208,29 @@ def _listed(skipped: Mapping[Path, str]) -> str:
     return "; ".join(f"{path}: {why}" for path, why in skipped.items())
 
 
-def last_of_runs(folder: Path) -> set[Path]:
-    """Returns the checkpoints of the newest run under a logger's name."""
-    newest = max(folder.glob(f"*/checkpoints/{LAST}"), key=written_at, default=None)
-    return set() if newest is None else checkpoints_in(newest.parent)
+def last_of_runs(folder: Path, settings: Mapping[str, Any]) -> set[Path]:
+    """Returns the checkpoints of the newest run under a logger's name that has these settings.
+
+    Raises:
+        ValueError: All runs there have other settings.
+    """
+    other: list[str] = []
+    for path in sorted(folder.glob(f"*/checkpoints/{LAST}"), key=written_at, reverse=True):
+        theirs: Any = {}
+        with contextlib.suppress(Exception):  # damaged, or of another module
+            theirs = read_header(path)["lightrl"]["settings"]
+        differing = [
+            f"{name}={theirs[name]}" for name in settings if theirs.get(name, settings[name]) != settings[name]
+        ]
+        if not differing:
+            return checkpoints_in(path.parent)
+        other.append(f"{path.parent.parent} has {', '.join(differing)}")
+    if other:
+        raise ValueError(
+            f"ckpt_path=last: the runs in {folder} have other settings ({'; '.join(sorted(other))}). Pass the path of "
+            "a checkpoint to resume from it, or remove ckpt_path to start a new run."
+        )
+    return set()
 
 
 def written_at(path: Path) -> int:

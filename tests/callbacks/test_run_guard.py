@@ -25,7 +25,7 @@ from lightrl.callbacks import (
 )
 from lightrl.checkpoints.files import StorageError, verify
 from lightrl.checkpoints.rollout_checkpoint import Preempted
-from lightrl.checkpoints.run_folder import RunGuard, is_of_another_run
+from lightrl.checkpoints.run_folder import RunGuard, is_of_another_run, last_of_runs
 from lightrl.models.spec import ModelSpec
 from tests.toys import quickstart_model, quiet_trainer, sums_data
 
@@ -221,6 +221,17 @@ def test_last_is_that_of_the_newest_run_under_a_loggers_name(model: str, tmp_pat
     run()
     run()
     assert run("last").ckpt_path == str(tmp_path / "same/version_1/checkpoints/last.ckpt")
+
+
+def test_last_skips_runs_with_other_settings(tmp_path: Path) -> None:
+    for version, size in enumerate((2, 3)):
+        folder = tmp_path / f"version_{version}/checkpoints"
+        folder.mkdir(parents=True)
+        torch.save({"lightrl": {"settings": {"group_size": size}}}, folder / "last.ckpt")
+    assert last_of_runs(tmp_path, {"group_size": 2}) == {tmp_path / "version_0/checkpoints/last.ckpt"}
+    assert last_of_runs(tmp_path, {}) == {tmp_path / "version_1/checkpoints/last.ckpt"}
+    with pytest.raises(ValueError, match=r"other settings \(.*version_1 has group_size=3"):
+        last_of_runs(tmp_path, {"group_size": 4})
 
 
 class Fail(Callback):
