@@ -22,7 +22,7 @@ from lightrl.algorithms.building import (
     needed_weights,
     parameter_groups,
 )
-from lightrl.algorithms.hooks import RLCallback
+from lightrl.algorithms.hooks import RLCallback, require_rl_callbacks
 from lightrl.algorithms.saving import SavesPretrained
 from lightrl.algorithms.schedule import make_optimizer, rollout_position, with_schedule
 from lightrl.algorithms.settings import CriticSpec, ExtraLosses, Updates
@@ -85,7 +85,7 @@ class RLLightningModule(RolloutLearner, SavesPretrained):
     # ---- models and optimizer ----------------------------------------------------------------------------------
 
     def setup(self, stage: str) -> None:
-        """Checks the strategy before loading any model."""
+        """Checks the strategy, the rewards, and the callbacks before loading any model."""
         strategy = self.trainer.strategy
         strategies.refuse_unsupported(strategy, str(self.trainer.precision))
         if self.extra_losses.aux_loss_coef and strategies.context_group(strategy) is not None:
@@ -94,13 +94,20 @@ class RLLightningModule(RolloutLearner, SavesPretrained):
                 "only part of the tokens that the routers balance. Set aux_loss_coef=0 or context_parallel_size=1."
             )
         strategies.set_gradient_clipping(strategy, self.updates.max_grad_norm)
+        scorer = getattr(self.trainer.datamodule, "scorer", self)  # type: ignore[attr-defined]
+        if self.advantage.credit == "parts" and scorer is None and not self.reward_model_specs:
+            raise ValueError(
+                f"advantage={type(self.advantage).__name__} without reward functions: it reads the rewards of each "
+                "function, so every advantage would be 0. Set data.rewards."
+            )
+        require_rl_callbacks(self._callbacks())
 
     def build_models(self, in_shards: bool = False) -> None:
         """Sets actor, critic, reference, and reward models; empty ones if ranks load their shards (`in_shards`)."""
         spec, aux_loss = self.actor_spec, self.extra_losses.aux_loss_coef > 0
         self.actor = build_policy(spec, self.critic_spec, aux_loss, in_shards)
         self.critic = build_critic(self.critic_spec, spec, in_shards)
-        reference = None if self.kl is None else build_reference(self.reference_spec, self.actor, spec, in_shards)
+        reference = None if self.kl is None else build_reference(self.reference_spec, spec, in_shards)
         self.reference = reference
         self.reward_models = build_reward_models(self.reward_model_specs)
 

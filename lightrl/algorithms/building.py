@@ -33,9 +33,7 @@ def build_critic(critic: CriticSpec | None, actor: ModelSpec, in_shards: bool) -
     return ValueModel.from_spec(critic.model or actor, in_shards=in_shards)
 
 
-def build_reference(
-    reference: ModelSpec | None, actor: PolicyModel, spec: ModelSpec, in_shards: bool
-) -> PolicyModel | None:
+def build_reference(reference: ModelSpec | None, spec: ModelSpec, in_shards: bool) -> PolicyModel | None:
     """Builds the frozen reference; None if it is the policy without its adapter."""
     if reference is None and spec.lora is not None:
         return None

@@ -9,6 +9,8 @@ from lightning.pytorch import Callback, Trainer
 from lightrl.records import Experience, Rollouts
 from lightrl.rollout.learner import RolloutLearner
 
+HOOKS = ("on_rollout_scored", "on_experience_made", "on_policy_updated")
+
 
 class RLCallback(Callback):
     """A Lightning callback with three more hooks, called in this order for each rollout:
@@ -71,3 +73,14 @@ def may_move_reference(callback: Callback) -> bool:
 
 def _is_known(callback: Callback) -> bool:
     return type(callback).__module__.split(".")[0] in ("lightning", "pytorch_lightning", "lightrl")
+
+
+def require_rl_callbacks(callbacks: list[Any]) -> None:
+    """Rejects a callback with one of LightRL's hooks, which would never be called, that is not an `RLCallback`."""
+    for callback in callbacks:
+        hooks = [hook for hook in HOOKS if hasattr(callback, hook)]
+        if hooks and not isinstance(callback, RLCallback):
+            raise ValueError(
+                f"callback {type(callback).__name__}: defines {', '.join(hooks)} but is not an RLCallback. Derive it "
+                "from lightrl.algorithms.RLCallback."
+            )

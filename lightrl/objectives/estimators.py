@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from lightrl.ops.advantages import (
 from lightrl.ops.masking import AllSum, identity, masked_moments, masked_sum, masked_whiten
 
 Credit = Literal["total", "parts", "turns"]
+_CREDITS: dict[str, Credit] = {"reward_parts": "parts", "turn_ids": "turns", "anchors": "turns"}
 
 
 @dataclass
@@ -56,6 +57,13 @@ class AdvantageInput:
     turn_ids: Tensor | None = None
     anchors: Tensor | None = None
     all_sum: AllSum = identity
+    reads: set[Credit] = field(default_factory=set, init=False, repr=False, compare=False)
+
+    def __getattribute__(self, name: str) -> Any:
+        """Records which rewards an estimator reads, so that one which doesn't declare its `credit` is an error."""
+        if name in _CREDITS:
+            self.reads.add(_CREDITS[name])
+        return super().__getattribute__(name)
 
     def __post_init__(self) -> None:
         if self.valid is None:
@@ -83,7 +91,8 @@ class AdvantageEstimator(ABC):
             would change scores. Use a KL penalty in the loss, or none.
         credit: Rewards that it reads. "total" is their sum. "parts" reads `reward_parts` instead of `rewards`, so
             changes of the sum alone (reward clip, normalization, KL in the reward) would be lost. "turns" assigns turn
-            rewards to turns, so changes of the sum alone would go to the last turn. Both reject such combinations.
+            rewards to turns, so changes of the sum alone would go to the last turn. Both reject such combinations. An
+            estimator that reads `reward_parts` or `turn_ids` must declare it.
         normalizes: Whether it ends with a normalization over the batch, which makes whitening redundant.
     """
 
@@ -100,6 +109,12 @@ class AdvantageEstimator(ABC):
             (B, T) advantages, 0 outside the mask and on invalid rows, and (B, T) targets for the critic or None.
         """
         advantages, returns = self.estimate(given)
+        declared = any("credit" in vars(cls) for cls in type(self).__mro__ if cls is not AdvantageEstimator)
+        if given.reads and not declared:
+            raise ValueError(
+                f"advantage={type(self).__name__}: reads {' and '.join(sorted(given.reads))} without declaring it, so "
+                'changes of the sum of rewards might be lost. Set `credit` to "parts", "turns", or "total".'
+            )
         for found in (advantages, returns):
             if found is not None and found.shape != given.mask.shape:  # it would broadcast
                 raise ValueError(

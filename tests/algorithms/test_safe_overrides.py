@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
 from lightrl.algorithms import GRPOLightningModule, SFTLightningModule
-from lightrl.algorithms.hooks import RLCallback
+from lightrl.algorithms.hooks import RLCallback, require_rl_callbacks
 from lightrl.algorithms.schedule import LRSchedule
 from lightrl.algorithms.settings import ExtraLosses, Shaping, Updates
 from lightrl.callbacks import RolloutCheckpoint, WeightSync
@@ -207,6 +207,14 @@ class Change(RLCallback):
 def test_a_changed_reward_that_the_estimator_does_not_read_is_rejected(estimator: Any, path: str) -> None:
     with pytest.raises(ValueError, match=f"on_rollout_scored.*{type(estimator).__name__}"):
         fit(grpo(path, advantage=estimator), callbacks=[Change()])
+
+
+def test_a_hook_that_is_never_called_is_rejected() -> None:
+    class Shapes(Callback):
+        def on_rollout_scored(self, trainer: Any, module: Any, rollouts: Rollouts) -> None: ...
+
+    with pytest.raises(ValueError, match="callback Shapes.*not an RLCallback"):
+        require_rl_callbacks([Callback(), Shapes()])
 
 
 def test_a_changed_reward_reaches_the_estimator(path: str) -> None:

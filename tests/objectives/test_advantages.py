@@ -292,6 +292,22 @@ def test_an_estimator_that_breaks_its_contract_is_named(answer: Any) -> None:
         Own()(AdvantageInput(torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool), torch.tensor([0, 0])))
 
 
+def test_an_estimator_that_reads_parts_declares_it() -> None:
+    class Own(AdvantageEstimator):
+        def estimate(self, given: AdvantageInput) -> Any:
+            assert given.reward_parts is not None
+            return given.rewards, None
+
+    class Declared(Own):
+        credit = "parts"
+
+    mask, parts = torch.ones(2, 3, dtype=torch.bool), {"a": torch.zeros(2)}
+    given = AdvantageInput(torch.zeros(2, 3), mask, torch.tensor([0, 0]), reward_parts=parts)
+    with pytest.raises(ValueError, match="advantage=Own.*credit"):
+        Own()(given)
+    assert Declared()(given)[0].shape == mask.shape
+
+
 def test_kl_in_the_reward_is_part_of_the_score() -> None:
     # tokens 0.1 and 1 - 0.2: score 0.9; against 0.5: mean 0.7
     rewards, mask = torch.tensor([[0.0, 0.1, 0.8], [0.0, 0.0, 0.5]]), torch.tensor([[False, True, True]] * 2)
