@@ -66,7 +66,7 @@ class PreferenceSource(ConversationSource):
 
         Raises:
             ValueError: If a column is missing, a margin is negative, the prompts of a pair differ, or all pairs are
-                overlong.
+                overlong or have equal sides.
         """
         data, names = self.read(), ("prompt_column", "chosen_column", "rejected_column", "margin_column")
         self.require_columns(columns_of(data), *names, *([] if self.tools_column == "tools" else ["tools_column"]))
@@ -88,6 +88,11 @@ class PreferenceSource(ConversationSource):
             )
         if not kept:
             raise ValueError(f"max_tokens={self.max_tokens}: every pair in {self.label} is longer. Raise it.")
+        if all(pair.chosen == pair.rejected for pair in kept):
+            raise ValueError(
+                f"chosen_column={self.chosen_column!r} and rejected_column={self.rejected_column!r}: equal in every "
+                "pair, which provides no training signal. Check the column names."
+            )
         return kept
 
     def _pair(self, tokenizer: PreTrainedTokenizerBase, row: Mapping[str, Any]) -> PreferencePair:

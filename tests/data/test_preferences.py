@@ -118,6 +118,8 @@ def test_long_pairs(tokenizer: Any) -> None:
         PreferenceSource(rows=ROWS, max_tokens=6, overlong="error").tokenized(tokenizer)
     with pytest.raises(ValueError, match="max_tokens=5: every pair"):
         PreferenceSource(rows=ROWS, max_tokens=5).tokenized(tokenizer)
+    with pytest.raises(ValueError, match="rejected_column='chosen': equal in every pair"):
+        PreferenceSource(rows=ROWS, rejected_column="chosen").tokenized(tokenizer)
 
 
 def test_ranks_share_the_pairs_and_an_idle_one_says_so(tokenizer: Any) -> None:
