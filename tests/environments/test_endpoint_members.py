@@ -28,6 +28,7 @@ APIS: Any = {
         ("chat", {"functions": [{"name": "f"}]}, "functions"),
         ("chat", {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice"),
         ("chat", {"tools": [{"type": "web_search"}]}, "tools"),
+        ("chat", {"max_tokens": -1}, "at least 1"),
         ("responses", {"conversation": "conv_1"}, "conversation"),
         ("messages", {"thread": {"type": "continue", "previous_message_id": "msg_1"}}, "thread"),
         ("messages", {"tools": [{"type": "web_search_20250305"}]}, "tools"),

@@ -73,7 +73,7 @@ class ChatCompletions(Api):
             "max_new_tokens": min((limit for limit in limits if limit is not None), default=None),
             "structured": structured_of(body, body.get("response_format")),
             "usage": bool((body.get("stream_options") or {}).get("include_usage")),
-            "n": int(body.get("n") or 1),
+            "n": whole(body.get("n")) or 1,
             "top_logprobs": int(body.get("top_logprobs") or 0) if body.get("logprobs") else None,
             "prefill": bool(body.get("continue_final_message")),
         }
