@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence, Set
 from typing import Any, TypeAlias, Union
 
-from lightrl.compat.arguments import imported
+from lightrl.compat.arguments import MAX_REWARD, imported
 from lightrl.engines.background import BackgroundLoop, in_thread, outcome_of
 
 RewardValues: TypeAlias = Sequence[float | None]
@@ -259,7 +259,7 @@ def _number(name: str, index: int, value: Any) -> float:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if not math.isfinite(number):
+    if not abs(number) <= MAX_REWARD:  # float32 or its squares would overflow, which leaves rows unscored
         raise RewardError(
             f"reward function {name!r}: value {index} is {value!r:.80}. Return a finite number, or None to leave the "
             "completion unscored."

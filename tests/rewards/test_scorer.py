@@ -113,6 +113,7 @@ def test_arrays_tensors_and_bools_are_rewards(scorers, values):
     [
         ([1.0], "for 2 completions"),
         ([1.0, NAN], "value 1 is nan"),
+        ([1.0, 1e30], "value 1 is 1e+30"),
         ([1.0, "good"], "value 1 is 'good'"),
         ({"a": 1, "b": 2}, "returned {'a': 1"),
         (1.0, "returned 1.0"),
