@@ -346,7 +346,7 @@ def print_table(trainer: Trainer, table: Table) -> None:
     out, tty = StringIO(), sys.stdout.isatty()
     width = shutil.get_terminal_size((WIDTH_WITHOUT_TERMINAL, 24)).columns
     Console(file=out, width=width, force_terminal=tty, no_color=not tty).print(table)
-    printer = bar.print if bar is not None else print
+    printer = bar.print if bar is not None and getattr(bar, "is_enabled", True) else print
     printer(out.getvalue().rstrip("\n"))
 
 
