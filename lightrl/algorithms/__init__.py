@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from lightrl.algorithms.distill import DistillLightningModule
     from lightrl.algorithms.experience import TrajectoryLayout
     from lightrl.algorithms.hooks import RLCallback
+    from lightrl.algorithms.learning_rates import LRSchedule
     from lightrl.algorithms.loss_variants import CPGDLightningModule, GSPOLightningModule
     from lightrl.algorithms.ppo import PPOLightningModule
-    from lightrl.algorithms.schedule import LRSchedule
     from lightrl.algorithms.settings import CriticSpec, ExtraLosses, Shaping, Updates
     from lightrl.algorithms.supervised import RewardLightningModule, SFTLightningModule
     from lightrl.algorithms.variants import (
@@ -46,6 +46,6 @@ __all__ = [
 
 __getattr__ = lazy_names(
     __name__,
-    ("settings", "hooks", "schedule", "experience", "ppo", "variants", "loss_variants", "supervised", "distill"),
+    ("settings", "hooks", "learning_rates", "experience", "ppo", "variants", "loss_variants", "supervised", "distill"),
     __all__,
 )

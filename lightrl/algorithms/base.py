@@ -23,8 +23,8 @@ from lightrl.algorithms.building import (
     parameter_groups,
 )
 from lightrl.algorithms.hooks import RLCallback, require_rl_callbacks
+from lightrl.algorithms.learning_rates import make_optimizer, rollout_position, with_schedule
 from lightrl.algorithms.saving import SavesPretrained
-from lightrl.algorithms.schedule import make_optimizer, rollout_position, with_schedule
 from lightrl.algorithms.settings import CriticSpec, ExtraLosses, Updates
 from lightrl.compat.lightning import run_seed
 from lightrl.distributed import states, strategies

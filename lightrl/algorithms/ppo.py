@@ -39,7 +39,7 @@ from lightrl.algorithms.experience import (
     trajectory_loss,
 )
 from lightrl.algorithms.hooks import reads_all_rows
-from lightrl.algorithms.schedule import LRSchedule, set_named_rates, step_schedulers
+from lightrl.algorithms.learning_rates import LRSchedule, set_named_rates, step_schedulers
 from lightrl.algorithms.settings import CriticSpec, ExtraLosses, Shaping, Updates, require_matching_parts
 from lightrl.compat.lightning import forget_step_metrics
 from lightrl.distributed import states, strategies

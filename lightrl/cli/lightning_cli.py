@@ -27,9 +27,9 @@ import lightrl.environments
 import lightrl.objectives
 import lightrl.rewards
 import lightrl.rollout
+from lightrl.algorithms.learning_rates import LRSchedule
 from lightrl.algorithms.run_record import hardware, versions
 from lightrl.algorithms.saving import SavesPretrained
-from lightrl.algorithms.schedule import LRSchedule
 from lightrl.callbacks import ThroughputMonitor
 from lightrl.checkpoints.redaction import plain_secrets, redact, redact_arguments, remember_secret, resolve_environment
 from lightrl.checkpoints.rollout_checkpoint import RolloutCheckpoint, preempt, preemptions

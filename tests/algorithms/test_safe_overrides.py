@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightrl.algorithms import GRPOLightningModule, SFTLightningModule
 from lightrl.algorithms.hooks import RLCallback, require_rl_callbacks
-from lightrl.algorithms.schedule import LRSchedule
+from lightrl.algorithms.learning_rates import LRSchedule
 from lightrl.algorithms.settings import ExtraLosses, Shaping, Updates
 from lightrl.callbacks import RolloutCheckpoint, WeightSync
 from lightrl.data import SFTDataModule, SFTSource

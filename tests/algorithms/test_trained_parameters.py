@@ -12,8 +12,8 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, SingleDeviceStrategy
 from torch import Tensor
 
 from lightrl.algorithms import PPOLightningModule
+from lightrl.algorithms.learning_rates import make_optimizer
 from lightrl.algorithms.ppo import CriticSpec
-from lightrl.algorithms.schedule import make_optimizer
 from lightrl.algorithms.settings import ExtraLosses, Updates
 from lightrl.callbacks import WeightSync
 from lightrl.models.spec import LoraSpec, ModelSpec

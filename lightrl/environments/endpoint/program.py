@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -75,7 +76,8 @@ class AgentProgram(MultiTurn):
         port: Port of the server. 0 picks a free port.
         url: Base URL of the server for programs, such as "http://host.docker.internal:{port}/v1". `{port}` is replaced
             with the port. Defaults to the address.
-        limits: Other arguments of `MultiTurn`. Conversations longer than `max_tokens` are rejected as exceeding the
+        limits: Other arguments of `MultiTurn`. With `process`, `max_environments` is the number of worker processes and
+            defaults to 4 per core, at most 64. Conversations longer than `max_tokens` are rejected as exceeding the
             context length; the program can shorten them and continue.
 
     Raises:
@@ -98,6 +100,8 @@ class AgentProgram(MultiTurn):
         url: str | None = None,
         **limits: Any,
     ) -> None:
+        if process:  # 64 interpreters that import an SDK take 13 GB, and minutes to start on two cores
+            limits.setdefault("max_environments", min(64, 4 * (os.cpu_count() or 4)))
         super().__init__(max_turns=max_turns, max_seconds=max_seconds, **limits)
         require_packages("AgentProgram", "agents", "fastapi", "uvicorn")
         self.workers: Workers | None = None
