@@ -111,7 +111,8 @@ def render_prompt(
     if messages[-1]["role"] != "assistant":
         return apply_template(tokenizer, messages, tools, **{"add_generation_prompt": True, **variables}), True
     variables = {"add_generation_prompt": False, "continue_final_message": True, **variables}
-    return apply_template(tokenizer, messages, tools, **variables), True
+    text = apply_template(tokenizer, messages, tools, **variables)
+    return _with_one_block(tokenizer, messages, tools, text, dict(template_kwargs or {})), True
 
 
 def apply_template(
@@ -237,6 +238,30 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(each)
     elif isinstance(value, str):
         yield value.strip()
+
+
+def _with_one_block(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Any,
+    text: str,
+    variables: Mapping[str, Any],
+) -> str:
+    """Removes an empty reasoning block before a last turn that starts with one.
+
+    Templates that insert `<think></think>` before a turn without reasoning also do so if the turn starts with
+    `<think>`.
+    """
+    content = messages[-1]["content"]
+    if isinstance(content, list) and all(block.get("type") == "text" for block in content):
+        content = "".join(block["text"] for block in content)
+    opening = re.match(r"\s*<(\w+)>", content) if isinstance(content, str) else None
+    if opening is None or f"</{opening[1]}>" in content:
+        return text
+    tag = f"<{opening[1]}>"
+    begun = apply_template(tokenizer, messages[:-1], tools, **{"add_generation_prompt": True, **variables})
+    begun = re.sub(rf"{tag}\s*(</{opening[1]}>\s*)?$", "", begun)
+    return begun + content if text.count(tag) > (begun + content).count(tag) else text
 
 
 def require_unrendered(tokenizer: PreTrainedTokenizerBase, prompt: str, chat_template: ChatTemplate) -> None:

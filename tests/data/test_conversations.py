@@ -276,6 +276,19 @@ def test_evaluation_prompts_are_rendered_as_training_prompts() -> None:
     assert (like.sources[0].template_kwargs, like.sources[0].system_prompt) == ({}, "short")
 
 
+def test_a_begun_thought_gets_no_second_block() -> None:
+    tokenizer = chat("qwen3")
+    begun = [say("user", "?"), say("assistant", "<think>\nwell")]
+    expected = "<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n<think>\nwell"
+    for variables in ({}, {"enable_thinking": True}, {"enable_thinking": False}):
+        assert render_prompt(tokenizer, begun, template_kwargs=variables) == (expected, True)
+    start = "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n"
+    assert start in tokenizer.chat_template
+    tokenizer.chat_template = tokenizer.chat_template.replace(start, start + "<think>\n")
+    assert render_prompt(tokenizer, begun[:1])[0].endswith("assistant\n<think>\n")
+    assert render_prompt(tokenizer, begun) == (expected, True)
+
+
 # ---- strings that are rendered already ---------------------------------------------------------------------------
 
 
