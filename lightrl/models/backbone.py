@@ -324,6 +324,13 @@ class Backbone:
 
     def _run_padded(self, batch: _Batch) -> BackboneOutput:
         (rows, width), device = batch.shape, batch.token_ids.device
+        text = self.config.get_text_config()
+        chosen = getattr(text, "index_topk", None)
+        if "indexed_attention" in (getattr(text, "layer_types", None) or ()) and chosen and width > chosen:
+            raise ValueError(
+                f"{self.name} with sequences of {width} tokens: its attention selects the best {chosen} keys "
+                "(index_topk), and transformers selects others in a padded batch. Use sequences of at most that length."
+            )
         inputs = no_token_inputs(self.body, batch.token_ids)
         if batch.rows:
             from lightrl.models.multimodal import media_positions, merged_inputs

@@ -95,3 +95,17 @@ def test_experts_report_their_balance(layout: Any, batch: Batch) -> None:
     assert out.aux_loss is not None and 1.9 < out.aux_loss.item() < 4.0
     out.aux_loss.backward()
     assert any("gate" in name and p.grad.any() for name, p in lm.named_parameters() if p.grad is not None)
+
+
+def test_attention_that_depends_on_the_batch_is_refused(batch: Batch) -> None:
+    """DeepSeek V3.2 attends to the keys that an indexer likes best; as long as it likes all, batches are right."""
+    settings = {**PACKED["DeepseekV3"], "index_n_heads": 2, "index_head_dim": 8, "n_shared_experts": 1}
+    lm = build("DeepseekV32", {**settings, "index_topk": 64})
+    expected, _ = plain_scores(lm, batch)
+    with pytest.warns(UserWarning, match="indexed_attention"):
+        policy = PolicyModel(lm)
+    torch.testing.assert_close(policy(*batch[:3]).logprobs, expected, atol=1e-5, rtol=1e-5)
+    with pytest.warns(UserWarning, match="indexed_attention"):
+        policy = PolicyModel(build("DeepseekV32", {**settings, "index_topk": 4}))
+    with pytest.raises(ValueError, match="best 4 keys"):
+        policy(*batch[:3])
