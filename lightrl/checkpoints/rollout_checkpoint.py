@@ -149,7 +149,7 @@ class RolloutCheckpoint(SavingCheckpoint):
             found |= checkpoints_in(Path(self.dirpath))
         elif not found and trainer.loggers:
             logger = trainer.loggers[0]
-            settings = getattr(trainer.lightning_module, "run_settings", dict)()
+            settings: dict[str, Any] = getattr(trainer.lightning_module, "run_settings", dict)()
             found = last_of_runs(Path(logger.save_dir or trainer.default_root_dir) / str(logger.name), settings)
         return newest_whole(found | {other for path in found for other in checkpoints_in(path.parent)})
 
