@@ -155,6 +155,16 @@ def test_the_command_line_trains_with_what_was_written(
     assert cli.model.optimizers().param_groups[0]["lr"] < 2e-6  # cosine: almost 0 at the end
 
 
+def test_a_script_instead_of_its_arguments_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("from trl import GRPOTrainer\n")
+    with pytest.raises(SystemExit) as stop:
+        main(["from-trl", "train.py"])
+    assert stop.value.code == 2 and "script=train.py: has no arguments" in capsys.readouterr().err
+
+
 GROUPS = (ExtraLosses, Shaping, Updates)
 
 

@@ -89,11 +89,16 @@ def from_trl(
         devices: Number of processes that the script runs on. Multiplies the batch sizes per device.
 
     Raises:
-        ValueError: The batch sizes are inconsistent, or `output` exists.
+        ValueError: `script` is not a YAML file of arguments, the batch sizes are inconsistent, or `output` exists.
     """
     if os.path.lexists(output):
         raise ValueError(f"output={output}: exists. Use another path.")
-    converted, notes = convert_trl(read_yaml(Path(script), "script"), algorithm, devices)
+    options = read_yaml(Path(script), "script")
+    if not isinstance(options, dict):
+        raise ValueError(
+            f"script={script}: has no arguments. Pass a YAML file with the arguments of the TRL script, not the script."
+        )
+    converted, notes = convert_trl(options, algorithm, devices)
     secrets = dict.fromkeys(path for path, _ in plain_secrets(converted))
     notes += [f"{path}: contains a secret, which was not copied. Replace *** with ${{env:NAME}}." for path in secrets]
     header = [f"# Converted from {Path(script).name} (TRL, {algorithm}).", *(f"#   {note}" for note in notes)]
