@@ -46,7 +46,8 @@ def test_the_grpo_project_runs_with_rows_and_reward_of_ones_own(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main(["init", "mine", "--model", model])
-    assert "lightrl fit --config config.yaml" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert said.index("lightrl doctor --config config.yaml") < said.index("lightrl fit --config config.yaml")
     rows = [{"prompt": f"{a}+{a}=", "wanted": 2 * a} for a in range(8)]
     (tmp_path / "mine" / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "mine" / "rewards.py").write_text(
