@@ -122,6 +122,34 @@ def test_doctor_compares_the_plan_with_the_memory(config: Callable[..., str], mo
     assert "No strategy fits." in said(file, "problem")
 
 
+def test_doctor_rejects_prompts_without_room_for_a_completion(config: Callable[..., str], model: str) -> None:
+    longest = json.loads((Path(model) / "config.json").read_text())["max_position_embeddings"]
+    fits = {"sampling": {"max_new_tokens": longest - 4}}
+    assert said(config(**fits), "problem") == ""
+    too_long = {"sampling": {"max_new_tokens": longest - 3}}
+    assert f"exceeds the model's maximum length of {longest}" in said(config(**too_long), "problem")
+    limited = {**too_long, "prompts": {"path": "rows.jsonl", "max_prompt_tokens": 8}}
+    assert f"max_new_tokens={longest - 3}: with a prompt of 4 tokens" in said(config(**limited), "problem")
+
+
+def test_doctor_rejects_mini_batches_that_do_not_divide_the_rollout(config: Callable[..., str]) -> None:
+    file = Path(config())
+    for size, kind, text in (
+        (8, "ok", "16 completions, 2 updates"),
+        (5, "problem", "minibatch_size=5: does not divide"),
+    ):
+        content = yaml.safe_load(file.read_text())
+        content["model"]["init_args"]["updates"] = {"minibatch_size": size}
+        file.write_text(yaml.safe_dump(content))
+        assert text in said(str(file), kind)
+
+
+def test_doctor_notes_characters_that_the_tokenizer_loses(config: Callable[..., str], tmp_path: Path) -> None:
+    assert "loses" not in said(config(), "note")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1+1=\u00e9", "sum": 2}) + "\n")
+    assert "loses 1 characters of the first 1 prompts: '\u00e9'" in said(config(), "note")
+
+
 def test_doctor_looks_at_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightrl.cli.doctor.metadata.requires", lambda name: ["torch>=99", "nothing-like-it>=1"])
     found = "\n".join(text for kind, text in diagnose() if kind == "problem")

@@ -73,6 +73,21 @@ def _micro_batch_rows(
     return bins
 
 
+def count_minibatches(size: int, total: int, ranks: int) -> int:
+    """Number of mini-batches of `size` trajectories in a rollout of `total` trajectories over all ranks.
+
+    Raises:
+        ValueError: `size` doesn't divide the rollout, or isn't a multiple of the ranks.
+    """
+    if size % ranks or total % size:
+        raise ValueError(
+            f"minibatch_size={size}: does not divide the rollout's {total} trajectories (prompts x group size over "
+            f"all {ranks} ranks) into equal parts per rank. Use a divisor of {total} that is a multiple of "
+            f"{ranks}, or null for one update per epoch."
+        )
+    return total // size
+
+
 def cut_minibatches(experience: Experience, count: int, *, seed: int) -> list[Experience]:
     """Splits a rollout into `count` mini-batches of equally many trajectories, with groups shuffled by the seed.
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from lightrl.algorithms.base import RLLightningModule
 from lightrl.algorithms.batches import (
+    count_minibatches,
     cut_minibatches,
     weighted_micro_batches,
     widest_layout,
@@ -456,14 +457,7 @@ class PPOLightningModule(RLLightningModule):
         size, ranks = self.updates.minibatch_size, self.trainer.world_size
         if size is None:
             return 1
-        total = int(self.all_sum(torch.tensor(float(len(rows.trajectory_ids.unique())))))
-        if size % ranks or total % size:
-            raise ValueError(
-                f"minibatch_size={size}: does not divide the rollout's {total} trajectories (prompts x group size over "
-                f"all {ranks} ranks) into equal parts per rank. Use a divisor of {total} that is a multiple of "
-                f"{ranks}, or null for one update per epoch."
-            )
-        return total // size
+        return count_minibatches(size, int(self.all_sum(torch.tensor(float(len(rows.trajectory_ids.unique()))))), ranks)
 
     def _loss_of(self, rows: Experience) -> PolicyLoss:
         """Returns the loss for these sequences, with off-policy correction if they were sampled by older weights."""

@@ -59,9 +59,13 @@ def diagnose(config_file: str | None = None) -> Iterator[Finding]:
         built = run(["--config", config_file], run=False)
         module, data = built.model, built.datamodule
         yield "ok", f"{config_file}: {type(module).__name__} with {type(data).__name__}"
+        if isinstance(data, SFTDataModule | RolloutDataModule):
+            built.trainer.strategy.connect(module)
+            data.trainer = built.trainer
         if isinstance(data, SFTDataModule):
             yield from _supervised(built)
         elif isinstance(module, PPOLightningModule) and isinstance(data, RolloutDataModule):
+            yield from _minibatches(module, data)
             prompts, tokenizer = yield from _prompts(built)
             if data.episode.multi_turn:
                 yield from _tools(data.episode, tokenizer)
@@ -131,9 +135,7 @@ def _host_memory() -> float:
 
 def _supervised(built: Any) -> Iterator[Finding]:
     """Reads all examples as SFT and reward-model runs do."""
-    trainer, data = built.trainer, built.datamodule
-    trainer.strategy.connect(built.model)
-    data.trainer = trainer
+    data = built.datamodule
     data.setup("fit")
     loader = data.train_dataloader()
     yield "ok", f"data: {len(loader.rows):,} examples, {len(loader):,} batches of {data.batch_size} per epoch"
@@ -153,7 +155,8 @@ def _prompts(built: Any) -> Any:
     yield "ok", f"tokenizer: {len(tokenizer)} tokens, {template} a chat template, completions end with {end!r}"
     processor = load_processor(path, tokenizer)
     data.episode.setup(tokenizer, processor)
-    prompts = data.prompts.load(tokenizer, shuffle=False, processor=processor)
+    room = data.room(data.sampling)
+    prompts = data.prompts.load(tokenizer, shuffle=False, processor=processor, room=room)
     try:
         rows = len(prompts)
     except ValueError:  # a stream
@@ -168,7 +171,37 @@ def _prompts(built: Any) -> Any:
         f"columns {', '.join(prompts.columns)}",
     )
     yield "ok", f"first prompt: {first.texts[0][-200:]!r}"
+    if room is not None and lengths[-1] + room[1] > room[0]:
+        yield (
+            "problem",
+            f"max_new_tokens={room[1]}: with a prompt of {lengths[-1]} tokens, this exceeds the maximum length of "
+            f"{room[0]}. Lower it, or set a lower max_prompt_tokens",
+        )
+    lost = _lost(first.texts, tokenizer)
+    if lost:
+        yield "note", f"tokenizer: loses {len(lost)} characters of the first {len(lengths)} prompts: {lost[:20]!r}"
     return first, tokenizer
+
+
+def _lost(texts: list[str], tokenizer: Any) -> str:
+    """Characters of prompts that the tokenizer can't represent, except whitespace."""
+    lost = set[str]()
+    for text in texts:
+        lost |= set(text) - set(tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)))
+    return "".join(sorted(char for char in lost if not char.isspace()))
+
+
+def _minibatches(module: Any, data: Any) -> Iterator[Finding]:
+    """Checks that the mini-batches divide the rollout."""
+    from lightrl.algorithms.batches import count_minibatches
+
+    total, size = data.prompts_per_rollout * data.group_size, module.updates.minibatch_size
+    try:
+        updates = module.ppo_epochs * (1 if size is None else count_minibatches(size, total, data.world_size))
+    except ValueError as error:
+        yield "problem", str(error)
+        return
+    yield "ok", f"rollout: {data.prompts_per_rollout} prompts, {total} completions, {updates} updates"
 
 
 def _tools(episode: Any, tokenizer: Any) -> Iterator[Finding]:
@@ -236,8 +269,6 @@ def _memory(built: Any, prompts: list[int]) -> Iterator[Finding]:
 
     module, data, trainer = built.model, built.datamodule, built.trainer
     engine, response = type(data.engine).__name__, data.sampling.max_new_tokens
-    trainer.strategy.connect(module)
-    data.trainer = trainer
     group = data.group_size
     sequences = data.prompts_per_rollout * group // trainer.world_size
     minibatch = module.updates.minibatch_size

@@ -199,7 +199,7 @@ class RolloutDataModule(LightningDataModule):
                 seed=self.seed,
                 shuffle=training,
                 processor=self.processor,
-                room=self._room(self.sampling if training else self.eval_sampling),
+                room=self.room(self.sampling if training else self.eval_sampling),
             )
             opened.require_free([*OWN_NAMES, *of_episodes, *(["prompt"] if of_episodes else [])])
             if scorer is not None:
@@ -229,8 +229,8 @@ class RolloutDataModule(LightningDataModule):
             keep_cache=self.schedule.keeps_cache,
         )
 
-    def _room(self, sampling: SamplingParams) -> tuple[int, int] | None:
-        """(maximum sequence length, maximum completion length) in tokens; None if unknown."""
+    def room(self, sampling: SamplingParams) -> tuple[int, int] | None:
+        """Returns the maximum lengths of a sequence and a completion in tokens; None if unknown before the start."""
         if self.episode.multi_turn:  # the episode has limits
             return None
         try:
