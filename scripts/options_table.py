@@ -22,6 +22,7 @@ ROOMS = {
     "engines": ("Engines", "Set the engine under `data.init_args.engine`."),
     "objectives": ("Objectives", "Parts of an algorithm: `advantage`, `loss`, `aggregation`, `kl`, `divergence`."),
     "callbacks": ("Callbacks", "Entries of `trainer.callbacks`."),
+    "distributed": ("Strategies", "Set the strategy under `trainer.strategy`."),
 }
 EXTRA = {"engines": ["SamplingParams"], "algorithms": ["ModelSpec", "LoraSpec", "RewardModelSpec"]}
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightrl.distributed.fsdp2 import FSDP2Strategy
+    from lightrl.distributed.fsdp2 import FSDP2Strategy, ZeROStrategy
 
-__all__ = ["FSDP2Strategy"]
+__all__ = ["FSDP2Strategy", "ZeROStrategy"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "FSDP2Strategy":
-        from lightrl.distributed.fsdp2 import FSDP2Strategy
+    if name in __all__:
+        from lightrl.distributed import fsdp2
 
-        return FSDP2Strategy
+        return getattr(fsdp2, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
