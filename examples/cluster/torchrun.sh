@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
 # One training run over several nodes with torchrun. Run it on each node with the same arguments:
 #   NODES=2 HEAD=10.0.0.1 examples/cluster/torchrun.sh --config configs/recipes/RECIPE.yaml \
-#       --config configs/overlays/8gpu.yaml --config configs/strategies/fsdp2.yaml \
-#       --trainer.strategy.init_args.data_parallel_size 16
+#       --config configs/overlays/8gpu.yaml --config configs/strategies/fsdp2.yaml
 # Environment variables: NODES (number of nodes), HEAD (address of one node), PORT (a free port on that node, default
 # 29500), GPUS (processes per node, default 8), PYTHON. If a node fails, the run ends on all nodes. Add --ckpt_path last
 # to resume.
