@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from lightrl.ops.masking import pad_rows
-from lightrl.records import Prompts, Rollouts
+from lightrl.records import Prompts, Rollouts, SamplingParams
 
 
 def rollouts() -> Rollouts:
@@ -59,3 +60,9 @@ def test_moving_leaves_the_extra_inputs_where_they_are() -> None:
     moved = rows.to("meta")
     assert moved.token_ids.device.type == "meta"
     assert moved.inputs[0] is rows.inputs[0] and moved.inputs[0]["pixels"].device.type == "cpu"
+
+
+def test_sampling_that_inverts_the_distribution_or_samples_nothing_is_rejected() -> None:
+    for wrong in ({"temperature": -0.5}, {"max_new_tokens": 0}, {"min_new_tokens": 9, "max_new_tokens": 8}):
+        with pytest.raises(ValueError, match="SamplingParams"):
+            SamplingParams(**wrong)

@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.loggers import CSVLogger
 
-from lightrl.algorithms import CriticSpec, PPOLightningModule
+from lightrl.algorithms import CriticSpec, GRPOLightningModule, PPOLightningModule
 from lightrl.algorithms.settings import Updates
 from lightrl.callbacks import AdaptiveKL, RewardNormalization, RolloutCheckpoint, ThroughputMonitor, WeightSync
 from lightrl.objectives import KLInReward
@@ -178,3 +178,18 @@ def test_a_table_of_ones_own_goes_on_in_a_resumed_run(model: str, tmp_path: Path
 
 if __name__ == "__main__":
     run(Path(sys.argv[1]), sys.argv[2], Reward(int(sys.argv[3]), die))
+
+
+def test_another_optimizer_is_rejected(tmp_path: Path) -> None:
+    path = quickstart_model(tmp_path)
+
+    def run(optimizer: Any, **settings: Any) -> None:
+        module = GRPOLightningModule(path, kl=None, optimizer=optimizer)
+        trainer = quiet_trainer(max_steps=settings.pop("max_steps"), callbacks=[WeightSync()])
+        trainer.fit(module, sums_data(rollouts_per_epoch=4), **settings)
+        if not settings:
+            trainer.save_checkpoint(tmp_path / "adam.ckpt")
+
+    run(lambda params: torch.optim.Adam(params, lr=1e-4), max_steps=1)
+    with pytest.raises(ValueError, match="state of Adam"):
+        run(lambda params: torch.optim.RAdam(params, lr=1e-4), max_steps=2, ckpt_path=tmp_path / "adam.ckpt")

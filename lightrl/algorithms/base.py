@@ -71,6 +71,7 @@ class RLLightningModule(RolloutLearner, SavesPretrained):
         self.updates_made = 0  # for the current rollout
         self._start: WeightsAtStart | None = None
         self._restored_rng: list[Any] | None = None
+        self._restored_optimizers: list[str] | None = None
         self._eval_sums = MetricSums()
         self._routes_noted = False
 
@@ -323,7 +324,18 @@ class RLLightningModule(RolloutLearner, SavesPretrained):
             "num_skipped_updates": int(self.num_skipped_updates),
             "skipped_in_a_row": int(self.skipped_in_a_row),
             "rng": states.collect_random_states(),
+            "optimizers": self._optimizer_names(),
         }
+
+    def _optimizer_names(self) -> list[str]:
+        """Class names of the run's optimizers without the wrappers of strategies."""
+        names = []
+        for optimizer in self.trainer.optimizers:
+            inner: Any = optimizer
+            while hasattr(inner, "optimizer"):
+                inner = inner.optimizer
+            names.append(type(inner).__name__)
+        return names
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Checks that the checkpoint matches this module, and restores counters and random states.
@@ -339,9 +351,20 @@ class RLLightningModule(RolloutLearner, SavesPretrained):
             self.num_skipped_updates = stored["num_skipped_updates"]
             self.skipped_in_a_row = stored["skipped_in_a_row"]
             self._restored_rng = stored["rng"]
+            self._restored_optimizers = stored.get("optimizers")
 
     def on_train_start(self) -> None:
-        """Restores random states as late as possible, so that setup doesn't advance them."""
+        """Restores random states as late as possible, so that setup doesn't advance them.
+
+        Raises:
+            ValueError: The checkpoint has the state of another optimizer. Torch would load it silently.
+        """
+        stored, self._restored_optimizers = self._restored_optimizers, None
+        if stored is not None and stored != (own := self._optimizer_names()):
+            raise ValueError(
+                f"optimizer={', '.join(own)}: the checkpoint has the state of {', '.join(stored)}. Resume with that "
+                "optimizer, or start a new run from the checkpoint's weights (lightrl export)."
+            )
         if self._restored_rng is not None:
             states.restore_random_states(self._restored_rng)
             self._restored_rng = None

@@ -87,12 +87,6 @@ def test_a_wrong_promise_of_one_update_ends_the_run(path: str) -> None:
 # ---- shapes that would be counted wrongly ----------------------------------------------------------------------------
 
 
-class MeanLoss(GRPOLightningModule):
-    def compute_loss(self, rows: Experience) -> Any:
-        losses, metrics = super().compute_loss(rows)
-        return losses["policy"].mean(), metrics
-
-
 class MeanTerm(GRPOLightningModule):
     def compute_loss(self, rows: Experience) -> Any:
         losses, metrics = super().compute_loss(rows)
@@ -112,7 +106,6 @@ class ColumnWeights(TokenMean):
 @pytest.mark.parametrize(
     ("make", "name"),
     [
-        (lambda path: MeanLoss(path, kl=None), "compute_loss"),
         (lambda path: MeanTerm(path, kl=None), "mine"),
         (lambda path: GRPOLightningModule(path, kl=ColumnKL()), "kl=ColumnKL"),
         (lambda path: GRPOLightningModule(path, kl=None, aggregation=ColumnWeights()), "aggregation=ColumnWeights"),

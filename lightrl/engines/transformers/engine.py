@@ -134,17 +134,19 @@ class TransformersEngine(SteppingEngine):
 
     def add(self, requests: list[GenerationRequest]) -> None:
         """See `SteppingEngine.add`. A request that doesn't fit the current decoder waits until all others finish."""
-        if self._generation is None:
-            self._generation = Generation(
-                self._decoder,
-                self.policy_version,
-                tokenizer=self._tokenizer,
-                eos_ids=self._eos_ids,
-                device=self._model.device,
-                max_sequences=self.max_sequences,
-                max_tokens=self.max_batch_tokens,
-            )
+        self._generation = self._generation or self._new_generation()
         self._generation.add(requests)
+
+    def _new_generation(self) -> Generation:
+        return Generation(
+            self._decoder,
+            self.policy_version,
+            tokenizer=self._tokenizer,
+            eos_ids=self._eos_ids,
+            device=self._model.device,
+            max_sequences=self.max_sequences,
+            max_tokens=self.max_batch_tokens,
+        )
 
     def step(self) -> list[CompletionGroup]:
         assert self._generation is not None

@@ -94,6 +94,11 @@ def arguments(engine: VLLMEngine, context: EngineContext, cuda: bool) -> dict[st
         chosen |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
     chosen |= engine.engine_args
     if context.fire:
+        if cuda and os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "0":
+            raise ValueError(
+                "SamplingParams.fire_temperature on a GPU: vLLM's V2 model runner does not support logits processors. "
+                "Set the environment variable VLLM_USE_V2_MODEL_RUNNER=0, or remove fire_temperature."
+            )
         own = engine.engine_args.get("logits_processors") or []
         chosen["logits_processors"] = ["lightrl.compat.vllm_worker:FireProcessor", *own]
     return chosen
