@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,14 @@ from lightrl.compat import vllm_parsers
 from lightrl.environments.base import Reply, ToolCall, Tools
 from lightrl.environments.bridges import Bridge
 from lightrl.records import Completion
+
+MAX_DEPTH = 100
+"""Maximum nesting depth of a call's arguments, because chat templates and logs recurse over them."""
+
+MOST_MARKS = 200
+"""Maximum number of calls and arguments in a reply. The runtime of vLLM's `qwen3_coder` is quadratic in them."""
+
+log = logging.getLogger(__name__)
 
 OWN_PARSER = "smollm2"
 """Built-in parser of `<tool_call>` with a JSON object or a list of them, as in SmolLM2. Doesn't require vLLM."""
@@ -39,6 +48,7 @@ class ReplyParser(ABC):
     """
 
     name = "none"
+    _warned = False
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -78,6 +88,9 @@ class ReplyParser(ABC):
             reply = self.parse(prompt_ids, ids, tools, truncated=truncated)
         except Exception as error:  # such as RecursionError for unusual text
             cause = f"{type(error).__name__}: {error}"[:200]
+            if not self._warned:
+                log.warning("%s failed to parse a reply (%s). Counted as a parse error.", type(self).__name__, cause)
+            self._warned = True
             reply = Reply("", text=self.tokenizer.decode(ids), truncated=truncated)
             reply.errors.append(f"the reply can't be read: {cause}")
         if len(reply.tool_calls) > 1 and not bridge.takes_parallel_calls(tools):
@@ -157,6 +170,10 @@ class VLLMParser(ReplyParser):
             reply.reasoning, reply.content = self._reasoning(content)
         if self._tools is None or not tools:
             return reply
+        marks = sum(reply.content.count(mark) for mark in {self.marker or "<tool_call>", "<parameter="})
+        if marks > MOST_MARKS:
+            reply.errors.append(f"the tool calls can't be read: more than {MOST_MARKS} calls and arguments begin.")
+            return reply
         try:
             after, calls = self._tools(reply.content, tools)
         except ValueError as error:
@@ -190,16 +207,32 @@ def _json_calls(text: str, tools: Tools) -> tuple[str, list[tuple[str, Any]]]:
 
 def _add_call(reply: Reply, name: str | None, arguments: Any, given_id: str | None) -> None:
     """Adds a call if its arguments are an object, otherwise an error."""
-    try:
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        json.dumps([name, arguments], ensure_ascii=False).encode()  # templates and tokenizers must accept it
-    except (ValueError, RecursionError) as error:  # such as deep nesting or an unpaired surrogate
-        reply.errors.append(f"the arguments of a call are not valid JSON: {type(error).__name__}")
-        return
-    if not name or not isinstance(arguments, dict):
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError) as error:  # such as an integer with thousands of digits, or deep nesting
+            reply.errors.append(f"the arguments of {name} are not valid JSON: {error}")
+            return
+    if wrong := _not_writable([name, arguments]):
+        reply.errors.append(f"the tool call {wrong}.")
+    elif not name or not isinstance(arguments, dict):
         reply.errors.append(f"the arguments of {name} must be a JSON object, not {arguments!r}.")
     else:  # Mistral's template requires IDs with nine letters and digits
         reply.tool_calls.append(ToolCall(name, arguments, given_id or f"call{len(reply.tool_calls):05d}"))
+
+
+def _not_writable(value: Any) -> str | None:
+    """Why a chat template or a tokenizer can't process a JSON value; None if they can."""
+    level, depth = [value], 0
+    while level := [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]:
+        level, depth = [each for each in level if isinstance(each, list | dict)], depth + 1
+        if depth > MAX_DEPTH + 1:
+            return f"has more than {MAX_DEPTH} nested lists or objects"
+    try:
+        json.dumps(value, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:
+        return "has an unpaired surrogate (such as \\ud800)"
+    return None
 
 
 def choose_parser(
