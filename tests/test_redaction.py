@@ -86,7 +86,7 @@ def test_a_token_that_a_server_quotes_is_not_shown(monkeypatch: pytest.MonkeyPat
     with pytest.raises(RewardError) as refused:
         reward._decoded(httpx.Response(401, content=f"{'x' * 190} hunter2-of-the-judge".encode()))
     assert "hunter2" not in str(refused.value) and "401" in str(refused.value)
-    connection = Connection("ServerEngine", ["http://127.0.0.1:9"], PROTOCOLS, "vllm", None, 1.0, 1.0, 0.01)
+    connection = Connection("ServerEngine", ["http://127.0.0.1:9"], PROTOCOLS["vllm"](), None, 1.0, 1.0, 0.01)
     with pytest.raises(ValueError, match="no healthy server"):
         connection.open(lambda server: server.healthy())
     assert "hunter2" not in str(ServerError("http://h", "/v1", 401, "Incorrect API key: hunter2-of-the-engine"))
