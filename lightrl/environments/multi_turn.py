@@ -67,7 +67,7 @@ class MultiTurn(Episode):
         max_tokens: Maximum number of tokens of a trajectory's sequence, including prompt and context. Defaults to the
             engine's limit.
         max_seconds: Time limit per trajectory in seconds, excluding generation. Defaults to no limit.
-        max_environments: Maximum number of concurrent trajectories in this process.
+        max_environments: Maximum number of concurrent trajectories in this process. Defaults to 64.
         max_retries: Maximum number of retries of a trajectory whose failure the policy did not cause.
         max_failed: Maximum fraction of a rollout's trajectories on a rank, in [0, 1], that may fail after all retries.
             If more fail, the run stops.
@@ -92,7 +92,7 @@ class MultiTurn(Episode):
         max_tokens_per_turn: int | None = None,
         max_tokens: int | None = None,
         max_seconds: float | None = None,
-        max_environments: int = 64,
+        max_environments: int | None = None,
         max_retries: int = 2,
         max_failed: float = 0.5,
         renderer: str | None = None,
@@ -104,7 +104,7 @@ class MultiTurn(Episode):
         self.max_tokens_per_turn = max_tokens_per_turn
         self.max_tokens = max_tokens
         self.max_seconds = max_seconds
-        self.max_environments = max_environments
+        self.max_environments = 64 if max_environments is None else max_environments
         self.max_retries = max_retries
         self.max_failed = max_failed
         self.renderer = renderer

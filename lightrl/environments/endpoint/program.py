@@ -100,13 +100,14 @@ class AgentProgram(MultiTurn):
         url: str | None = None,
         **limits: Any,
     ) -> None:
-        if process:  # 64 interpreters that import an SDK take 13 GB, and minutes to start on two cores
-            limits.setdefault("max_environments", min(64, 4 * (os.cpu_count() or 4)))
         super().__init__(max_turns=max_turns, max_seconds=max_seconds, **limits)
         require_packages("AgentProgram", "agents", "fastapi", "uvicorn")
         self.workers: Workers | None = None
         self.function: Callable[..., Any] | None = None
         if process:
+            if limits.get("max_environments") is None:
+                # 64 interpreters that import an SDK take 13 GB, and minutes to start on two cores.
+                self.max_environments = min(64, 4 * (os.cpu_count() or 4))
             self.workers = Workers(str(run), python, env)
         else:
             self.function = imported("run:", run) if isinstance(run, str) else run
