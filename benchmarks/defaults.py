@@ -36,6 +36,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "vllm, compiled": {"engine_args": {"enforce_eager": False}},
     "vllm, bfloat16, compiled": {"dtype": "bfloat16", "engine_args": {"enforce_eager": False}},
     "vllm, no chunked prefill": {"engine_args": {"enable_chunked_prefill": False}},
+    "vllm, blocks of 128 tokens": {"engine_args": {"block_size": 128}},
     "vllm, KV cache of 4 GiB": {"engine_args": {"kv_cache_memory_bytes": 4 << 30}},
     "vllm, threads not bound": {"environment": {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}},
 }

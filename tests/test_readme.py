@@ -50,9 +50,9 @@ def test_the_figures_of_the_pages_are_those_of_the_committed_results() -> None:
             f"{name}: run python scripts/plot_quickstart.py --pages"
         )
     text = " ".join(README.split())
-    trl = json.loads((RESULTS / "tiny_step.json").read_text())["cases"]
-    assert f"{trl['a']['ratio_wall']:.2f}x the speed of TRL 1.16 with 8-token prompts" in text
-    assert f"{trl['c']['ratio_wall']:.1f}x with 512-token prompts" in text
+    step = json.loads((RESULTS / "vs_trl.json").read_text())["cases"]["smollm2 48/50"]
+    ours, trl = (step[name]["wall"] for name in ("lightrl, transformers", "trl, micro-batch 8"))
+    assert f"takes {ours:.1f} s on two CPU cores, and {trl:.1f} s with TRL 1.16" in text
     sync = json.loads((RESULTS / "sync.json").read_text())["rows"][0]
     assert (sync["parameters"], sync["engine"]) == ("100M", "in process")
     assert f"A push of {sync['MB']:.0f} MB takes {sync['sync ms'] / 1000:.2f} s" in text
