@@ -12,6 +12,16 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 
+def test_the_examples_of_agents_quote_their_committed_runs() -> None:
+    runs = json.loads((ROOT / "benchmarks" / "results" / "agent_examples.json").read_text())["runs"]
+    assert runs.keys() >= {"langgraph", "code"}
+    for name, run in runs.items():
+        start, *_, end = run["eval_reward"]
+        page = " ".join((ROOT / "examples" / name / "README.md").read_text().split())
+        assert f"rises from {start:.2f} to {end:.2f} in {len(run['train_reward'])} rollouts" in page
+        assert end > start + 0.4
+
+
 def test_the_committed_runs_of_examples_end_above_their_bars_and_near_their_best(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
