@@ -30,7 +30,8 @@ class VerifiersProgram(AgentProgram):
 
     Args:
         taskset: Name of an installed task set or of a module in the working directory, or its settings with an `id`.
-        harness: Name of the harness, or its settings with an `id`. None uses the task set's harness, otherwise "bash".
+        harness: Name of the harness, or its settings with an `id`. None uses verifiers' harness "null", without tools.
+            "taskset" uses the task set's harness, otherwise "bash".
         runtime: Type of the runtime of the harness, or its settings with a `type`. With "subprocess", commands of the
             policy run with your user's privileges. Use "docker" for harnesses that run code.
         environment: Other settings of verifiers' `[env]` block, such as `id` or `agent: {max_turns: 8}`. The task set
@@ -48,7 +49,7 @@ class VerifiersProgram(AgentProgram):
     def __init__(
         self,
         taskset: str | dict[str, Any],
-        harness: str | dict[str, Any] | None = "null",
+        harness: str | dict[str, Any] | None = None,
         *,
         runtime: str | dict[str, Any] = "subprocess",
         environment: dict[str, Any] | None = None,
@@ -57,8 +58,8 @@ class VerifiersProgram(AgentProgram):
         **limits: Any,
     ) -> None:
         agent: dict[str, Any] = {"runtime": {"type": runtime} if isinstance(runtime, str) else runtime}
-        if harness is not None:
-            agent["harness"] = _named(harness)
+        if harness != "taskset":
+            agent["harness"] = _named(harness or "null")  # YAML reads the name as null, also in quotes
         settings = _settings(taskset, environment, agent=agent)
         super().__init__(
             f"{CHILD}:main", process=True, python=_python(python), env={**(env or {}), **settings}, **limits
