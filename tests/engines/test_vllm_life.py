@@ -89,7 +89,7 @@ def test_contradictions_are_refused(arguments: dict, message: str) -> None:
         VLLMEngine(**arguments)
 
 
-def test_engine_arguments_win_and_flags_arrive(tied_folder: Path) -> None:
+def test_engine_arguments_win_and_flags_arrive(tied_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     context = EngineContext(str(tied_folder), dtype="bfloat16", max_prompt_tokens=10, max_new_tokens=20, seed=2**40)
     plain = setup.arguments(VLLMEngine(), context, cuda=False)
     assert plain["model"] == str(tied_folder) and plain["dtype"] == "bfloat16" and plain["max_model_len"] == 30
@@ -98,6 +98,10 @@ def test_engine_arguments_win_and_flags_arrive(tied_folder: Path) -> None:
         dtype="float32", max_model_len=99, gpu_memory_utilization=0.3,
         sleep_level=1, engine_args={"enforce_eager": False, "max_num_seqs": 4},
     )  # fmt: skip
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    with pytest.raises(ValueError, match="fire_temperature"):
+        setup.arguments(engine, replace(context, fire=True), cuda=True)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     chosen = setup.arguments(engine, replace(context, fire=True), cuda=True)
     assert (chosen["dtype"], chosen["max_model_len"]) == ("float32", 99)
     assert chosen["gpu_memory_utilization"] == 0.3 and "kv_cache_memory_bytes" not in chosen
