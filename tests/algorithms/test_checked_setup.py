@@ -30,5 +30,5 @@ def test_a_parser_of_another_family(argument: str, name: str, path: str) -> None
     pytest.importorskip("vllm")
     from lightrl.compat import vllm_parsers
 
-    with pytest.raises(RuntimeError, match="token"):
+    with pytest.raises(ValueError, match=f"^{argument}='{name}'"):
         getattr(vllm_parsers, argument)(name, AutoTokenizer.from_pretrained(path))
