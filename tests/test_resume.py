@@ -183,13 +183,19 @@ if __name__ == "__main__":
 def test_another_optimizer_is_rejected(tmp_path: Path) -> None:
     path = quickstart_model(tmp_path)
 
-    def run(optimizer: Any, **settings: Any) -> None:
-        module = GRPOLightningModule(path, kl=None, optimizer=optimizer)
-        trainer = quiet_trainer(max_steps=settings.pop("max_steps"), callbacks=[WeightSync()])
-        trainer.fit(module, sums_data(rollouts_per_epoch=4), **settings)
-        if not settings:
+    class Save(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
             trainer.save_checkpoint(tmp_path / "adam.ckpt")
 
-    run(lambda params: torch.optim.Adam(params, lr=1e-4), max_steps=1)
+    def run(optimizer: Any, *callbacks: Any, **settings: Any) -> None:
+        module = GRPOLightningModule(path, kl=None, optimizer=optimizer)
+        trainer = quiet_trainer(max_epochs=1, limit_train_batches=2, callbacks=[WeightSync(), *callbacks])
+        trainer.fit(module, sums_data(rollouts_per_epoch=4), **settings)
+
+    class Stop(Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> int | None:
+            return -1 if index == 1 else None
+
+    run(lambda params: torch.optim.Adam(params, lr=1e-4), Save(), Stop())
     with pytest.raises(ValueError, match="state of Adam"):
-        run(lambda params: torch.optim.RAdam(params, lr=1e-4), max_steps=2, ckpt_path=tmp_path / "adam.ckpt")
+        run(lambda params: torch.optim.RAdam(params, lr=1e-4), ckpt_path=tmp_path / "adam.ckpt")

@@ -306,6 +306,7 @@ def test_vllm_samples_the_next_rollout_during_the_update(plain: Any) -> None:
 
 
 @pytest.mark.vllm
+@pytest.mark.long  # whether completions are switched midway depends on the load of the machine
 @pytest.mark.slow
 def test_a_run_with_vllm_and_an_adapter_is_resumed(tmp_path: Path) -> None:
     """It continues from the tokens that were there."""
