@@ -214,7 +214,7 @@ class BareGRPO:
 
 
 class AlternateGRPO(Callback):
-    """Times LightRL's step and the bare one in turns."""
+    """Times LightRL's step and the bare one alternately."""
 
     def __init__(self, path: str) -> None:
         self.bare = BareGRPO(path)

@@ -1,4 +1,4 @@
-"""Time to quality: what it takes until SmolLM2-135M-Instruct solves 65% of held-out sums.
+"""Time to quality: rollouts and seconds until SmolLM2-135M-Instruct solves 65% of held-out sums. Not run yet.
 
     python benchmarks/quality.py --systems grpo rloo ppo --seeds 1 2 3 --out results/quality.json
     python benchmarks/quality.py --systems trl --seeds 1 --rates 4e-5 --out results/quality.json
@@ -103,7 +103,7 @@ def outcome(given: argparse.Namespace, accuracy: dict[int, float], steps: list[f
 
 
 def trl(given: argparse.Namespace, rate: float, seed: int, log: Path) -> dict[str, Any]:
-    """Runs TRL in a process of its own."""
+    """Runs TRL in a separate process."""
     told = {**vars(given), "out": None, "rate": rate, "seed": seed, "worker": None}
     with log.open("w") as output:
         done = subprocess.run(

@@ -67,7 +67,7 @@ def arguments(engine: VLLMEngine, context: EngineContext, cuda: bool) -> dict[st
         "worker_extension_cls": f"lightrl.compat.{_WORKERS[engine.in_process]}",
     }
     if not cuda:
-        chosen["enforce_eager"] = True  # compilation takes 25-60 s and fails to save as much in a short run
+        chosen["enforce_eager"] = True  # compiling takes 25 to 60 s and saves less than that in a short run
         # With chunked prefill vLLM resets a seeded request's random state, which CPU generators don't support.
         chosen["enable_chunked_prefill"] = False
         # Completions of a prompt share the KV cache in whole blocks. In vLLM's blocks of 128 tokens, a prompt of 75
