@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 
 def until(holds: Callable[[], object], seconds: float = 60.0) -> bool:
@@ -14,6 +16,14 @@ def until(holds: Callable[[], object], seconds: float = 60.0) -> bool:
             return False
         time.sleep(0.02)
     return True
+
+
+@contextmanager
+def no_thread_left(*names: str) -> Iterator[None]:
+    """Threads with these names that start in the block end soon after it. Those of earlier tests don't count."""
+    before = set(threading.enumerate())
+    yield
+    assert until(lambda: not [one for one in set(threading.enumerate()) - before if one.name in names])
 
 
 def gone(pid: int) -> bool:

@@ -13,7 +13,7 @@ import pytest
 
 from lightrl.engines.base import EngineDiedError, SteppingEngine
 from lightrl.records import Completion, CompletionGroup, EngineContext, GenerationRequest, SamplingParams
-from tests.waiting import until
+from tests.waiting import no_thread_left, until
 
 
 class Counting(SteppingEngine):
@@ -81,11 +81,11 @@ def request(seed: int, tokens: int = 3) -> GenerationRequest:
 
 @pytest.fixture
 def engine() -> Iterator[Counting]:
-    engine = Counting()
-    yield engine
-    engine.gate.set()
-    engine.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "lightrl-sampling"]
+    with no_thread_left("lightrl-sampling"):
+        engine = Counting()
+        yield engine
+        engine.gate.set()
+        engine.close()
 
 
 def test_requests_of_one_tick_reach_the_engine_together_and_those_that_answers_lead_to(engine: Counting) -> None:

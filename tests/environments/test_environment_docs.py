@@ -57,6 +57,7 @@ def test_every_code_block_of_the_guide_runs(root: Path) -> None:
     agent = AgentProgram(names["main"])
     agent.setup(tokenizer)
     (answered,) = asyncio.run(alone(agent, ScriptedEngine([said("6")]), {**row, "answer": "6"}, SAMPLING))
+    asyncio.run(agent.close())
     assert (answered.stop_reason, answered.turn_rewards) == ("stop", [1.0])
 
 

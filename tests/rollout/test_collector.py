@@ -32,7 +32,7 @@ from lightrl.rollout.collector import RolloutStalledError
 from lightrl.rollout.host import EngineHost
 from lightrl.rollout.sampler import RolloutSampler
 from tests.rollout.conftest import ScriptedEngine
-from tests.waiting import until
+from tests.waiting import no_thread_left, until
 
 PROMPTS = Prompts(token_ids=[[1, 2], [3]], texts=["p", "q"], columns={"answer": ["x", "y"]}, indices=[7, 9])
 
@@ -102,13 +102,12 @@ def collector() -> Iterator[Callable[..., RolloutSampler]]:
         made.append(RolloutSampler(host, episode or SingleTurn(), scorer, **run, **sizes, stall_timeout=stall_timeout))
         return made[-1]
 
-    yield make
-    for one in made:
-        one.close(5.0)
-        if one.scorer is not None:
-            one.scorer.close()
-    names = ("lightrl-sampling", "lightrl-episodes")
-    assert not [thread for thread in threading.enumerate() if thread.name in names]
+    with no_thread_left("lightrl-sampling", "lightrl-episodes"):
+        yield make
+        for one in made:
+            one.close(5.0)
+            if one.scorer is not None:
+                one.scorer.close()
 
 
 def test_a_single_turn_asks_once_per_prompt_with_the_prompts_own_seed(collector: Any) -> None:

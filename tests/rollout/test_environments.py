@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,14 @@ from lightrl.records import SamplingParams
 from lightrl.rollout import Ahead, Evaluation
 from tests.rollout.tasks import Letters, Numbered, chat_model, fit, make_data, sgd
 from tests.toys import ThreadEngine, quiet_trainer
+from tests.waiting import no_thread_left
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Any:
-    yield
+    with no_thread_left("lightrl-sampling", "lightrl-episodes"):
+        yield
     assert Letters.alive == 0, "an environment was not closed"
-    assert not [t for t in threading.enumerate() if t.name in ("lightrl-sampling", "lightrl-episodes")]
 
 
 def test_a_run_plays_turns_scores_them_and_trains_what_was_sampled(path: str) -> None:

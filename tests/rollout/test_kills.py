@@ -7,7 +7,6 @@ import gc
 import os
 import signal
 import subprocess
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.environments import AgentProgram, EnvironmentFailedError
 from tests.environments.test_endpoint import listening
 from tests.rollout.tasks import Letters, fit
-from tests.waiting import gone, until
+from tests.waiting import gone, no_thread_left, until
 
 HERE = Path(__file__).resolve().parent
 PHASES = ("start", "asking", "between turns", "end")
@@ -31,11 +30,10 @@ PHASES = ("start", "asking", "between turns", "end")
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
     before = listening()
-    yield
-    gc.collect()  # what a loop held that broke off
+    with no_thread_left("endpoint", "program's process", "lightrl-sampling", "lightrl-episodes"):
+        yield
+        gc.collect()  # what a loop held that broke off
     assert until(lambda: listening() <= before), "a socket is left"
-    left = ("endpoint", "program's process", "lightrl-sampling", "lightrl-episodes")
-    assert until(lambda: not [thread for thread in threading.enumerate() if thread.name in left])
     assert Letters.alive == 0
 
 
