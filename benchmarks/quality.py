@@ -9,7 +9,7 @@ Rules, after MLPerf Training:
 
 - The task is the quickstart's: sums of one- and two-digit numbers of reasoning-gym's `basic_arithmetic`, 16 prompts x 8
   completions of at most 16 tokens per rollout, temperature 1. The 128 held-out questions are the same for all systems.
-- The target is an accuracy of 0.65 at an evaluation, sampled at temperature 1. An evaluation follows every fourth
+- The target is an accuracy of 0.65 at an evaluation, sampled at temperature 1. An evaluation follows every second
   rollout. A run fails if it hasn't reached the target after `--rollouts` rollouts.
 - The time of a run is that of its training steps (generation, rewards, weight sync, update). Loading and evaluations
   don't count. The CPU seconds are those of the whole process and include both.
@@ -34,7 +34,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-EVERY = 4
+EVERY = 2
 SUMS = {
     "operators": ["+"], "min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2, "allow_parentheses": False,
     "allow_negation": False,
