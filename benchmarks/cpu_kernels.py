@@ -27,8 +27,7 @@ from lightrl.engines import TransformersEngine
 from lightrl.models.packing.micro_batches import micro_batches
 from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import ModelSpec
-from lightrl.ops.masking import pad_rows
-from lightrl.records import EngineContext, GenerationRequest, SamplingParams
+from lightrl.records import EngineContext, GenerationRequest, SamplingParams, pad_rows
 
 PROMPTS, COPIES, NEW_TOKENS, BUDGET = 8, 8, 48, 16384
 

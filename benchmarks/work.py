@@ -43,8 +43,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lightrl.models.packing.micro_batches import micro_batches
 from lightrl.models.packing.streams import make_stream
 from lightrl.models.policy import PolicyModel, transformer_blocks
-from lightrl.ops.masking import pad_rows
-from lightrl.records import HostRows
+from lightrl.records import HostRows, pad_rows
 
 RESULTS = Path(__file__).resolve().parent / "results"
 LAYOUTS = ("padded", "packed", "shared_prefix")

@@ -28,7 +28,6 @@ import lightrl.objectives
 import lightrl.rewards
 import lightrl.rollout
 from lightrl.algorithms import LRSchedule
-from lightrl.algorithms.hooks import RLCallback
 from lightrl.checkpoints.redaction import remember_secret
 from lightrl.cli import main, run
 from lightrl.cli.lightning_cli import redacted
@@ -36,6 +35,7 @@ from lightrl.cli.report.read import read_run
 from lightrl.data import PromptSource
 from lightrl.engines import EngineContext, EngineDiedError
 from lightrl.rollout.collector import RolloutStalledError
+from lightrl.rollout.learner import RLCallback
 from tests.toys import quickstart_model
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -15,9 +15,9 @@ import torch
 import yaml
 from lightning.pytorch.callbacks import EarlyStopping
 
-from lightrl.algorithms.hooks import RLCallback
 from lightrl.callbacks import RolloutCheckpoint
 from lightrl.rollout import Evaluation
+from lightrl.rollout.learner import RLCallback
 from tests import forks
 from tests.test_resume import Reward, assert_same, rows, run
 from tests.toys import quickstart_model, quiet_trainer

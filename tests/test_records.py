@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightrl.ops.masking import pad_rows
-from lightrl.records import Prompts, Rollouts, SamplingParams
+from lightrl.records import Prompts, Rollouts, SamplingParams, pad_rows
 
 
 def rollouts() -> Rollouts:

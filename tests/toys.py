@@ -14,7 +14,6 @@ from lightning.pytorch import Trainer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from lightrl.algorithms.hooks import RLCallback
 from lightrl.callbacks import WeightSync
 from lightrl.compat.transformers import router_modules
 from lightrl.data.prompts import PromptSource
@@ -22,7 +21,7 @@ from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.engines.vllm.engine import VLLMEngine
 from lightrl.records import Experience, Rollouts, Routes, SamplingParams
 from lightrl.rollout.datamodule import RolloutDataModule
-from lightrl.rollout.learner import EngineSync
+from lightrl.rollout.learner import EngineSync, RLCallback
 
 QUICKSTART_MODEL = Path(__file__).parent.parent / "configs" / "quickstart" / "model"
 

@@ -9,11 +9,9 @@ from lightrl.compat.lazy import lazy_names
 if TYPE_CHECKING:
     from lightrl.algorithms.distill import DistillLightningModule
     from lightrl.algorithms.experience import TrajectoryLayout
-    from lightrl.algorithms.hooks import RLCallback
-    from lightrl.algorithms.learning_rates import LRSchedule
     from lightrl.algorithms.loss_variants import CPGDLightningModule, GSPOLightningModule
     from lightrl.algorithms.ppo import PPOLightningModule
-    from lightrl.algorithms.settings import CriticSpec, ExtraLosses, Shaping, Updates
+    from lightrl.algorithms.settings import CriticSpec, ExtraLosses, LRSchedule, Shaping, Updates
     from lightrl.algorithms.supervised import RewardLightningModule, SFTLightningModule
     from lightrl.algorithms.variants import (
         DAPOLightningModule,
@@ -22,6 +20,7 @@ if TYPE_CHECKING:
         ReinforcePlusPlusLightningModule,
         RLOOLightningModule,
     )
+    from lightrl.rollout.learner import RLCallback
 
 __all__ = [
     "CPGDLightningModule",
@@ -46,6 +45,6 @@ __all__ = [
 
 __getattr__ = lazy_names(
     __name__,
-    ("settings", "hooks", "learning_rates", "experience", "ppo", "variants", "loss_variants", "supervised", "distill"),
+    ("settings", "experience", "base", "ppo", "variants", "loss_variants", "supervised", "distill"),
     __all__,
 )

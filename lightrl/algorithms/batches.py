@@ -13,7 +13,7 @@ from lightrl.algorithms.experience import first_rows, loss_weights
 from lightrl.models.packing.micro_batches import micro_batches, told_apart
 from lightrl.models.policy import PolicyModel, ValueModel
 from lightrl.models.spec import Layout
-from lightrl.objectives.aggregation import Aggregation
+from lightrl.objectives.loss_terms import Aggregation
 from lightrl.records import Experience, MicroBatch, Rollouts, SupervisedBatch
 
 AllReduce = Callable[[Tensor], Tensor]

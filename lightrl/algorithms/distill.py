@@ -20,7 +20,7 @@ from lightrl.models.spec import ModelSpec
 from lightrl.models.teachers import Lesson
 from lightrl.objectives.divergences import Divergence
 from lightrl.objectives.estimators import AdvantageEstimator, Reinforce
-from lightrl.objectives.kl import KLPenalty
+from lightrl.objectives.loss_terms import KLPenalty
 from lightrl.ops.advantages import returns_to_go
 from lightrl.records import Advantages, Experience, ModelOutputs, Rollouts, TopTokens
 

@@ -1,8 +1,9 @@
-"""Evaluation metrics (`eval/`) and prediction records."""
+"""Evaluation metrics (`eval/`), prediction records, and the texts of prompts in records."""
 
 from __future__ import annotations
 
 from collections import Counter
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -10,7 +11,6 @@ from torch import Tensor
 
 from lightrl.algorithms.experience import first_rows, trajectory_lengths
 from lightrl.records import Rollouts
-from lightrl.rollout.collation import asked
 
 
 def eval_metrics(rollouts: Rollouts, success_reward: float) -> dict[str, Tensor]:
@@ -92,3 +92,34 @@ def records(rollouts: Rollouts, tokenizer: Any = None) -> list[dict[str, Any]]:
             record |= {"messages": rollouts.messages[i], "stop_reason": rollouts.stop_reasons[i]}
         found.append(record)
     return found
+
+
+def asked(rollouts: Rollouts, row: int, tokenizer: Any) -> str:
+    """Returns the text of a trajectory's first request to the engine, including tools and the system prompt.
+
+    Repeated special tokens, such as image placeholders, appear once.
+
+    Args:
+        rollouts: B sequences.
+        row: Index of the trajectory's first sequence.
+        tokenizer: The policy's tokenizer. None returns the prompt from the data.
+    """
+    if tokenizer is None:
+        return rollouts.prompts[row]
+    real = int(rollouts.attention_mask[row].sum())
+    sampled = rollouts.response_mask[row].nonzero()
+    ids = rollouts.token_ids[row, : int(sampled[0]) if len(sampled) else real].tolist()
+    special = set(tokenizer.all_special_ids)
+    runs = ((token, list(run)) for token, run in groupby(ids))
+    return str(tokenizer.decode([i for token, run in runs for i in (run[:1] if token in special else run)]))
+
+
+def question(rollouts: Rollouts, row: int) -> str:
+    """Returns the last user message of a prompt, or the whole prompt if it is not a conversation."""
+    raw = rollouts.raw_prompts[row] if rollouts.raw_prompts else rollouts.prompts[row]
+    if isinstance(raw, str) or not raw:
+        return raw or rollouts.prompts[row]
+    content = next((m.get("content") for m in reversed(raw) if m.get("role") == "user"), raw[-1].get("content"))
+    if isinstance(content, list):  # content blocks, including media
+        content = "\n".join(block.get("text") or f"[{block.get('type')}]" for block in content)
+    return content or rollouts.prompts[row]

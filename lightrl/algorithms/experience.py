@@ -13,13 +13,9 @@ from torch import Tensor
 
 from lightrl.algorithms.settings import Shaping
 from lightrl.distributed.reduction import MetricSums
-from lightrl.objectives.aggregation import Aggregation
 from lightrl.objectives.estimators import AdvantageEstimator, AdvantageInput, Credit
-from lightrl.objectives.kl import KLInReward, KLPenalty
-from lightrl.objectives.ppo_clip import LossInput, PolicyLoss
-from lightrl.ops.advantages import group_stats
-from lightrl.ops.losses import explained_variance
-from lightrl.ops.masking import AllSum, masked_whiten
+from lightrl.objectives.loss_terms import Aggregation, KLInReward, KLPenalty, LossInput, PolicyLoss
+from lightrl.ops.advantages import AllSum, explained_variance, group_stats, masked_whiten
 from lightrl.records import Advantages, Experience, ModelOutputs, Rollouts
 
 # ---- trajectories ----------------------------------------------------------------------------------------------------

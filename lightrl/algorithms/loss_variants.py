@@ -6,9 +6,8 @@ from typing import Any
 
 from lightrl.algorithms.variants import GRPOLightningModule
 from lightrl.models.spec import ModelSpec
-from lightrl.objectives.kl import KLPenalty
+from lightrl.objectives.loss_terms import KLPenalty, PolicyLoss
 from lightrl.objectives.policy_losses import CPG, GSPO
-from lightrl.objectives.ppo_clip import PolicyLoss
 
 
 class GSPOLightningModule(GRPOLightningModule):

@@ -39,21 +39,27 @@ from lightrl.algorithms.experience import (
     reward_totals,
     trajectory_loss,
 )
-from lightrl.algorithms.hooks import reads_all_rows
-from lightrl.algorithms.learning_rates import LRSchedule, set_named_rates, step_schedulers
-from lightrl.algorithms.settings import CriticSpec, ExtraLosses, Shaping, Updates, require_matching_parts
+from lightrl.algorithms.settings import (
+    CriticSpec,
+    ExtraLosses,
+    LRSchedule,
+    Shaping,
+    Updates,
+    require_matching_parts,
+    set_named_rates,
+    step_schedulers,
+)
 from lightrl.compat.lightning import forget_step_metrics
 from lightrl.distributed import states, strategies
 from lightrl.distributed.reduction import MetricSums
 from lightrl.models.policy import PolicyModel, ValueModel
 from lightrl.models.spec import ModelSpec, RewardModelSpec
-from lightrl.objectives.aggregation import Aggregation, TokenMean
 from lightrl.objectives.estimators import GAE, AdvantageEstimator
-from lightrl.objectives.kl import KLInLoss, KLInReward, KLPenalty
-from lightrl.objectives.ppo_clip import PolicyLoss, PPOClip
+from lightrl.objectives.loss_terms import Aggregation, KLInLoss, KLInReward, KLPenalty, PolicyLoss, PPOClip, TokenMean
 from lightrl.ops.losses import clipped_value_loss
 from lightrl.records import Advantages, Experience, MicroBatch, ModelOutputs, Rollouts, SupervisedBatch
 from lightrl.rollout.datamodule import RolloutDataModule
+from lightrl.rollout.learner import reads_all_rows
 
 STEP = ("training_step", "micro_batches", "compute_loss", "forward_policy", "policy_loss")
 """Hooks between the mini-batch and its gradient."""

@@ -12,8 +12,8 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 from torchmetrics.classification import BinaryAccuracy
 
-from lightrl.algorithms.learning_rates import LRSchedule, make_optimizer, run_position, set_named_rates, with_schedule
 from lightrl.algorithms.saving import SavesPretrained
+from lightrl.algorithms.settings import LRSchedule, make_optimizer, run_position, set_named_rates, with_schedule
 from lightrl.compat.lightning import accumulates
 from lightrl.distributed import strategies
 from lightrl.models.policy import PolicyModel

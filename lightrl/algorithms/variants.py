@@ -6,10 +6,19 @@ from typing import Any
 
 from lightrl.algorithms.ppo import PPOLightningModule
 from lightrl.models.spec import ModelSpec
-from lightrl.objectives.aggregation import Aggregation, ConstantLength, SequenceMean, SequenceSum, TokenMean
 from lightrl.objectives.estimators import RLOO, AdvantageEstimator, GroupRelative, ReinforcePlusPlus
-from lightrl.objectives.kl import KLInLoss, KLInReward, KLPenalty
-from lightrl.objectives.ppo_clip import PolicyLoss, PPOClip
+from lightrl.objectives.loss_terms import (
+    Aggregation,
+    ConstantLength,
+    KLInLoss,
+    KLInReward,
+    KLPenalty,
+    PolicyLoss,
+    PPOClip,
+    SequenceMean,
+    SequenceSum,
+    TokenMean,
+)
 
 
 class CriticFreeLightningModule(PPOLightningModule):

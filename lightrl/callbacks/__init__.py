@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from lightrl.checkpoints.rollout_checkpoint import RolloutCheckpoint
 from lightrl.compat.lazy import lazy_names
-from lightrl.rollout.weight_sync import WeightSync
+from lightrl.rollout.host import WeightSync
 
 if TYPE_CHECKING:
     from lightrl.callbacks.coefficients import AdaptiveEntropy, AdaptiveKL, LinearKL, RewardNormalization

@@ -8,9 +8,9 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightrl.algorithms.experience import first_rows
-from lightrl.algorithms.hooks import RLCallback
 from lightrl.ops.entropy import adaptive_entropy_coef
 from lightrl.records import Rollouts
+from lightrl.rollout.learner import RLCallback
 
 
 class AdaptiveEntropy(RLCallback):

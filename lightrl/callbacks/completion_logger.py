@@ -21,14 +21,14 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
+from lightrl.algorithms.evaluation import asked, question
 from lightrl.algorithms.experience import TrajectoryLayout, first_rows, trajectory_lengths
-from lightrl.algorithms.hooks import RLCallback
 from lightrl.callbacks.run_files import describe, run_folder, thumbnail, write_once
 from lightrl.callbacks.traces import log_traces
 from lightrl.checkpoints.files import append_lines
 from lightrl.records import Experience, Rollouts
 from lightrl.rewards.encoding import png
-from lightrl.rollout.collation import asked, question
+from lightrl.rollout.learner import RLCallback
 
 WIDTH_WITHOUT_TERMINAL = 120
 THUMBNAILS = "thumbnails"

@@ -10,10 +10,9 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from lightrl.algorithms.hooks import RLCallback
 from lightrl.engines.base import Engine
 from lightrl.records import Experience, Rollouts, SamplingParams, Trajectory
-from lightrl.rollout.learner import TrajectoryCheck
+from lightrl.rollout.learner import RLCallback, TrajectoryCheck
 
 log = logging.getLogger(__name__)
 

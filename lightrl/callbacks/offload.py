@@ -11,8 +11,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy
 from torch import nn
 
-from lightrl.algorithms.hooks import RLCallback
 from lightrl.records import Experience
+from lightrl.rollout.learner import RLCallback
 
 Role = Literal["reference", "critic", "reward_models", "teachers"]
 ROLES: tuple[Role, ...] = ("reference", "critic", "reward_models", "teachers")

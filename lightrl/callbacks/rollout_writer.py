@@ -14,13 +14,13 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
-from lightrl.algorithms.hooks import RLCallback
+from lightrl.algorithms.evaluation import asked
 from lightrl.callbacks.run_files import run_folder, write_once
 from lightrl.checkpoints.files import DamagedError, atomic_write, read_records, verify
 from lightrl.records import Experience, Media, Rollouts
 from lightrl.rewards.encoding import png
-from lightrl.rollout.collation import asked
 from lightrl.rollout.datamodule import RolloutDataModule
+from lightrl.rollout.learner import RLCallback
 
 TENSORS = (
     *("token_ids", "attention_mask", "response_mask", "group_ids", "trajectory_ids", "turn_ids"),

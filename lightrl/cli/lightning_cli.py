@@ -27,9 +27,9 @@ import lightrl.environments
 import lightrl.objectives
 import lightrl.rewards
 import lightrl.rollout
-from lightrl.algorithms.learning_rates import LRSchedule
 from lightrl.algorithms.run_record import hardware, versions
 from lightrl.algorithms.saving import SavesPretrained
+from lightrl.algorithms.settings import LRSchedule
 from lightrl.callbacks import ThroughputMonitor
 from lightrl.checkpoints.redaction import plain_secrets, redact, redact_arguments, remember_secret, resolve_environment
 from lightrl.checkpoints.rollout_checkpoint import RolloutCheckpoint, preempt, preemptions
@@ -43,10 +43,8 @@ from lightrl.compat.jsonargparse import (
 from lightrl.compat.lightning_cli import YamlCLI, begin_table
 from lightrl.data import PromptSource
 from lightrl.engines import Engine
-from lightrl.objectives.aggregation import Aggregation
 from lightrl.objectives.estimators import AdvantageEstimator
-from lightrl.objectives.kl import KLPenalty
-from lightrl.objectives.ppo_clip import PolicyLoss
+from lightrl.objectives.loss_terms import Aggregation, KLPenalty, PolicyLoss
 
 ROOMS = (
     *(lightrl.algorithms, lightrl.callbacks, lightrl.data, lightrl.distributed, lightrl.engines, lightrl.environments),

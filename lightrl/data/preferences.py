@@ -19,7 +19,7 @@ from lightrl.data.sft import SFTDataModule, SFTSource
 from lightrl.data.sft_loader import SFTLoader
 from lightrl.data.templates import load_tokenizer
 from lightrl.models.turns import text_ids
-from lightrl.ops.masking import pad_rows
+from lightrl.records import pad_rows
 
 
 class PreferencePair(NamedTuple):

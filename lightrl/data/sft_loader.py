@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lightrl.data.rows import shuffled_order
-from lightrl.ops.masking import pad_rows
+from lightrl.records import pad_rows
 
 Row = tuple[list[int], list[int]] | tuple[list[int], list[int], list[bool]]
 """Prompt tokens, completion tokens, and a mask of the trained completion tokens unless all are trained."""

@@ -16,7 +16,7 @@ from lightrl.models.packing.micro_batches import micro_batches, told_apart
 from lightrl.models.policy import read_values, transformer_blocks
 from lightrl.models.spec import Layout, ModelSpec, RewardModelSpec
 from lightrl.models.turns import text_ids
-from lightrl.ops.masking import pad_rows
+from lightrl.records import pad_rows
 
 
 class RewardModel(nn.Module):

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from lightrl.compat.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from lightrl.objectives.aggregation import Aggregation, ConstantLength, SequenceMean, SequenceSum, TokenMean
     from lightrl.objectives.divergences import Divergence, ForwardKL, JensenShannon, ReverseKL
     from lightrl.objectives.estimators import (
         GAE,
@@ -24,7 +23,19 @@ if TYPE_CHECKING:
         ReinforcePlusPlusBaseline,
         SequenceEstimator,
     )
-    from lightrl.objectives.kl import KLInLoss, KLInReward, KLPenalty
+    from lightrl.objectives.loss_terms import (
+        Aggregation,
+        ConstantLength,
+        KLInLoss,
+        KLInReward,
+        KLPenalty,
+        LossInput,
+        PolicyLoss,
+        PPOClip,
+        SequenceMean,
+        SequenceSum,
+        TokenMean,
+    )
     from lightrl.objectives.off_policy import (
         VESPO,
         GeometricRejection,
@@ -33,7 +44,6 @@ if TYPE_CHECKING:
         RolloutRatio,
     )
     from lightrl.objectives.policy_losses import CISPO, CPG, DPPO, DRO, GMPO, GSPO, SAPO, RLOOSequence, SequenceClip
-    from lightrl.objectives.ppo_clip import LossInput, PolicyLoss, PPOClip
     from lightrl.objectives.turn_estimators import GiGPO, TurnGAE, TurnReturns, Turns
 
 __all__ = [
@@ -86,9 +96,7 @@ __all__ = [
 ]
 
 _MODULES = (
-    "ppo_clip",
-    "kl",
-    "aggregation",
+    "loss_terms",
     "estimators",
     "off_policy",
     "policy_losses",

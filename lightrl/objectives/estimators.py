@@ -10,18 +10,22 @@ import torch
 from torch import Tensor
 
 from lightrl.compat.arguments import one_of
-from lightrl.objectives.kl import KLInReward, KLPenalty
+from lightrl.objectives.loss_terms import KLInReward, KLPenalty
 from lightrl.ops.advantages import (
+    AllSum,
     gae,
     group_centered,
     group_stats,
+    identity,
     leave_one_out,
+    masked_moments,
+    masked_sum,
+    masked_whiten,
     optimal_baseline,
     pass_at_k,
     returns_to_go,
     spread,
 )
-from lightrl.ops.masking import AllSum, identity, masked_moments, masked_sum, masked_whiten
 
 Credit = Literal["total", "parts", "turns"]
 _CREDITS: dict[str, Credit] = {"reward_parts": "parts", "turn_ids": "turns", "anchors": "turns"}

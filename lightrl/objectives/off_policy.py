@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightrl.compat.arguments import one_of
-from lightrl.objectives.ppo_clip import EngineUse, LossInput, Metrics, PolicyLoss, ratio_metrics, sequence_mean
+from lightrl.objectives.loss_terms import EngineUse, LossInput, Metrics, PolicyLoss, ratio_metrics, sequence_mean
 from lightrl.ops.losses import MAX_LOG_RATIO
 
 

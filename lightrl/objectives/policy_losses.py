@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from lightrl.compat.arguments import at_least
-from lightrl.objectives.ppo_clip import (
+from lightrl.objectives.loss_terms import (
     LossInput,
     Metrics,
     PolicyLoss,

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from lightrl.ops.masking import AllSum, identity
+from lightrl.ops.advantages import AllSum, identity
 
 
 def top_entropy_mask(entropy: Tensor, mask: Tensor, fraction: float, *, all_sum: AllSum = identity) -> Tensor:

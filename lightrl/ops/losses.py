@@ -28,8 +28,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightrl.ops.masking import AllSum, identity, masked_moments
-
 KLEstimator = Literal["k1", "k2", "k3"]
 
 MAX_LOG_RATIO = 20.0
@@ -162,25 +160,6 @@ def clipped_value_loss(
         return 0.5 * plain, zero.detach()
     bounded = (old_values + (values - old_values).clamp(-clip_eps, clip_eps) - returns).square()
     return 0.5 * torch.maximum(plain, bounded), (bounded > plain).to(values.dtype).detach()
-
-
-def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, all_sum: AllSum = identity) -> Tensor:
-    """Fraction of the returns' variance explained by the critic: `1 - Var[R - V] / Var[R]` over the mask.
-
-    Args:
-        values: (B, T) values of the critic.
-        returns: (B, T) returns.
-        mask: (B, T) bool.
-        all_sum: Sum over ranks.
-
-    Returns:
-        Scalar of the values' dtype. 1 is perfect, 0 no better than a constant, and negative worse than a constant. 0 if
-        the returns don't vary.
-    """
-    residual = masked_moments(returns - values, mask, all_sum=all_sum)[2]
-    total = masked_moments(returns, mask, all_sum=all_sum)[2]
-    explained = 1 - residual / total.clamp(min=torch.finfo(torch.float64).tiny)
-    return torch.where(total > 0, explained, torch.zeros_like(explained)).to(values.dtype)
 
 
 def bradley_terry_loss(

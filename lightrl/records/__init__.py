@@ -10,15 +10,19 @@ Entries without meaning (prompt, padding, log-prob of the first token) are 0, an
 
 from __future__ import annotations
 
-from lightrl.records.experience import Advantages, Experience, MicroBatch, ModelOutputs
 from lightrl.records.rollouts import (
+    Advantages,
+    Experience,
     HostRows,
+    MicroBatch,
+    ModelOutputs,
     Rollouts,
     RowBatch,
     Scores,
     SupervisedBatch,
     Trajectory,
     TrajectoryRow,
+    pad_rows,
     per_row,
     per_token,
 )
@@ -61,6 +65,7 @@ __all__ = [
     "TopTokens",
     "Trajectory",
     "TrajectoryRow",
+    "pad_rows",
     "per_row",
     "per_token",
 ]

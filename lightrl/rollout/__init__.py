@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from lightrl.rollout.loaders import Evaluation
     from lightrl.rollout.overlap import Ahead, InFlight
     from lightrl.rollout.ptx import PTXSource
-    from lightrl.rollout.schedules import OnPolicy, Schedule
+    from lightrl.rollout.sampler import OnPolicy, Schedule
 
 __all__ = ["Ahead", "Evaluation", "InFlight", "OnPolicy", "PTXSource", "RolloutDataModule", "Schedule"]
 
-__getattr__ = lazy_names(__name__, ("schedules", "loaders", "datamodule", "overlap", "ptx"), __all__)
+__getattr__ = lazy_names(__name__, ("sampler", "loaders", "datamodule", "overlap", "ptx"), __all__)

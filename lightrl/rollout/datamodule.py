@@ -24,12 +24,11 @@ from lightrl.environments.episodes import Episode, SingleTurn
 from lightrl.records import Prompts, Rollouts, SamplingParams, SupervisedBatch
 from lightrl.rewards.base import RewardSpec
 from lightrl.rewards.scorer import OWN_NAMES, RewardScorer
-from lightrl.rollout.collation import ScoredGroup, collate, trajectory_metrics
+from lightrl.rollout.collector import ScoredGroup, collate, trajectory_metrics
 from lightrl.rollout.host import EngineHost
 from lightrl.rollout.learner import RolloutLearner
 from lightrl.rollout.loaders import EvalLoader, Evaluation, RolloutLoader
-from lightrl.rollout.sampler import RolloutSampler
-from lightrl.rollout.schedules import OnPolicy, Schedule
+from lightrl.rollout.sampler import OnPolicy, RolloutSampler, Schedule
 
 if TYPE_CHECKING:
     from lightrl.data.curriculum import PromptCurriculum

@@ -1,19 +1,226 @@
-"""The engine's lifecycle in a run: start, weight sync, sleep, and close."""
+"""The engine in a run: start, weight sync, sleep, and close."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightrl.engines.base import Engine, StaleWeightsError
-from lightrl.records import EngineContext, GenerationRequest, Prompts, SamplingParams
-from lightrl.rollout.collation import ScoredGroup
+from lightrl.compat.transformers import as_saved
+from lightrl.distributed.states import fingerprint
+from lightrl.engines.base import TOLERANCE, Engine, StaleWeightsError
+from lightrl.models.turns import harmless_id, placeholder_ids
+from lightrl.records import Completion, EngineContext, GenerationRequest, Prompts, SamplingParams
+from lightrl.rollout.collector import ScoredGroup
 from lightrl.rollout.learner import EngineSync, RolloutLearner, TrajectoryCheck
-from lightrl.rollout.weight_sync import WeightSync
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+class WeightSync(EngineSync):
+    """Pushes the policy's weights to the engine before it generates, whenever they have changed.
+
+    A push happens when the engine's `policy_version` differs from the module's. A resumed run always starts with a
+    push, because checkpoints don't store the engine's version. Engines that support LoRA receive only the adapter.
+    `RolloutDataModule` uses a default instance unless the trainer has an `EngineSync` callback. Add this callback to
+    change its settings.
+
+    After each push, a weight-sync check (the *canary*) compares the log-probs of a few fixed tokens between engine and
+    trainer. The tokens come from the run's first prompts, or are random if there are none yet. The run stops if the
+    mean difference exceeds `tolerance`, because training on samples from stale weights would fail silently. For prompts
+    with media, the check also samples a few tokens and compares their log-probs, which verifies the vision tower and
+    its adapters.
+
+    Two further checks detect errors below the tolerance. The engine's log-probs must not be identical to those before
+    the push if the trainer's have changed. If the trainer's changed by ten times the last gap, the engine's must have
+    moved at least halfway.
+
+    Args:
+        canary: Whether to run the check after each push.
+        tolerance: Maximum mean absolute difference in nats. Defaults to 5e-4 for a float32 engine, 0.05 for float16,
+            and 0.5 for bfloat16 (rounding in a pretrained 135M model is 0.05 to 0.16). Setting it disables the two
+            further checks.
+        num_sequences: Number of sequences to compare.
+        num_tokens: Number of tokens per sequence, and of tokens sampled after a prompt with media. Mixture-of-experts
+            models get additional sequences, about eight tokens per expert, if the engine doesn't replay routes.
+
+    Raises:
+        StaleWeightsError: If the log-probs differ by more than the tolerance, from `ensure_synced`.
+    """
+
+    def __init__(
+        self, canary: bool = True, tolerance: float | None = None, num_sequences: int = 2, num_tokens: int = 16
+    ) -> None:
+        self.canary = canary
+        self.tolerance = tolerance
+        self.num_sequences = num_sequences
+        self.num_tokens = num_tokens
+        self.last_gap: float | None = None
+        """Mean absolute log-prob difference in nats of the last check."""
+        self.last_media_gap: float | None = None
+        """Mean absolute log-prob difference in nats after a prompt with media; None for text-only runs."""
+        self._frozen: int | None = None  # fingerprint at the last push
+        self._prompts: list[list[int]] | None = None
+        self._media: GenerationRequest | None = None
+        self._answered: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # tokens, engine's, trainer's
+
+    def show_prompts(self, token_ids: Sequence[Sequence[int]]) -> None:
+        """Keeps the first prompts for the check."""
+        if self._prompts is None:
+            self._prompts = [list(ids) for ids in token_ids]
+
+    def show_media(self, request: GenerationRequest) -> None:
+        """Keeps the first request with media for the check."""
+        self._media = self._media or request
+
+    def ensure_synced(self, module: RolloutLearner, engine: Engine) -> None:
+        """Pushes the weights if the versions differ. Collective."""
+        if engine.policy_version == module.policy_version:
+            return
+        moved = self._frozen_moved(module)
+        with torch.no_grad():
+            if engine.pushes == "adapter":
+                if moved:
+                    raise ValueError(
+                        f"lora: the base weights have changed, but {type(engine).__name__} receives only the adapter. "
+                        'Set lora_sync="merged".'
+                    )
+                engine.load_adapter(*module.policy_adapter(), policy_version=module.policy_version)
+            elif engine.takes_parts and engine.policy_version >= 0 and not moved and _some_frozen(module):
+                # An earlier push included the frozen weights.
+                trained = _named_for(engine, module, module.named_policy_weights(trained_only=True))
+                engine.load_weights(trained, policy_version=module.policy_version, partial=True)
+            else:
+                weights = _named_for(engine, module, module.named_policy_weights())
+                engine.load_weights(weights, policy_version=module.policy_version)
+            if self.canary:
+                self._check(module, engine)
+                self._check_media(module, engine)
+
+    def _frozen_moved(self, module: RolloutLearner) -> bool:
+        """Whether frozen weights have changed since the last push. Collective."""
+        named, before = module.actor.lm.named_parameters(), self._frozen
+        self._frozen = fingerprint(p for name, p in named if not p.requires_grad and "lora_" not in name)
+        return bool(module.all_max(torch.tensor(float(before not in (None, self._frozen)))))
+
+    def _check(self, module: RolloutLearner, engine: Engine) -> None:
+        tokens = self._tokens(module, engine, min(self.num_tokens, engine.max_model_len - 1))
+        for placeholder in placeholder_ids(module.actor.lm.config).values():  # has no media here
+            tokens[tokens == placeholder] = harmless_id(module.actor.lm.config)
+        routes = [module.actor.agreed_routes(tokens)] if engine.replays_routes else []
+        theirs = torch.tensor(engine.logprobs(tokens.tolist(), *routes))
+        ours = module.token_logprobs(tokens.to(module.device), *routes).cpu()[:, 1:]
+        if bool(module.all_max((~ours.isfinite()).any().float())):
+            raise ValueError(
+                f"The policy's log-probs are not finite after {module.policy_version} updates: training has diverged. "
+                "Lower the learning rate or max_grad_norm."
+            )
+        gaps = (ours - theirs).abs()
+        self.last_gap = float(gaps.mean())
+        tolerance = self._tolerance(engine)
+        behind = self._why_behind(tokens, theirs, ours, tolerance) if self.tolerance is None else ""
+        worst = bool(module.all_max(torch.tensor(float(bool(behind) or not self.last_gap <= tolerance))))
+        self._answered = None if worst else (tokens, theirs, ours)
+        if worst:
+            version = engine.policy_version
+            engine.mark_stale()
+            raise StaleWeightsError(
+                f"After pushing the weights of policy version {version} the engine's log-probs differ from the "
+                f"trainer's by {self.last_gap:.2e} on average (maximum {gaps.max():.2e}; allowed: {tolerance:g} on "
+                f"average{behind}). The engine holds stale or incomplete weights. Check that its dtype matches the "
+                "trainer's precision. Raise WeightSync.tolerance only if the difference is due to rounding."
+            )
+
+    def _check_media(self, module: RolloutLearner, engine: Engine) -> None:
+        """Compares the log-probs of tokens that the engine samples after a prompt with media. Collective."""
+        request = self._media
+        if not bool(module.all_max(torch.tensor(float(request is not None)))):
+            return
+        if request is None:  # other ranks have one, and the forward pass is collective
+            module.token_logprobs(torch.zeros((1, 2), dtype=torch.long, device=module.device))
+            gap = 0.0
+        else:
+            room = min(self.num_tokens, engine.max_model_len - len(request.token_ids))
+            asked = replace(request, sampling=SamplingParams(max_new_tokens=room, ignore_eos=True), seed=0)
+            (group,) = engine.generate_all([asked])
+            new = group.completions[0]
+            gap = float((_logprobs(module, request, new) - torch.tensor(new.logprobs)).abs().mean())
+            self.last_media_gap = gap
+        tolerance = self._tolerance(engine)
+        worst = float(module.all_max(torch.tensor(gap if gap == gap else float("inf"))))
+        if worst > tolerance:
+            engine.mark_stale()
+            raise StaleWeightsError(
+                f"engine={type(engine).__name__} with {type(module.actor.lm).__name__}: after a prompt with media, the "
+                f"engine's log-probs differ from the trainer's by {worst:.2e} on average (allowed: {tolerance:g}), "
+                "while those of text agree. The engine lacks an adapter or weights of the vision tower, or uses a "
+                "different attention mask for media. Use TransformersEngine, or train on text only."
+            )
+
+    def _tolerance(self, engine: Engine) -> float:
+        return self.tolerance or TOLERANCE.get(engine.dtype or "float32", TOLERANCE["bfloat16"])
+
+    def _tokens(self, module: RolloutLearner, engine: Engine, length: int) -> torch.Tensor:
+        """(B, length) tokens of the concatenated prompts, or random tokens if the prompts are too short.
+
+        If the engine chooses the experts, sequences of random tokens follow, to cover most experts.
+        """
+        config = module.actor.lm.config.get_text_config()
+        generator = torch.Generator().manual_seed(0)
+        known = [token for prompt in self._prompts or () for token in prompt][: self.num_sequences * length]
+        if len(known) == self.num_sequences * length:
+            tokens = torch.tensor(known).view(self.num_sequences, length)
+        else:
+            tokens = torch.randint(config.vocab_size, (self.num_sequences, length), generator=generator)
+        if engine.replays_routes or not module.actor.has_experts:
+            return tokens
+        experts = next((n for name in _EXPERTS if (n := getattr(config, name, None))), 0)
+        rows = -(-8 * experts // (length * (getattr(config, "num_experts_per_tok", None) or 1)))
+        return torch.cat([tokens, torch.randint(config.vocab_size, (rows, length), generator=generator)])
+
+    def _why_behind(self, tokens: torch.Tensor, theirs: torch.Tensor, ours: torch.Tensor, tolerance: float) -> str:
+        """Returns why the change since the last check suggests a failed push, or an empty string."""
+        if self._answered is None or not torch.equal(tokens, self._answered[0]):
+            return ""
+        _, their_last, our_last = self._answered
+        if torch.equal(theirs, their_last) and float((ours - our_last).abs().mean()) > tolerance / 100:
+            return "; the engine's log-probs are identical to those before the push"
+        rounding = float((our_last - their_last).abs().mean())
+        moved = float((ours - their_last).abs().mean())  # the gap without a push
+        half = moved > 10 * rounding and float((ours - theirs).abs().mean()) > moved / 2
+        return "; the engine moved less than half as far as the trainer" if half else ""
+
+
+@torch.no_grad()
+def _logprobs(module: RolloutLearner, request: GenerationRequest, completion: Completion) -> torch.Tensor:
+    """Returns the trainer's log-probs of a completion of a prompt with media."""
+    start = len(request.token_ids)
+    token_ids = torch.tensor([[*request.token_ids, *completion.token_ids]], device=module.device)
+    response = torch.arange(token_ids.shape[1], device=module.device)[None] >= start
+    with module.trainer.precision_plugin.forward_context():
+        out = module.actor(
+            token_ids, torch.ones_like(response), response, inputs=[request.inputs], routes=[completion.routes]
+        )
+    logprobs: torch.Tensor = out.logprobs[0, start:].cpu()
+    return logprobs
+
+
+def _named_for(
+    engine: Engine, module: RolloutLearner, weights: Iterator[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Renames the policy's weights to the engine's parameter names."""
+    return as_saved(module.actor.lm, weights) if engine.pushes == "checkpoint" else weights
+
+
+def _some_frozen(module: RolloutLearner) -> bool:
+    """Whether the policy has frozen weights."""
+    return not all(parameter.requires_grad for parameter in module.actor.lm.parameters())
+
 
 log = logging.getLogger(__name__)
 

@@ -17,8 +17,7 @@ from lightrl.distributed.strategies import gather_objects
 from lightrl.engines.background import in_background
 from lightrl.engines.base import Engine
 from lightrl.records import Completion, Routes, SamplingParams, Support
-from lightrl.rollout.sampler import BegunRollout, RolloutSampler, SampledRollout
-from lightrl.rollout.schedules import Schedule
+from lightrl.rollout.sampler import BegunRollout, RolloutSampler, SampledRollout, Schedule
 
 
 class _BesideTraining(Schedule):

@@ -11,9 +11,8 @@ import yaml
 from lightning.pytorch.loggers import CSVLogger, Logger
 
 from lightrl import GRPOLightningModule, LoraSpec, ModelSpec
-from lightrl.algorithms.learning_rates import LRSchedule
 from lightrl.algorithms.run_record import described
-from lightrl.algorithms.settings import Shaping
+from lightrl.algorithms.settings import LRSchedule, Shaping
 from lightrl.rewards.scorer import RewardScorer
 from tests.toys import digits_reward, quickstart_model, quiet_trainer, sums_data
 

@@ -14,12 +14,12 @@ from lightning.pytorch import seed_everything
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from lightrl.algorithms import PPOLightningModule, RewardLightningModule
-from lightrl.algorithms.hooks import RLCallback
 from lightrl.callbacks import HFExport, WeightSync
 from lightrl.data.preferences import PreferenceDataModule, PreferenceLoader, PreferencePair, PreferenceSource
 from lightrl.models.reward import RewardModel
 from lightrl.models.spec import LoraSpec, ModelSpec, RewardModelSpec
 from lightrl.ops.losses import bradley_terry_loss
+from lightrl.rollout.learner import RLCallback
 from tests.toys import quickstart_model, quiet_trainer, sgd, sums_data
 
 # People want the sum, and a full stop after it.

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lightrl.algorithms import GRPOLightningModule
-from lightrl.algorithms.hooks import RLCallback
 from lightrl.algorithms.settings import Shaping
 from lightrl.callbacks import RewardNormalization
 from lightrl.data.prompts import PromptSource
@@ -17,6 +16,7 @@ from lightrl.models.spec import RewardModelSpec
 from lightrl.objectives import GDPO, MaxRL
 from lightrl.rewards.rules import SoftOverlong
 from lightrl.rollout import Evaluation
+from lightrl.rollout.learner import RLCallback
 from tests.algorithms.toys import fit, grpo
 from tests.toys import digits_reward, quiet_trainer, sums_data
 

@@ -14,9 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
 from lightrl.algorithms import GRPOLightningModule, SFTLightningModule
-from lightrl.algorithms.hooks import RLCallback, require_rl_callbacks
-from lightrl.algorithms.learning_rates import LRSchedule
-from lightrl.algorithms.settings import ExtraLosses, Shaping, Updates
+from lightrl.algorithms.settings import ExtraLosses, LRSchedule, Shaping, Updates
 from lightrl.callbacks import RolloutCheckpoint, WeightSync
 from lightrl.data import SFTDataModule, SFTSource
 from lightrl.distributed.states import fingerprint
@@ -34,6 +32,7 @@ from lightrl.objectives import (
 from lightrl.objectives.off_policy import OffPolicyCorrection
 from lightrl.records import Experience, Rollouts
 from lightrl.rollout import Evaluation
+from lightrl.rollout.learner import RLCallback, require_rl_callbacks
 from tests.algorithms.toys import SMALL, FirstSums, fit, grpo, weights
 from tests.toys import Keep, quickstart_model, quiet_trainer, sgd, sums_data
 

@@ -12,9 +12,8 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, SingleDeviceStrategy
 from torch import Tensor
 
 from lightrl.algorithms import PPOLightningModule
-from lightrl.algorithms.learning_rates import make_optimizer
 from lightrl.algorithms.ppo import CriticSpec
-from lightrl.algorithms.settings import ExtraLosses, Updates
+from lightrl.algorithms.settings import ExtraLosses, Updates, make_optimizer
 from lightrl.callbacks import WeightSync
 from lightrl.models.spec import LoraSpec, ModelSpec
 from lightrl.objectives import KLInReward

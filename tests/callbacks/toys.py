@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from lightrl.ops.masking import pad_rows
-from lightrl.records import Experience, Rollouts
+from lightrl.records import Experience, Rollouts, pad_rows
 from lightrl.rollout.learner import RolloutLearner
 
 

@@ -26,8 +26,8 @@ from lightrl.objectives import (
     SequenceSum,
     TokenMean,
 )
+from lightrl.ops.advantages import AllSum, identity, masked_whiten
 from lightrl.ops.entropy import top_entropy_mask
-from lightrl.ops.masking import AllSum, identity, masked_whiten
 from tests import forks
 
 PARTS = {0: slice(0, 8), 1: slice(8, 24)}

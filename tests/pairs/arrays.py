@@ -15,9 +15,9 @@ import torch
 from lightning.pytorch import seed_everything
 from lightning.pytorch.plugins.precision import MixedPrecision
 
-from lightrl.algorithms.hooks import RLCallback
 from lightrl.callbacks import WeightSync
 from lightrl.objectives import GMPO, SequenceClip
+from lightrl.rollout.learner import RLCallback
 from tests.pairs.features import CALLBACKS, FACTORS, Settings, data_of, module_of, refused
 from tests.toys import quickstart_model, quiet_trainer
 

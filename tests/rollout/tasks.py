@@ -16,13 +16,13 @@ from lightning.pytorch import seed_everything
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from lightrl.algorithms import GRPOLightningModule
-from lightrl.algorithms.hooks import RLCallback
 from lightrl.callbacks import TrajectoryLogprobCheck, WeightSync
 from lightrl.data.prompts import PromptSource
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.environments import AgentProgram, Environment, EnvironmentEpisode, EnvironmentFailedError, Reply, Step
 from lightrl.records import Experience, Rollouts, SamplingParams
 from lightrl.rollout import RolloutDataModule
+from lightrl.rollout.learner import RLCallback
 from tests.environments.families import FAMILIES, make_tokenizer
 from tests.toys import near_ties, quiet_trainer, sgd
 

@@ -27,8 +27,7 @@ from lightrl.records import (
 )
 from lightrl.rewards.base import RewardError
 from lightrl.rewards.scorer import RewardScorer
-from lightrl.rollout.collation import collate, trajectory_metrics
-from lightrl.rollout.collector import RolloutStalledError
+from lightrl.rollout.collector import RolloutStalledError, collate, trajectory_metrics
 from lightrl.rollout.host import EngineHost
 from lightrl.rollout.sampler import RolloutSampler
 from tests.rollout.conftest import ScriptedEngine

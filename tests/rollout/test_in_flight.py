@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from lightrl.algorithms import GRPOLightningModule
-from lightrl.algorithms.hooks import RLCallback
 from lightrl.callbacks import RolloutCheckpoint, TrajectoryLogprobCheck
 from lightrl.data.prompts import PromptSource
 from lightrl.engines import ServerEngine
@@ -23,6 +22,7 @@ from lightrl.environments.episodes import Episode, Task, one_turn
 from lightrl.models.spec import LoraSpec, ModelSpec
 from lightrl.records import CompletionGroup, GenerationRequest, Rollouts, SamplingParams, Trajectory
 from lightrl.rollout import Ahead, Evaluation, InFlight
+from lightrl.rollout.learner import RLCallback
 from tests.models.test_routing import saved
 from tests.rollout.test_staleness import Watch, run, sgd, staleness
 from tests.toys import KeptEngine, ThreadEngine, digits_reward, quickstart_model, sums_data

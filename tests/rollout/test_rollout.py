@@ -18,7 +18,7 @@ from lightrl.engines.base import StaleWeightsError
 from lightrl.environments.episodes import one_turn, request_seed
 from lightrl.records import Completion, CompletionGroup, Prompts, SamplingParams, Scores
 from lightrl.rewards.base import RewardError
-from lightrl.rollout.collation import ScoredGroup, collate
+from lightrl.rollout.collector import ScoredGroup, collate
 from lightrl.rollout.loaders import RolloutLoader
 from tests.toys import Idle, Keep, quickstart_model, quiet_trainer, sums_data
 

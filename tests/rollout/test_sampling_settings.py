@@ -11,7 +11,6 @@ import torch
 from lightning.pytorch import seed_everything
 
 from lightrl.algorithms import GRPOLightningModule
-from lightrl.algorithms.hooks import RLCallback
 from lightrl.callbacks import WeightSync
 from lightrl.data.prompts import PromptSource
 from lightrl.engines import ServerEngine, VLLMEngine
@@ -19,7 +18,8 @@ from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.environments.episodes import Episode, Task, one_turn
 from lightrl.records import Prompts, Rollouts, SamplingParams, Trajectory, TrajectoryRow
 from lightrl.rollout import Ahead, Evaluation, InFlight, Schedule
-from lightrl.rollout.collation import ScoredGroup, collate
+from lightrl.rollout.collector import ScoredGroup, collate
+from lightrl.rollout.learner import RLCallback
 from tests.rollout.conftest import ScriptedEngine
 from tests.toys import Keep, ThreadEngine, quickstart_model, quiet_trainer, sgd, sums_data
 

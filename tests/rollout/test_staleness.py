@@ -12,7 +12,6 @@ import torch
 from lightning.pytorch import seed_everything
 
 from lightrl.algorithms import GRPOLightningModule
-from lightrl.algorithms.hooks import RLCallback
 from lightrl.algorithms.settings import Updates
 from lightrl.callbacks import EMA, RolloutCheckpoint, WeightSync
 from lightrl.data.curriculum import PromptCurriculum
@@ -23,6 +22,7 @@ from lightrl.models.policy import PolicyModel
 from lightrl.records import Rollouts
 from lightrl.rewards.base import RewardError
 from lightrl.rollout import Ahead, Evaluation, InFlight, OnPolicy, Schedule
+from lightrl.rollout.learner import RLCallback
 from tests.toys import ThreadEngine, digits_reward, quiet_trainer, sums_data
 
 

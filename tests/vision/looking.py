@@ -8,7 +8,7 @@ from typing import Any
 
 from lightrl.environments import Environment, EnvironmentEpisode, Reply, Step
 from lightrl.records import CompletionGroup, GenerationRequest, Prompts, Rollouts, SamplingParams
-from lightrl.rollout.collation import ScoredGroup, collate
+from lightrl.rollout.collector import ScoredGroup, collate
 from tests.environments.scripted import alone
 from tests.vision.conftest import picture
 

@@ -14,7 +14,7 @@ from lightrl.environments.episodes import one_turn
 from lightrl.models.policy import named_hf_weights
 from lightrl.models.spec import LoraSpec
 from lightrl.records import EngineContext, Prompts, Rollouts, SamplingParams
-from lightrl.rollout.collation import ScoredGroup, collate
+from lightrl.rollout.collector import ScoredGroup, collate
 from tests.engines.conftest import ask
 from tests.vision.conftest import mixed_rows, picture
 from tests.vision.looking import played

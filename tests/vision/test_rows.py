@@ -255,7 +255,7 @@ def test_a_text_model_refuses_blocks(tokenizer: Any) -> None:
 def test_inputs_stay_on_the_host_and_are_shared_by_a_group(folder_of: Any) -> None:
     from lightrl.environments.episodes import one_turn
     from lightrl.records import Completion, CompletionGroup, SamplingParams
-    from lightrl.rollout.collation import ScoredGroup, collate
+    from lightrl.rollout.collector import ScoredGroup, collate
 
     prompts = folder_of("idefics3").prompts([{"prompt": "it?", "image": picture(16, 16)}])
     group = CompletionGroup(
