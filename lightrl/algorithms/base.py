@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrateg
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
-from lightrl.algorithms.batches import batched_forward
+from lightrl.algorithms.batches import micro_batch_rows
 from lightrl.algorithms.saving import SavesPretrained
 from lightrl.algorithms.settings import (
     CriticSpec,
@@ -36,38 +36,7 @@ from lightrl.objectives.loss_terms import KLPenalty
 from lightrl.records import Rollouts, Routes
 from lightrl.rollout.learner import RLCallback, RolloutLearner, may_move_reference, require_rl_callbacks
 
-
-def build_policy(spec: ModelSpec, critic: CriticSpec | None, aux_loss: bool, in_shards: bool) -> PolicyModel:
-    """Builds the trained policy, with a value head if the critic shares its backbone."""
-    shared = critic is not None and critic.shared
-    actor = PolicyModel.from_spec(spec, trainable=True, in_shards=in_shards, value_head=shared)
-    if aux_loss:
-        return_router_logits(actor.lm)
-    return actor
-
-
-def build_critic(critic: CriticSpec | None, actor: ModelSpec, in_shards: bool) -> ValueModel | None:
-    """Builds the critic; None if disabled, or if it shares the policy's backbone."""
-    if critic is None or critic.shared:
-        return None
-    return ValueModel.from_spec(critic.model or actor, in_shards=in_shards)
-
-
-def build_reference(reference: ModelSpec | None, spec: ModelSpec, in_shards: bool) -> PolicyModel | None:
-    """Builds the frozen reference; None if it is the policy without its adapter."""
-    if reference is None and spec.lora is not None:
-        return None
-    reference = reference or replace(spec, lora=None, gradient_checkpointing=False)
-    return PolicyModel.from_spec(reference, trainable=False, in_shards=in_shards)
-
-
-def build_reward_models(specs: list[Any]) -> nn.ModuleDict:
-    """Builds the reward models, by name."""
-    if not specs:
-        return nn.ModuleDict()
-    from lightrl.models.reward import RewardModel
-
-    return nn.ModuleDict({spec.name: RewardModel.from_spec(spec) for spec in specs})
+log = logging.getLogger(__name__)
 
 
 def parameter_groups(
@@ -133,9 +102,6 @@ def needed_weights(module: Any, state: Mapping[str, Any], start: WeightsAtStart 
 def _own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     named = module.named_parameters(remove_duplicate=False)
     return [(name, p) for name, p in named if not name.startswith(("reward_models.", "reference.", "teachers."))]
-
-
-log = logging.getLogger(__name__)
 
 
 class RLLightningModule(RolloutLearner, SavesPretrained):
@@ -204,12 +170,24 @@ class RLLightningModule(RolloutLearner, SavesPretrained):
 
     def build_models(self, in_shards: bool = False) -> None:
         """Sets actor, critic, reference, and reward models; empty ones if ranks load their shards (`in_shards`)."""
-        spec, aux_loss = self.actor_spec, self.extra_losses.aux_loss_coef > 0
-        self.actor = build_policy(spec, self.critic_spec, aux_loss, in_shards)
-        self.critic = build_critic(self.critic_spec, spec, in_shards)
-        reference = None if self.kl is None else build_reference(self.reference_spec, spec, in_shards)
-        self.reference = reference
-        self.reward_models = build_reward_models(self.reward_model_specs)
+        spec, critic = self.actor_spec, self.critic_spec
+        shared = critic is not None and critic.shared
+        self.actor = PolicyModel.from_spec(spec, trainable=True, in_shards=in_shards, value_head=shared)
+        if self.extra_losses.aux_loss_coef:
+            return_router_logits(self.actor.lm)
+        own_critic = None if critic is None or shared else critic.model or spec
+        self.critic = None if own_critic is None else ValueModel.from_spec(own_critic, in_shards=in_shards)
+        base = self.reference_spec
+        if base is None and spec.lora is None:  # with LoRA, the reference is the policy without its adapter
+            base = replace(spec, gradient_checkpointing=False)
+        self.reference = None
+        if self.kl is not None and base is not None:
+            self.reference = PolicyModel.from_spec(base, trainable=False, in_shards=in_shards)
+        self.reward_models = nn.ModuleDict()
+        for each in self.reward_model_specs:
+            from lightrl.models.reward import RewardModel
+
+            self.reward_models[each.name] = RewardModel.from_spec(each)
 
     def models(self) -> list[Any]:
         """Returns the models that the strategy shards."""
@@ -366,7 +344,15 @@ class RLLightningModule(RolloutLearner, SavesPretrained):
 
         Every rank calls `forward` equally often, as sharded models require.
         """
-        return batched_forward(forward, rows, self.updates.micro_batch_tokens, self.all_max, model.layout)
+        out: dict[str, Tensor] = {}
+        for index in micro_batch_rows(rows, self.updates.micro_batch_tokens, self.all_max, model.layout):
+            part = rows.select(index if len(index) else torch.zeros(1, dtype=torch.long)).crop()
+            index = index.to(rows.token_ids.device)
+            for name, value in forward(part).items():
+                full = out.setdefault(name, value.new_zeros(rows.token_ids.shape))
+                if len(index):
+                    full[index, : value.shape[1]] = value
+        return out
 
     def all_sum(self, tensor: Tensor) -> Tensor:
         """Sums over ranks."""
@@ -428,13 +414,9 @@ class RLLightningModule(RolloutLearner, SavesPretrained):
 
     def _optimizer_names(self) -> list[str]:
         """Class names of the run's optimizers without the wrappers of strategies."""
-        names = []
-        for optimizer in self.trainer.optimizers:
-            inner: Any = optimizer
-            while hasattr(inner, "optimizer"):
-                inner = inner.optimizer
-            names.append(type(inner).__name__)
-        return names
+        from lightrl.algorithms.run_record import innermost
+
+        return [type(innermost(optimizer)).__name__ for optimizer in self.trainer.optimizers]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Checks that the checkpoint matches this module, and restores counters and random states.

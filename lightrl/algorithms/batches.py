@@ -1,4 +1,4 @@
-"""Micro-batched forward passes, and how a rollout is split into mini-batches and micro-batches."""
+"""How a rollout is split into mini-batches and micro-batches."""
 
 from __future__ import annotations
 
@@ -29,34 +29,7 @@ def widest_layout(*models: PolicyModel | ValueModel | None) -> Layout:
     return "padded" if "padded" in used else "packed" if "packed" in used else "auto"
 
 
-def batched_forward(
-    forward: Callable[[Any], dict[str, Tensor]],
-    rows: Rollouts | Experience,
-    budget: int,
-    all_max: AllReduce,
-    layout: Layout = "auto",
-) -> dict[str, Tensor]:
-    """Runs `forward` over micro-batches and gathers its (b, t) results into (B, T) tensors.
-
-    Args:
-        forward: Callable from sequences, cropped to their longest, to named (b, t) tensors.
-        rows: All B sequences.
-        budget: Maximum number of tokens per micro-batch.
-        all_max: Maximum over ranks. Every rank calls `forward` equally often, as sharded models require.
-        layout: Layout of the model that `forward` runs.
-    """
-    out: dict[str, Tensor] = {}
-    for index in _micro_batch_rows(rows, budget, all_max, layout):
-        part = rows.select(index if len(index) else torch.zeros(1, dtype=torch.long)).crop()
-        index = index.to(rows.token_ids.device)
-        for name, value in forward(part).items():
-            full = out.setdefault(name, value.new_zeros(rows.token_ids.shape))
-            if len(index):
-                full[index, : value.shape[1]] = value
-    return out
-
-
-def _micro_batch_rows(
+def micro_batch_rows(
     rows: Rollouts | Experience | SupervisedBatch,
     budget: int,
     all_max: AllReduce,
@@ -192,7 +165,7 @@ def cut_micro_batches(
         trajectory_ids = rows.on_host("trajectory_ids")
         if whole_trajectories and len(trajectory_ids.unique()) < len(rows):
             units = trajectory_ids
-    found = _micro_batch_rows(rows, budget, all_max, layout, units)
+    found = micro_batch_rows(rows, budget, all_max, layout, units)
     return [rows.select(index).crop() if len(index) else _without_response(rows) for index in found]
 
 

@@ -112,14 +112,15 @@ def _arguments(value: Any) -> dict[str, Any]:
     return found
 
 
-def _innermost(optimizer: Any) -> Any:
+def innermost(optimizer: Any) -> Any:
+    """Returns an optimizer without the wrappers of strategies."""
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer
 
 
 def _optimizer(optimizer: Any) -> dict[str, Any]:
-    optimizer = _innermost(optimizer)
+    optimizer = innermost(optimizer)
     settings = {name: described(value) for name, value in getattr(optimizer, "defaults", {}).items()}
     groups = {f"lr of {group['name']}": group["lr"] for group in optimizer.param_groups if "name" in group}
     return {"class_path": f"{type(optimizer).__module__}.{type(optimizer).__name__}", **settings, **groups}

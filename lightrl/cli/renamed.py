@@ -44,7 +44,7 @@ KEYS = {
 CLASSES = {
     "EngineRatio": "RolloutRatio",
     "FidelityGate": "LogprobMonitor",
-    "GeometricEngineMask": "GeometricRejection",
+    "GeometricEngineMask": "OffPolicyCorrection",
     "LedgerCanary": "TrajectoryLogprobCheck",
     "SampleLog": "CompletionLogger",
     "SaveRollouts": "RolloutWriter",

@@ -38,19 +38,17 @@ if TYPE_CHECKING:
     )
     from lightrl.objectives.off_policy import (
         VESPO,
-        GeometricRejection,
         OffPolicyCorrection,
         OffPolicySequenceMask,
         RolloutRatio,
     )
-    from lightrl.objectives.policy_losses import CISPO, CPG, DPPO, DRO, GMPO, GSPO, SAPO, RLOOSequence, SequenceClip
+    from lightrl.objectives.policy_losses import CISPO, CPG, DPPO, GMPO, GSPO, SAPO, RLOOSequence, SequenceClip
     from lightrl.objectives.turn_estimators import GiGPO, TurnGAE, TurnReturns, Turns
 
 __all__ = [
     "CISPO",
     "CPG",
     "DPPO",
-    "DRO",
     "GAE",
     "GDPO",
     "GMPO",
@@ -65,7 +63,6 @@ __all__ = [
     "ConstantLength",
     "Divergence",
     "ForwardKL",
-    "GeometricRejection",
     "GiGPO",
     "GroupRelative",
     "JensenShannon",

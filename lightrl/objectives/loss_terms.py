@@ -8,6 +8,7 @@ aggregates. See `lightrl.objectives.policy_losses` for other losses.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -28,10 +29,9 @@ MAX_EXPONENT = 80.0
 """Maximum argument of `exp` in metrics; float32 overflows at 88."""
 
 
+@dataclass(eq=False)
 class LossInput:
     """Input of a policy loss: B trajectories of at most T tokens. All tensors are (B, T) float32 unless noted.
-
-    The record remembers which optional fields a loss reads, so losses don't have to declare them.
 
     Args:
         logprobs: Log-probs of the trained policy, with graph.
@@ -43,55 +43,18 @@ class LossInput:
         entropy: Entropy of the trained policy, with graph. None if not computed.
     """
 
-    def __init__(
-        self,
-        logprobs: Tensor,
-        old_logprobs: Tensor,
-        advantages: Tensor,
-        mask: Tensor,
-        *,
-        engine_logprobs: Tensor | None = None,
-        ref_logprobs: Tensor | None = None,
-        entropy: Tensor | None = None,
-    ) -> None:
-        self.logprobs = logprobs
-        self.old_logprobs = old_logprobs
-        self.advantages = advantages
-        self.mask = mask
-        self.ref_logprobs = ref_logprobs
-        self.entropy = entropy
-        self._engine_logprobs = engine_logprobs
-        self.reads = set[str]()
-
-    @property
-    def engine_logprobs(self) -> Tensor | None:
-        """Log-probs reported by the engine."""
-        self.reads.add("engine_logprobs")
-        return self._engine_logprobs
+    logprobs: Tensor
+    old_logprobs: Tensor
+    advantages: Tensor
+    mask: Tensor
+    engine_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    entropy: Tensor | None = None
 
     @property
     def tokens(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """`logprobs`, `old_logprobs`, `advantages`, and `mask`."""
         return self.logprobs, self.old_logprobs, self.advantages, self.mask
-
-    @property
-    def reads_engine(self) -> bool:
-        """Whether `engine_logprobs` has been read from this record or from a copy made by `replace`."""
-        return bool(self.reads)
-
-    def replace(self, **changes: Tensor | None) -> LossInput:
-        """Returns a copy with other tensors. Reads from the copy count as reads from this record."""
-        hidden = ("reads", "_engine_logprobs")
-        mine: dict[str, Any] = {name: value for name, value in vars(self).items() if name not in hidden}
-        changed = LossInput(**(mine | {"engine_logprobs": self._engine_logprobs} | changes))
-        changed.reads = self.reads
-        return changed
-
-    def unread(self) -> LossInput:
-        """Returns a copy with no fields marked as read."""
-        changed = self.replace()
-        changed.reads = set()
-        return changed
 
 
 EngineUse = Literal["unused", "compared", "ratio"]
@@ -111,7 +74,7 @@ class PolicyLoss(ABC):
         replaces_old_logprobs: Whether it uses the engine's log-probs as the old ones, which are then not computed.
         engine_use: How it uses the engine's log-probs. "unused" doesn't read them. "compared" reads them, but the
             importance ratio to the engine's policy is not a factor of the loss. "ratio" includes that factor, so a
-            correction would apply it twice. None is undeclared; correcting a loss that reads them is then an error.
+            correction would apply it twice. None is undeclared; a corrected loss then gets no engine log-probs.
     """
 
     PROMISES = ("zero_advantage_is_zero_loss", "needs_whole_trajectories", "replaces_old_logprobs", "engine_use")

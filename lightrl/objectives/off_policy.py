@@ -7,6 +7,7 @@ The engine samples with other kernels and dtypes, and possibly older weights, so
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -28,8 +29,10 @@ class WeightedLoss(PolicyLoss):
         self.loss = loss
 
     def __call__(self, given: LossInput) -> tuple[Tensor, Metrics]:
-        loss, metrics = self.loss(given)
-        weight, more = self.weights(given.replace(logprobs=given.logprobs.detach()))
+        declared = self.loss.engine_use is not None or self.engine_use != "ratio"
+        # A loss that doesn't declare how it uses the engine's log-probs could apply their ratio a second time.
+        loss, metrics = self.loss(given if declared else replace(given, engine_logprobs=None))
+        weight, more = self.weights(replace(given, logprobs=given.logprobs.detach()))
         return torch.where(weight == 0, torch.zeros_like(loss), weight * loss), metrics | more
 
     @abstractmethod
@@ -113,18 +116,6 @@ class OffPolicyCorrection(WeightedLoss):
         """Whether the loss or the weights need whole trajectories."""
         return self.level == "sequence" or self.loss.needs_whole_trajectories
 
-    def __call__(self, given: LossInput) -> tuple[Tensor, Metrics]:
-        inner = given.unread()
-        loss, metrics = self.loss(inner)
-        if inner.reads_engine and self.loss.engine_use is None:
-            name = type(self.loss).__name__
-            raise ValueError(
-                f"OffPolicyCorrection(loss={name}): {name} reads engine_logprobs, so the ratio might be applied twice. "
-                f'Set {name}.engine_use to "ratio" if it is a factor of the loss, else to "compared".'
-            )
-        weight, more = self.weights(given.replace(logprobs=given.logprobs.detach()))
-        return torch.where(weight == 0, torch.zeros_like(loss), weight * loss), metrics | more
-
     @torch.no_grad()
     def weights(self, given: LossInput) -> tuple[Tensor, Metrics]:
         _, old_logprobs, _, mask = given.tokens
@@ -179,7 +170,7 @@ class RolloutRatio(PolicyLoss):
         return self.loss.needs_whole_trajectories
 
     def __call__(self, given: LossInput) -> tuple[Tensor, Metrics]:
-        return self.loss(given.replace(old_logprobs=_engine("RolloutRatio", given), engine_logprobs=None))
+        return self.loss(replace(given, old_logprobs=_engine("RolloutRatio", given), engine_logprobs=None))
 
 
 class OffPolicySequenceMask(WeightedLoss):
@@ -211,41 +202,6 @@ class OffPolicySequenceMask(WeightedLoss):
         drift = sequence_mean(sampler - logprobs, mask)
         dropped = mask & (advantages < 0) & (drift > self.threshold)
         return (~dropped).float(), {"off_policy/masked_fraction": dropped.float()}
-
-
-class GeometricRejection(WeightedLoss):
-    """Excludes responses whose engine and trainer log-probs differ too much.
-
-        m = 1 if low <= exp(mean_t (old_t - engine_t)) <= high, else 0, for all tokens of the response
-
-    Unlike the product, the mean doesn't grow with the length. It only masks; to also weight tokens, wrap it in
-    `OffPolicyCorrection`. Metric: `off_policy/geometric_masked_fraction` of tokens.
-
-    Args:
-        loss: Loss to mask.
-        low: Lower bound of the geometric mean of token ratios, in (0, 1].
-        high: Upper bound of the geometric mean, at least 1.
-
-    Raises:
-        ValueError: The engine's log-probs are missing.
-
-    Source: https://richardli.xyz/rl-collapse; verl's `rollout_rs=seq_mean_k1` with its threshold "0.999_1.001".
-    """
-
-    zero_advantage_is_zero_loss = property(_as_wrapped)
-    engine_use = property(_at_least_compared)
-
-    def __init__(self, loss: PolicyLoss, low: float = 0.999, high: float = 1.001) -> None:
-        super().__init__(loss)
-        self.low = low
-        self.high = high
-
-    @torch.no_grad()
-    def weights(self, given: LossInput) -> tuple[Tensor, Metrics]:
-        mask = given.mask
-        mean = sequence_mean(given.old_logprobs - _engine("GeometricRejection", given), mask).exp()
-        dropped = mask & ((mean < self.low) | (mean > self.high))
-        return (~dropped).float(), {"off_policy/geometric_masked_fraction": dropped.float()}
 
 
 class VESPO(PolicyLoss):

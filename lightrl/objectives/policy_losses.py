@@ -12,7 +12,6 @@ A is the advantage, `r = pi / pi_old`, and sg stops the gradient:
 | `SAPO` | `-4 / tau * sigmoid(tau * (r - 1)) * A` | token, soft |
 | `CPG` | `-min(log r * A, clip(log r) * A)` and a drift penalty | token, log |
 | `DPPO` | `-sg(min(r, ratio_max)) * A * log pi` if the probability has changed little | token, as a weight |
-| `DRO` | `-A * log pi + beta / 2 * (log r)**2` | token, log |
 
 Sequence losses assign the value of a sequence to each of its tokens. `SequenceMean` turns them into the objectives of
 their papers. `SequenceSum` with `GSPO` is LUSPO.
@@ -213,8 +212,7 @@ class CPG(PolicyLoss):
         grad D = clip(r - 1, max=drift_clip) * grad log pi        (k3 of KL(pi_old || pi), its ratio bounded)
 
     The gradient of a token is A times grad log pi without the ratio, which is exact for the first update on a rollout.
-    For several epochs, set `weight_max` to use A times `sg(min(r, weight_max))` instead, which reduces the bias of
-    previous updates. The reported value of D is that of k3.
+    The reported value of D is that of k3.
 
     Args:
         eps_low: Lower clip range, in [0, 1).
@@ -222,28 +220,21 @@ class CPG(PolicyLoss):
         drift_coef: Weight of the drift penalty, at least 0. 0 disables it. The drift is 0 in the first update of a
             rollout.
         drift_clip: Bound on r - 1 in the drift's gradient, above 0. The authors' code uses 2.
-        weight_max: Bound of the importance weight on A, at least 1. None disables the weight, as in the authors' code.
 
     Source: https://arxiv.org/abs/2505.12504, with `GroupRelative(scale="group")`. Eq. 2 divides by the tokens of the
-        group; `SequenceMean` equals the authors' code at one sequence per micro-batch. Section 6.1 has the weight on A.
-        LightRFT has the clip without the drift, and its CPGD advantages are all 0.
+        group; `SequenceMean` equals the authors' code at one sequence per micro-batch. LightRFT has the clip without
+        the drift, and its CPGD advantages are all 0.
     """
 
     needs_whole_trajectories = False
     engine_use = "unused"
 
     def __init__(
-        self,
-        eps_low: float = 0.2,
-        eps_high: float = 0.2,
-        drift_coef: float = 0.0,
-        drift_clip: float = 2.0,
-        weight_max: float | None = None,
+        self, eps_low: float = 0.2, eps_high: float = 0.2, drift_coef: float = 0.0, drift_clip: float = 2.0
     ) -> None:
         self.eps_low, self.eps_high = eps_low, eps_high
         self.drift_coef = drift_coef
         self.drift_clip = drift_clip
-        self.weight_max = weight_max
 
     @property
     def zero_advantage_is_zero_loss(self) -> bool:
@@ -254,8 +245,6 @@ class CPG(PolicyLoss):
         logprobs, old_logprobs, advantages, mask = given.tokens
         log_ratio = token_log_ratio(logprobs, old_logprobs, mask)
         lower, upper = math.log(1 - self.eps_low), math.log(1 + self.eps_high)
-        if self.weight_max is not None:
-            advantages = advantages * log_ratio.detach().exp().clamp(max=self.weight_max)
         loss = torch.maximum(-advantages * log_ratio, -advantages * log_ratio.clamp(lower, upper))
         clips = ClippedLoss(
             loss, (log_ratio < lower) & (advantages < 0), (log_ratio > upper) & (advantages > 0), advantages < 0
@@ -319,31 +308,3 @@ class DPPO(PolicyLoss):
             loss = loss + self.penalty_coef * log_ratio.square()
         metrics = ratio_metrics(given, log_ratio.exp())
         return on_mask(mask, loss), metrics | clip_metrics(ClippedLoss(loss, low, high, low), mask)
-
-
-class DRO(PolicyLoss):
-    """Policy gradient with a quadratic penalty on the log-ratio instead of a clip.
-
-        L = -A * log pi + beta / 2 * (log r)**2
-
-    It is minimal at `log pi = log pi_old + A / beta`. Without ratio and bound, samples of older policies only slow
-    training down. There are no clip fractions.
-
-    Args:
-        beta: Weight of the penalty, above 0 and at most 1e6.
-
-    Source: Kimi k1.5, https://arxiv.org/abs/2501.12599 eq. 3, and DRO, https://arxiv.org/abs/2405.19107, which penalize
-        the log-ratio of the whole response. Per token as here: verl's `dro` and ROLL's `kimi15`, both with 0.1.
-    """
-
-    needs_whole_trajectories = False
-    engine_use = "unused"
-
-    def __init__(self, beta: float = 0.1) -> None:
-        self.beta = beta
-
-    def __call__(self, given: LossInput) -> tuple[Tensor, Metrics]:
-        logprobs, old_logprobs, advantages, mask = given.tokens
-        log_ratio = token_log_ratio(logprobs, old_logprobs, mask)
-        loss = -advantages * logprobs + self.beta / 2 * log_ratio.square()
-        return on_mask(mask, loss), ratio_metrics(given, log_ratio.exp())

@@ -278,7 +278,7 @@ class RolloutDataModule(LightningDataModule):
             return min(most, max(end - time.monotonic(), 0.5))
 
         with ExitStack() as parts:  # closes all in reverse order, even if one raises
-            parts.callback(self.host.close)
+            parts.callback(self.engine.close)
             if (scorer := self.scorer) is not None:
                 parts.callback(lambda: scorer.close(left(2.5)))
             parts.callback(lambda: self.schedule.close(left(2.5)))
@@ -392,7 +392,7 @@ class RolloutDataModule(LightningDataModule):
         pad: Any = self.tokenizer.pad_token_id
         rollouts = collate(groups, pad, sampling.temperature, masked_tokens=masked)
         metrics |= rollouts.metrics | (trajectory_metrics(groups) if self.episode.multi_turn else {})
-        self.host.sleep()
+        self.engine.sleep()  # if configured, frees GPU memory for the trainer
         weights = {} if self.scorer is None else dict(self.scorer.weights)
         return replace(rollouts, metrics=metrics, reward_weights=weights, **fields)
 

@@ -304,14 +304,6 @@ class EngineHost:
             )
         return time.perf_counter() - begin
 
-    def sleep(self) -> None:
-        """Frees GPU memory for the trainer, if the engine is configured to sleep."""
-        self.engine.sleep()
-
-    def close(self) -> None:
-        """Stops the engine within a few seconds, even if it hangs."""
-        self.engine.close()
-
     # ---- callbacks ---------------------------------------------------------------------------------------------
 
     def checks(self) -> list[TrajectoryCheck]:

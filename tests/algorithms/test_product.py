@@ -19,7 +19,6 @@ from lightrl.objectives import (
     CISPO,
     CPG,
     DPPO,
-    DRO,
     GAE,
     GDPO,
     GMPO,
@@ -31,7 +30,6 @@ from lightrl.objectives import (
     AdvantageEstimator,
     Aggregation,
     ConstantLength,
-    GeometricRejection,
     GiGPO,
     GroupRelative,
     KLInLoss,
@@ -62,9 +60,8 @@ ESTIMATORS: list[Callable[[], AdvantageEstimator]] = [
     *(TurnReturns, TurnGAE, GiGPO),
 ]
 LOSSES: list[Callable[[], PolicyLoss]] = [
-    *(PPOClip, CISPO, CPG, DPPO, DRO, GMPO, GSPO, SAPO, RLOOSequence, VESPO),
+    *(PPOClip, CISPO, CPG, DPPO, GMPO, GSPO, SAPO, RLOOSequence, VESPO),
     *(lambda: OffPolicyCorrection(PPOClip()), lambda: OffPolicySequenceMask(PPOClip())),
-    lambda: GeometricRejection(PPOClip(), 0.5, 2.0),
 ]
 AGGREGATIONS: list[Callable[[], Aggregation]] = [TokenMean, SequenceMean, SequenceSum, lambda: ConstantLength(6)]
 KLS: list[Callable[[], KLPenalty | None]] = [

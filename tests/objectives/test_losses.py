@@ -14,12 +14,10 @@ from lightrl.objectives import (
     CISPO,
     CPG,
     DPPO,
-    DRO,
     GMPO,
     GSPO,
     SAPO,
     VESPO,
-    GeometricRejection,
     LossInput,
     OffPolicyCorrection,
     OffPolicySequenceMask,
@@ -50,8 +48,6 @@ ALL: list[PolicyLoss] = [
     RolloutRatio(PPOClip()),
     DPPO(0.05, 0.05, ratio_max=1.2),
     DPPO(0.05, 0.05, penalty_coef=0.1),
-    DRO(),
-    GeometricRejection(PPOClip(), 0.9, 1.1),
 ]
 IDS = [f"{type(x).__name__}-{i}" for i, x in enumerate(ALL)]
 
@@ -175,8 +171,6 @@ def test_cpg_by_hand() -> None:
     assert gradient == approx([0.1, -2.25, -2.0, 2.1])
     # the authors' bound of 2 lets r - 1 = 0.5 through: 0.5 * (0.5, -0.5, 0, 0.5)
     assert CPG().drift_clip == 2.0 and losses(CPG(drift_coef=0.5))[2] == approx([0.25, -2.25, -2.0, 2.25])
-    # the importance weight on A, bounded at 1.2: 1.2, 0.5, 1, 1.2
-    assert losses(CPG(weight_max=1.2))[2] == approx([0.0, -1.0, -2.0, 2.4])
     assert CPG().zero_advantage_is_zero_loss and not CPG(drift_coef=0.5).zero_advantage_is_zero_loss
 
 
@@ -218,8 +212,7 @@ def test_a_loss_with_the_ratio_to_the_engine_takes_no_correction() -> None:
     for loss in doubled:
         with pytest.raises(ValueError, match=rf"loss={type(loss).__name__}\): "):
             OffPolicyCorrection(loss)
-    for loss in (OffPolicySequenceMask(PPOClip()), GeometricRejection(DPPO())):
-        assert OffPolicyCorrection(loss).engine_use == "ratio"
+    assert OffPolicyCorrection(OffPolicySequenceMask(PPOClip())).engine_use == "ratio"
 
 
 def test_off_policy_sequence_mask_by_hand() -> None:
@@ -253,33 +246,6 @@ def test_dppo_by_hand() -> None:
     one = torch.ones(1, 1)
     DPPO()(LossInput(rare, torch.tensor([[0.001]]).log(), one, one.bool()))[0].sum().backward()
     assert rare.grad is not None and rare.grad.item() == pytest.approx(-2.0)
-
-
-def test_dro_by_hand() -> None:
-    # 2 - 2 log 1.5 + 0.05 * 0.405465^2 = 1.197290 ...; gradient -A + 0.1 log r
-    values, _, gradient = losses(DRO(0.1))
-    assert values == approx([1.197290, 3.410317, 2.0, -1.180850])
-    assert gradient == approx([-1.959453, -2.069315, -2.0, 2.040547])
-    logprobs = (OLD + A / 5).requires_grad_()  # log pi_old + A / beta is stationary
-    DRO(5.0)(LossInput(logprobs, OLD, A, MASK))[0].sum().backward()
-    assert logprobs.grad is not None and logprobs.grad.abs().max() < 1e-6
-
-
-def test_geometric_engine_mask_by_hand() -> None:
-    # geometric means of old / engine: (1.2 * 1.2 * 1 / 1.2)^(1/3) = 1.062659 and 1.2; the product would be 1.2 in both
-    engine = OLD - torch.tensor([[1.2, 1.2, 1 / 1.2], [1.2, 1.0, 1.0]]).log()
-    logprobs = OLD + RATIOS.log()
-    loss, metrics = GeometricRejection(PPOClip(), 0.9, 1.1)(LossInput(logprobs, OLD, A, MASK, engine_logprobs=engine))
-    assert loss[MASK].tolist() == approx([-2.4, -1.0, -2.0, 0.0]), "kept as it is, or left out whole"
-    assert mean(metrics["off_policy/geometric_masked_fraction"]) == 0.25
-    loss, _ = GeometricRejection(PPOClip(), 0.9, 1.06)(LossInput(logprobs, OLD, A, MASK, engine_logprobs=engine))
-    assert loss.abs().sum() == 0
-    loss, _ = GeometricRejection(PPOClip(), 0.9, 1.1)(
-        LossInput(logprobs, OLD, A, MASK, engine_logprobs=2 * OLD - engine)
-    )
-    assert loss[MASK].tolist() == approx([-2.4, -1.0, -2.0, 0.0]), "below 0.9: 1 / 1.2"
-    with pytest.raises(ValueError, match="engine_logprobs=None"):
-        GeometricRejection(PPOClip())(LossInput(logprobs, OLD, A, MASK))
 
 
 def test_vespo_by_hand() -> None:
@@ -418,9 +384,6 @@ def test_zero_advantages_and_huge_ratios(loss: PolicyLoss) -> None:
         (DPPO(0.1, 0.1), DPPO(0.1, 0.01)),
         (DPPO(ratio_max=2.0), DPPO(ratio_max=1.1)),
         (DPPO(), DPPO(penalty_coef=0.1)),
-        (DRO(0.1), DRO(0.2)),
-        (GeometricRejection(PPOClip(), 0.5, 1.1), GeometricRejection(PPOClip(), 0.99, 1.1)),
-        (GeometricRejection(PPOClip(), 0.5, 2.0), GeometricRejection(PPOClip(), 0.5, 1.01)),
     ],
 )
 def test_every_argument_has_an_effect(one: PolicyLoss, other: PolicyLoss) -> None:
@@ -478,7 +441,7 @@ class OwnRatio(PolicyLoss):
 def test_a_correction_is_never_applied_twice() -> None:
     logprobs, old, advantages, mask, engine = random_batch()
     given = LossInput(logprobs, old, advantages, mask, engine_logprobs=engine)
-    with pytest.raises(ValueError, match="OwnRatio"):
+    with pytest.raises(AssertionError):  # it gets no log-probs of the engine
         OffPolicyCorrection(OwnRatio())(given)
     assert not torch.equal(OffPolicyCorrection(PPOClip())(given)[0], PPOClip()(given)[0])
 

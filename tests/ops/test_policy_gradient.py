@@ -18,7 +18,6 @@ from lightrl.objectives import (
     CISPO,
     CPG,
     DPPO,
-    DRO,
     GAE,
     OPO,
     RLOO,
@@ -134,7 +133,7 @@ def test_kl_in_the_reward_has_the_gradient_of_the_sequence_kl(name: str) -> None
 
 
 @pytest.mark.parametrize(
-    "loss", [RLOOSequence(), CISPO(), SAPO(), CPG(), VESPO(), DPPO(), DRO()], ids=lambda x: type(x).__name__
+    "loss", [RLOOSequence(), CISPO(), SAPO(), CPG(), VESPO(), DPPO()], ids=lambda x: type(x).__name__
 )
 def test_losses_agree_on_policy(loss: PolicyLoss) -> None:
     """On-policy every loss has the gradient of -A log pi (GSPO and GMPO up to the sequence's length)."""

@@ -35,11 +35,10 @@ ESTIMATORS: dict[str, Callable[[], Any]] = {
     **{"GiGPO": o.GiGPO, "PassAtK": lambda: o.PassAtK(2), "GroupRelative(batch)": lambda: o.GroupRelative("batch")},
 }
 LOSSES: dict[str, Callable[[], Any]] = {
-    **{each.__name__: each for each in (o.PPOClip, o.CISPO, o.CPG, o.DPPO, o.DRO, o.GMPO, o.GSPO, o.SAPO)},
+    **{each.__name__: each for each in (o.PPOClip, o.CISPO, o.CPG, o.DPPO, o.GMPO, o.GSPO, o.SAPO)},
     **{"RLOOSequence": o.RLOOSequence, "VESPO": o.VESPO},
     "OffPolicyCorrection": lambda: o.OffPolicyCorrection(o.PPOClip()),
     "OffPolicySequenceMask": lambda: o.OffPolicySequenceMask(o.PPOClip()),
-    "GeometricRejection": lambda: o.GeometricRejection(o.PPOClip(), 0.5, 2.0),
     "RolloutRatio": lambda: o.RolloutRatio(o.PPOClip()),
 }
 AGGREGATIONS: dict[str, Callable[[], Any]] = {
@@ -122,7 +121,7 @@ NO_GROUPS = {"GAE", "TurnGAE", "Reinforce", "ReinforcePlusPlus"}
 BINARY = {"MaxRL", "PassAtK"}
 TURNS = {"TurnReturns", "TurnGAE", "GiGPO"}
 NORMALIZES = {"GDPO", "ReinforcePlusPlus", "ReinforcePlusPlusBaseline", "GroupRelative(batch)"}
-READS_ENGINE = {"VESPO", "OffPolicyCorrection", "OffPolicySequenceMask", "GeometricRejection", "RolloutRatio"}
+READS_ENGINE = {"VESPO", "OffPolicyCorrection", "OffPolicySequenceMask", "RolloutRatio"}
 
 
 def estimator(s: Settings) -> str | None:
