@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import json
 from itertools import product
 from pathlib import Path
@@ -16,7 +15,6 @@ import yaml
 from lightrl import algorithms as modules
 from lightrl.algorithms import PPOLightningModule
 from lightrl.algorithms.settings import Updates
-from lightrl.cli import main
 from lightrl.objectives import (
     CPG,
     GAE,
@@ -107,38 +105,6 @@ def test_the_yaml_names_the_same_parts(file: Path) -> None:
         if not isinstance(expected, ConstantLength):  # the length is the task's
             assert {k: vars(expected)[k] for k in given if k != "coef"} == {k: given[k] for k in given if k != "coef"}
     assert arguments.get("ppo_epochs", PAPERS[name][4]) == PAPERS[name][4]
-
-
-def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What `lightrl fit ...` prints before it ends."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        main(["fit", *arguments])
-    assert stop.value.code in (0, None)
-    return capsys.readouterr().out
-
-
-@pytest.mark.parametrize("name", ["PPO", "DAPO"])
-def test_print_config_shows_what_the_module_will_use(
-    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.argv", ["lightrl"])
-    cls = f"{name}LightningModule"
-    text = printed(capsys, "--model", cls, "--model.actor", "x", "--data", "RolloutDataModule", "--print_config")
-    shown = yaml.safe_load(text)["model"]["init_args"]
-    module = getattr(modules, cls)("x")
-    known = set(inspect.signature(PPOLightningModule).parameters)
-    assert set(shown) == (known if name == "PPO" else known - {"critic"})
-    for key, value in shown.items():
-        part = getattr(module, key, None)
-        if key in ("advantage", "loss", "aggregation", "kl"):
-            assert (value is None) == (part is None)
-            assert value is None or value["class_path"].endswith(f".{type(part).__name__}")
-            expected = {} if value is None else value.get("init_args", {})
-            for argument, setting in expected.items():
-                assert getattr(part, argument, setting) == setting, f"{key}.{argument}"
-        elif isinstance(part, int | float | bool):
-            assert value == part, key
 
 
 def test_the_committed_curves_rise_with_every_seed_and_are_those_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -93,32 +92,6 @@ def test_what_a_subclass_adds_keeps_its_weight(path: str) -> None:
         return seen
 
     torch.testing.assert_close(run(1, 4), run(4, 1), atol=1e-5, rtol=1e-4)
-
-
-def test_a_users_own_batches_are_weighted_alike(path: str) -> None:
-    def batch(rows: list[list[int]]) -> dict[str, torch.Tensor]:
-        width = max(map(len, rows))
-        ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
-        mask = torch.arange(width) < torch.tensor([len(row) for row in rows])[:, None]
-        return {"token_ids": ids, "attention_mask": mask, "response_mask": mask & (torch.arange(width) > 0)}
-
-    rows = [[5, 6], [5, 6, 7, 8, 9, 10], [5, 6, 7], [6, 5, 4, 8, 9]]
-
-    def run(batches: list[list[list[int]]]) -> torch.Tensor:
-        class Stream(torch.utils.data.IterableDataset[Any]):
-            def __iter__(self) -> Iterator[Any]:
-                return map(batch, batches)
-
-        watch = Gradients()
-        module = SFTLightningModule(path, optimizer=lambda params: torch.optim.SGD(params, lr=0.0))
-        trainer = quiet_trainer(callbacks=[watch], accumulate_grad_batches=len(batches), max_epochs=1)
-        trainer.fit(module, torch.utils.data.DataLoader(Stream(), batch_size=None))
-        (seen,) = watch.seen
-        return seen
-
-    expected = run([rows])
-    for split in ([rows[:1], rows[1:]], [rows[:3], rows[3:]], [[row] for row in rows]):
-        torch.testing.assert_close(run(split), expected, atol=1e-6, rtol=1e-4)
 
 
 def test_deepspeed_which_keeps_its_gradients_is_refused(path: str) -> None:

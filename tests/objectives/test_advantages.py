@@ -275,13 +275,6 @@ def test_every_argument_has_an_effect(one: AdvantageEstimator, other: AdvantageE
     assert not torch.allclose(run(one, batch()), run(other, batch()), atol=1e-3)
 
 
-def test_what_an_estimator_needs() -> None:
-    assert [type(e).__name__ for e in ALL if e.needs_critic] == ["GAE"]
-    assert [type(e).__name__ for e in ALL if not e.needs_groups] == ["GAE", "Reinforce", "ReinforcePlusPlus"]
-    assert {type(e).__name__ for e in ALL if e.needs_binary_scores} == {"MaxRL", "PassAtK"}
-    assert {type(e).__name__ for e in ALL if e.credit == "parts"} == {"GDPO"}
-
-
 @pytest.mark.parametrize("answer", [lambda given: (given.scores, None), lambda given: (given.rewards, given.scores)])
 def test_an_estimator_that_breaks_its_contract_is_named(answer: Any) -> None:
     class Own(AdvantageEstimator):

@@ -48,7 +48,3 @@ def test_any_cut_gives_the_same_loss_and_gradient(aggregation: Aggregation) -> N
     assert torch.allclose(gradient([slice(0, 7)], 14), whole), "padding columns"
     parts = sum(aggregation.count(mask[rows]) for rows in (slice(0, 3), slice(3, 7)))
     assert parts == count, "counts of ranks add up"
-
-
-def test_constant_length_scales_the_step() -> None:
-    assert torch.equal(ConstantLength(2).weights(MASK), 2 * ConstantLength(4).weights(MASK))

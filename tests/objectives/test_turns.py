@@ -107,36 +107,6 @@ def test_gigpo_without_steps_is_the_policy_gradient() -> None:
     assert float(deviations(*run(GiGPO(gamma=1.0, step_weight=0.0, scale="none")), exact()).abs().max()) < 4
 
 
-def test_a_mean_per_turn_number_hides_a_penalty_on_one_more_turn() -> None:
-    """MT-GRPO's construction: each turn's reward less the mean of those that reached it, summed from each turn on.
-
-    What later turns bring is then lost on the decision to go on, so that its gradient is off by exactly
-    - (expected reward of the later turns) for every decision that leads to them.
-    """
-    actions, rewards, mask, _, _ = attempts(30_000)
-    reached = mask.view(-1, GROUP, TURNS)
-    grouped = rewards.view(-1, GROUP, TURNS)
-    mean = grouped.sum(1, keepdim=True) / reached.sum(1, keepdim=True).clamp(min=1)
-    centred = ((grouped - mean) * reached).view(-1, TURNS)
-    advantages = centred.flip(1).cumsum(1).flip(1)
-    # c_k = E[1 - 1 / n_k | the attempt itself is at turn k]: a mean that contains its own reward shrinks the rest
-    shrunk = torch.zeros(TURNS, dtype=torch.float64)
-    for k in range(TURNS):
-        here = mask[:, k]
-        others = (reached.sum(1).repeat_interleave(GROUP, 0)[:, k][here]).double()
-        shrunk[k] = (1 - 1 / others).mean()
-    chances = torch.tensor([1.0, AGAIN_ONCE, AGAIN_ONCE * float(P[1, AGAIN])], dtype=torch.float64)
-    for k in range(TURNS):  # the closed form of c_k: each of the three others is there with chance q
-        q = float(chances[k])
-        closed = 1 - (1 - (1 - q) ** GROUP) / (GROUP * q)
-        assert float(shrunk[k]) == pytest.approx(closed, abs=0.01)
-        shrunk[k] = closed
-    own = exact(below=False) * shrunk[:, None]
-    assert float(deviations(advantages, actions, mask, own).abs().max()) < 4
-    later = exact() - exact(below=False)  # what is lost
-    assert float(deviations(advantages, actions, mask, own + later).abs().max()) > 20
-
-
 def test_turn_returns_by_hand() -> None:
     """Returns to go: (3, 2), (1), (0, 0); the second ended after one turn and is compared by that one at both."""
     rewards = torch.tensor([[1.0, 2.0], [1.0, 9.0], [0.0, 0.0], [7.0, 7.0]])

@@ -134,32 +134,6 @@ def test_a_turn_is_asked_for_while_others_run(collector: Any) -> None:
     assert len({r.seed for r in engine.asked}) == 8, "each attempt and turn has a seed of its own"
 
 
-def test_a_rollout_shows_prompts_turns_and_environments_that_wait(collector: Any) -> None:
-    """The attempts at prompt 0 wait for the engine and those at prompt 1 are in their environments until it is seen."""
-    seen: list[Any] = []
-    wanted = (0, 2, "2 turns, 2 waiting for the engine, 2 environments running")
-
-    class Works(TwoTurns):
-        playing = 0
-
-        async def attempt(self, task: Task, ask: Ask, attempt: int) -> Trajectory:
-            self.playing += 1
-            trajectory = await super().attempt(task, ask, attempt)
-            self.playing -= 1
-            return trajectory
-
-        async def step(self, request: GenerationRequest) -> None:
-            while request.token_ids == [3] and wanted not in seen:
-                seen.append(own.progress)
-                await asyncio.sleep(0.005)
-
-    engine = ScriptedEngine()
-    engine.hold = lambda request: request.token_ids == [1, 2] and wanted not in seen
-    own = collector(engine, Works())
-    own.collect(tasks()).finish()
-    assert wanted in seen and own.progress is None
-
-
 def test_rewards_get_messages_and_copies_of_the_token_ids(collector: Any) -> None:
     def spoils(completion_ids: list[list[int]], messages: list[Any], answer: list[str], **_: Any) -> list[float]:
         for ids, said in zip(completion_ids, messages, strict=True):
@@ -378,17 +352,6 @@ def test_slow_progress_is_no_stall(collector: Any) -> None:
             return one_turn(group)
 
     assert len(collector(episode=Slow(), stall_timeout=2.4).collect(tasks()).finish()) == 2
-
-
-def test_giving_up_ends_episodes_threads_and_requests(collector: Any) -> None:
-    engine, episode = ScriptedEngine(), TwoTurns()
-    engine.hold = lambda request: True
-    made = collector(engine, episode)
-    made.collect(tasks())
-    assert until(lambda: len(engine.asked) > 1)
-    begin = time.monotonic()
-    made.close(5.0)
-    assert episode.closed and time.monotonic() - begin < 30
 
 
 @pytest.mark.parametrize("dies", [False, True])

@@ -305,33 +305,6 @@ def test_vllm_samples_the_next_rollout_during_the_update(plain: Any) -> None:
         assert watch.gap(module, number - 1, watch.rollouts[number]) < 1e-4
 
 
-@pytest.mark.vllm
-@pytest.mark.long  # whether completions are switched midway depends on the load of the machine
-@pytest.mark.slow
-def test_a_run_with_vllm_and_an_adapter_is_resumed(tmp_path: Path) -> None:
-    """It continues from the tokens that were there."""
-    engine, learn = with_vllm(tmp_path / "model", LoraSpec(r=4))
-    checkpoint = RolloutCheckpoint(2, dirpath=str(tmp_path), save_top_k=-1)
-    try:
-        _, whole = learn(checkpoint)
-        assert engine.pushes == "adapter"
-        (middle,) = [
-            file for file in tmp_path.glob("*.ckpt") if torch.load(file, weights_only=True)["global_step"] == 2
-        ]
-        resumed, rest = learn(ckpt_path=str(middle))
-    finally:
-        engine.end()
-    assert whole.metrics[2]["rollout/switched"] > 0.5
-    (flight,) = torch.load(middle, weights_only=True)["RolloutDataModule"]["schedule"]
-    begun = [part["token_ids"] for parts in flight["sampled"].values() for part in parts if part["token_ids"]]
-    assert begun and all(set(part["policy_versions"]) == {1} for parts in flight["sampled"].values() for part in parts)
-    for rows in (whole.rollouts[2], rest.rollouts[0]):
-        completions = [row[mask].tolist() for row, mask in zip(rows.token_ids, rows.response_mask, strict=True)]
-        assert all(any(done[: len(start)] == start for done in completions) for start in begun)
-    assert sorted(set(versions(rest.rollouts[0]).flatten().tolist())) == [-1, 1, 2]
-    assert worst(resumed, rest, rest.rollouts[0], 2, 2) < 1e-4
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
