@@ -7,6 +7,8 @@ A trajectory whose history was rewritten has several rows. Estimators, loss weig
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -284,28 +286,16 @@ def join_experience(
     measured |= {name: value**0.5 for name, value in means(squares).items()}
     if explained is not None:
         measured["value/explained_variance"] = float(explained)
-    names = (
-        *("token_ids", "attention_mask", "group_ids", "trajectory_ids", "turn_ids", "engine_logprobs"),
-        *("temperature", "supports", "routes", "inputs", "supervised"),
-    )
-    return Experience(
-        **{name: getattr(rollouts, name) for name in names},
-        host=dict(rollouts.host),
-        response_mask=mask,
-        advantages=advantages,
-        returns=found.returns,
-        rewards=found.rewards,
-        valid=found.valid,
-        old_logprobs=outputs.old_logprobs,
-        ref_logprobs=outputs.ref_logprobs,
-        values=outputs.values,
-        entropy=outputs.entropy,
-        in_policy_loss=keep,
-        is_stale=is_stale,
-        token_extras=outputs.token_extras,
-        row_extras=outputs.row_extras,
-        metrics=measured,
-    )
+    sampled = {f.name: getattr(rollouts, f.name) for f in fields(Experience) if hasattr(rollouts, f.name)}
+    own: dict[str, Any] = {
+        "host": dict(rollouts.host),
+        "response_mask": mask,
+        "advantages": advantages,
+        "in_policy_loss": keep,
+        "is_stale": is_stale,
+        "metrics": measured,
+    }
+    return Experience(**(sampled | vars(outputs) | vars(found) | own))
 
 
 def rollout_metrics(rollouts: Rollouts, outputs: ModelOutputs, raw_rewards: Tensor, rows: Tensor) -> dict[str, Tensor]:

@@ -10,14 +10,10 @@ if TYPE_CHECKING:
     from lightrl.objectives.divergences import Divergence, ForwardKL, JensenShannon, ReverseKL
     from lightrl.objectives.estimators import (
         GAE,
-        GDPO,
-        OPO,
         RLOO,
         AdvantageEstimator,
         AdvantageInput,
         GroupRelative,
-        MaxRL,
-        PassAtK,
         Reinforce,
         ReinforcePlusPlus,
         ReinforcePlusPlusBaseline,
@@ -43,6 +39,7 @@ if TYPE_CHECKING:
         RolloutRatio,
     )
     from lightrl.objectives.policy_losses import CISPO, CPG, DPPO, GMPO, GSPO, SAPO, RLOOSequence, SequenceClip
+    from lightrl.objectives.special_estimators import GDPO, OPO, MaxRL, PassAtK
     from lightrl.objectives.turn_estimators import GiGPO, TurnGAE, TurnReturns, Turns
 
 __all__ = [
@@ -97,6 +94,7 @@ _MODULES = (
     "estimators",
     "off_policy",
     "policy_losses",
+    "special_estimators",
     "turn_estimators",
     "divergences",
 )

@@ -50,12 +50,6 @@ def _as_wrapped(self: Any) -> bool:
     return zero
 
 
-def _at_least_compared(self: Any) -> EngineUse | None:
-    """Returns the wrapped loss's `engine_use`, or "compared" if that is "unused"."""
-    use: EngineUse | None = self.loss.engine_use
-    return "compared" if use == "unused" else use
-
-
 def _engine(name: str, given: LossInput) -> Tensor:
     if given.engine_logprobs is None:
         raise ValueError(f"{name}: engine_logprobs=None: needs log-probs. Use an engine that reports them.")
@@ -189,11 +183,15 @@ class OffPolicySequenceMask(WeightedLoss):
     """
 
     zero_advantage_is_zero_loss = property(_as_wrapped)
-    engine_use = property(_at_least_compared)
 
     def __init__(self, loss: PolicyLoss, threshold: float = 0.5) -> None:
         super().__init__(loss)
         self.threshold = threshold
+
+    @property
+    def engine_use(self) -> EngineUse | None:
+        """The wrapped loss's `engine_use`, or "compared" if that is "unused"."""
+        return "compared" if self.loss.engine_use == "unused" else self.loss.engine_use
 
     @torch.no_grad()
     def weights(self, given: LossInput) -> tuple[Tensor, Metrics]:

@@ -433,6 +433,7 @@ class Experience(RowBatch):
     attention_mask: Tensor = per_token()
     response_mask: Tensor = per_token()
     group_ids: Tensor = per_row()
+    trajectory_ids: Tensor = per_row()
     engine_logprobs: Tensor = per_token()
     advantages: Tensor = per_token()
     rewards: Tensor = per_row()
@@ -448,16 +449,11 @@ class Experience(RowBatch):
     inputs: list[dict[str, Any]] = per_row(default_factory=list)
     supports: list[Support | None] = per_row(default_factory=list)
     routes: list[Routes | None] = per_row(default_factory=list)
-    trajectory_ids: Tensor = per_row(default=None)  # filled in below
     turn_ids: Tensor | None = per_token(default=None)
     token_extras: dict[str, Tensor] = per_token(default_factory=dict)
     row_extras: dict[str, Any] = per_row(default_factory=dict)
     supervised: SupervisedBatch | None = None
     metrics: dict[str, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.trajectory_ids is None:
-            self.trajectory_ids = torch.arange(len(self), device=self.token_ids.device)
 
 
 @dataclass

@@ -265,10 +265,6 @@ class RolloutDataModule(LightningDataModule):
         evaluate = partial(self.evaluate, name)
         return EvalLoader(evaluate, prompts, self.evaluation.batch_size, self.rank, self.world_size)
 
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Moves a batch to the device."""
-        return batch.to(device)
-
     def teardown(self, stage: str) -> None:
         """Stops sampling, the reward functions, and the engine within `CLOSE_SECONDS`."""
         end = time.monotonic() + CLOSE_SECONDS

@@ -54,7 +54,8 @@ def test_supervised_rows_are_dealt_out_over_minibatches() -> None:
 
     zero = torch.zeros(4, 2)
     experience = Experience(
-        **rows(4), group_ids=torch.tensor([0, 0, 1, 1]), engine_logprobs=zero, advantages=zero, rewards=zero[:, 0],
+        **rows(4), group_ids=torch.tensor([0, 0, 1, 1]), trajectory_ids=torch.arange(4),
+        engine_logprobs=zero, advantages=zero, rewards=zero[:, 0],
         valid=torch.ones(4, dtype=torch.bool), supervised=SupervisedBatch(**rows(3), group_ids=torch.arange(3)),
     )  # fmt: skip
     parts = cut_minibatches(experience, 2, seed=0)

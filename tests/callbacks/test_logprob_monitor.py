@@ -43,7 +43,7 @@ def measured(gate: LogprobMonitor, trainer: Any = None, module: Any = None) -> d
         turn_ids=torch.tensor([[-1, 0, 0, -1, 1, 1]]), policy_versions=torch.tensor([[-1, 5, 5, -1, 5, 3]]),
     )  # fmt: skip
     experience = Experience(
-        rollouts.token_ids, rollouts.attention_mask, sampled, rollouts.group_ids,
+        rollouts.token_ids, rollouts.attention_mask, sampled, rollouts.group_ids, rollouts.trajectory_ids,
         engine_logprobs=torch.tensor([[9.0, -1.0, -2.0, 9.0, -3.0, -4.0]]),
         advantages=torch.zeros(1, 6), rewards=torch.zeros(1), valid=torch.ones(1, dtype=torch.bool),
         old_logprobs=torch.tensor([[0.0, -1.1, -1.8, 0.0, -3.6, -5.0]]),

@@ -85,6 +85,7 @@ class LoggingModule(RolloutLearner):
             attention_mask=rollouts.attention_mask,
             response_mask=rollouts.response_mask,
             group_ids=rollouts.group_ids,
+            trajectory_ids=rollouts.trajectory_ids,
             engine_logprobs=rollouts.engine_logprobs,
             advantages=positions * rollouts.response_mask,
             rewards=rollouts.rewards,

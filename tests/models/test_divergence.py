@@ -112,7 +112,8 @@ def test_every_layout_of_student_and_teacher_gives_the_same(top: int | None, bat
     """Two teachers, each of every other row; the student's and the teachers' tokens come in different orders."""
     rows = Experience(
         token_ids=batch.token_ids, attention_mask=batch.attention_mask, response_mask=batch.response_mask,
-        group_ids=batch.group_ids, engine_logprobs=torch.zeros(batch.token_ids.shape),
+        group_ids=batch.group_ids, trajectory_ids=torch.arange(len(batch.token_ids)),
+        engine_logprobs=torch.zeros(batch.token_ids.shape),
         advantages=torch.zeros(batch.token_ids.shape), rewards=torch.zeros(len(batch.token_ids)),
         valid=torch.ones(len(batch.token_ids), dtype=torch.bool),
     )  # fmt: skip
