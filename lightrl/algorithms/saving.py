@@ -113,12 +113,7 @@ class SavesPretrained(LightningModule):
         """Returns the trainer's strategy, or a single-device one after `load_from_checkpoint` without a trainer."""
         try:
             return self.trainer.strategy
-        except RuntimeError as error:
-            if not self._is_built:
-                raise RuntimeError(
-                    f"{type(self).__name__}: its model is not built. Pass the module to `trainer.fit`, or use "
-                    f"`{type(self).__name__}.load_from_checkpoint`."
-                ) from error
+        except RuntimeError:
             return SingleDeviceStrategy("cpu")
 
     # ---- checkpoints -------------------------------------------------------------------------------------------
@@ -209,7 +204,6 @@ class SavesPretrained(LightningModule):
             folder: Model directory to write. Existing files are replaced.
 
         Raises:
-            RuntimeError: The module has neither been passed to a Trainer nor loaded from a checkpoint.
             ValueError: Weights are not finite. Existing files are kept.
         """
         from lightrl.checkpoints.files import atomic_folder

@@ -325,7 +325,7 @@ class Rollouts(RowBatch):
     rewards: Tensor = per_row()
     reward_parts: dict[str, Tensor] = per_row()
     truncated: Tensor = per_row()
-    policy_version: int
+    policy_version: int  # type: ignore[misc]  # required, although fields before it look optional
     trajectory_ids: Tensor = per_row(default=None)  # filled in below
     turn_ids: Tensor | None = per_token(default=None)
     turn_rewards: dict[str, Tensor] = per_token(default_factory=dict)

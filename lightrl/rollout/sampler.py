@@ -242,7 +242,6 @@ class RolloutSampler:
         self, prompts: Prompts, sampling: SamplingParams, group_size: int, seeds: list[int], **how: Any
     ) -> Collection:
         """Starts `group_size` trajectories for each of P prompts and seeds. `how` is passed to `Collection`."""
-        self._show(prompts, sampling)
         if self.scorer is not None:
             self.scorer.set_progress(self._progress())
         sampling = ending_turns(sampling, self.tokenizer)
