@@ -1,4 +1,4 @@
-"""A custom algorithm in Python: override one hook, keep the rest.
+"""A custom algorithm in Python that overrides one hook.
 
 After `lightrl fit --config configs/quickstart/sft.yaml`: python examples/custom_hook.py [MODEL_FOLDER]
 """

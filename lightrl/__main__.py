@@ -1,4 +1,4 @@
-"""`lightrl` and `python -m lightrl`: loads the command line; Ctrl-C may interrupt the load."""
+"""`lightrl` and `python -m lightrl`: loads the command line; Ctrl-C may interrupt loading."""
 
 import signal
 import sys

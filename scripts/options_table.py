@@ -180,7 +180,7 @@ def cli_page() -> str:
                 text = run_usage.replace("{command}", "fit").split("\n\nRun `lightrl")[0]
                 body += f"\n\n```text\n{text}\n```\n\nAll options are on the page [Options](options.md)."
             else:
-                body += " It has the options of [`fit`](#fit)."
+                body += " It takes the same options as [`fit`](#fit)."
             parts.append(body)
             continue
         module, _, function = commands[name].partition(":")

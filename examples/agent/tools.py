@@ -5,7 +5,7 @@ class Calculator:
     """Adds and subtracts two numbers. It has no state."""
 
     def reset(self, **row: object) -> None:
-        """Starts a task. The prompt stays as it is."""
+        """Starts a task. The prompt remains unchanged."""
 
     def add(self, a: int, b: int) -> str:
         """

@@ -1,4 +1,4 @@
-"""A LangGraph agent that drafts the answer to a question, then states the number. It knows nothing about training.
+"""A LangGraph agent that drafts the answer to a question, then states the number. It doesn't depend on LightRL.
 
 Run it against any model server:
 

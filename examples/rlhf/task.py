@@ -1,7 +1,7 @@
 """A synthetic preference task: the prompt has four digits, and people prefer answers with the digits sorted.
 
-Only `utility` knows the preference. It labels the pairs and judges the result. SFT sees answers of careless writers,
-who mostly use the prompt's digits, in any order. The reward model sees pairs, and PPO sees the reward model.
+Only `utility` implements the preference. It labels the pairs and evaluates the result. SFT sees answers by careless
+writers, who mostly use the prompt's digits, in any order. The reward model sees pairs, and PPO sees the reward model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ NUM_HELD_OUT = 500
 
 
 def utility(prompt: str, answer: str) -> float:
-    """Returns how much people like an answer. The best has the prompt's digits in ascending order, and nothing else.
+    """Returns how much people like an answer. The best one has the prompt's digits in ascending order, and nothing
+    else.
 
     u = (digits of the prompt that the answer uses) + (neighbors in ascending order) - 2 (surplus characters). The
     maximum is 7. An answer without its final period loses 2.
@@ -67,7 +68,7 @@ class Preferences:
     """Labeled pairs of careless answers: P(a preferred to b) = sigmoid((u(a) - u(b)) / noise).
 
     Args:
-        split: Prompts of the pairs, "train" or "eval". The two share none.
+        split: Prompts of the pairs, "train" or "eval". The splits share no prompts.
         size: Number of pairs.
         noise: Label noise, above 0. At 0.5, one label in eight is wrong if the utilities differ by 1.
         seed: Random seed.

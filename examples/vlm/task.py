@@ -19,7 +19,7 @@ COLOURS = {"red": (220, 40, 40), "green": (40, 170, 60), "blue": (50, 80, 220), 
 SHAPES = ("circle", "square", "triangle")
 SIZE = 56
 KINDS = ("count", "count", "name", "name", "both", "text")
-"""The kinds of questions: a third counts, a third names, a sixth has two images, and a sixth none."""
+"""The kinds of questions: a third count, a third name, a sixth have two images, and a sixth have none."""
 
 
 def draw(colour: str, number: int, rng: random.Random) -> Picture.Image:

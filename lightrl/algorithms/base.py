@@ -291,7 +291,7 @@ class RLLightningModule(RolloutLearner, SavesPretrained):
 
     @property
     def needs_rewards(self) -> bool:
-        """Whether completions without a reward are useless for training."""
+        """Whether completions without a reward can't be used for training."""
         return True
 
     @property
@@ -342,7 +342,7 @@ class RLLightningModule(RolloutLearner, SavesPretrained):
     def batched(self, model: Any, forward: Callable[[Any], dict[str, Tensor]], rows: Any) -> dict[str, Tensor]:
         """Runs `forward` over micro-batches; returns (B, T) results, 0 outside the response mask.
 
-        Every rank calls `forward` equally often, as sharded models require.
+        Every rank calls `forward` the same number of times, as sharded models require.
         """
         out: dict[str, Tensor] = {}
         for index in micro_batch_rows(rows, self.updates.micro_batch_tokens, self.all_max, model.layout):
@@ -422,7 +422,7 @@ class RLLightningModule(RolloutLearner, SavesPretrained):
         """Checks that the checkpoint matches this module, and restores counters and random states.
 
         Raises:
-            ValueError: The checkpoint has another class or format, or lacks trained parameters.
+            ValueError: The checkpoint has a different class or format, or lacks trained parameters.
         """
         super().on_load_checkpoint(checkpoint)
         if self.trainer.training:
@@ -438,7 +438,7 @@ class RLLightningModule(RolloutLearner, SavesPretrained):
         """Restores random states as late as possible, so that setup doesn't advance them.
 
         Raises:
-            ValueError: The checkpoint has the state of another optimizer. Torch would load it silently.
+            ValueError: The checkpoint has the state of a different optimizer. Torch would load it silently.
         """
         stored, self._restored_optimizers = self._restored_optimizers, None
         if stored is not None and stored != (own := self._optimizer_names()):

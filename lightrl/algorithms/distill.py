@@ -49,7 +49,7 @@ class DistillLightningModule(CriticFreeLightningModule):
     top-p, top-k, and min-p. Metrics: `kl/teacher`, the mean of -d_t; with a divergence `loss/teacher`, its mean.
 
     Args:
-        teachers: Teachers by name. Each is a model directory, a model ID, a `ModelSpec`, or a `ServerTeacher`, which
+        teachers: Teachers, by name. Each is a model directory, a model ID, a `ModelSpec`, or a `ServerTeacher`, which
             scores at temperature 1 over the whole vocabulary. Teachers must use the policy's token IDs.
         teacher_column: Data column with the name of each example's teacher. Required with several teachers.
         advantage: Estimator for the data module's rewards. If None, rewards are only logged, and every trajectory that
@@ -64,8 +64,8 @@ class DistillLightningModule(CriticFreeLightningModule):
         kwargs: Other arguments of `PPOLightningModule` except `critic`.
 
     Raises:
-        ValueError: A teacher has another vocabulary, several teachers have no `teacher_column`, an example names no
-            teacher, or a strategy shards models with a divergence.
+        ValueError: A teacher has a different vocabulary, several teachers have no `teacher_column`, an example doesn't
+            name a teacher, or a strategy shards models with a divergence.
 
     Source: https://arxiv.org/abs/2306.13649 (on-policy distillation), https://arxiv.org/abs/2306.08543 (reverse KL by
         policy gradient), https://thinkingmachines.ai/blog/on-policy-distillation (per-token advantage, gamma 0).
@@ -108,12 +108,12 @@ class DistillLightningModule(CriticFreeLightningModule):
             )
 
     def setup(self, stage: str) -> None:
-        """Runs `PPOLightningModule.setup`, and rejects teachers with another vocabulary."""
+        """Runs `PPOLightningModule.setup`, and rejects teachers with a different vocabulary."""
         super().setup(stage)
         if self.divergence is not None and strategies.shards_parameters(self.trainer.strategy):
             raise ValueError(
                 f"divergence={type(self.divergence).__name__} with strategy={type(self.trainer.strategy).__name__}: "
-                "needs the unsharded output layers of student and teacher. Use ddp or ZeRO 1 or 2, or "
+                "needs the unsharded output layers of the student and the teacher. Use ddp or ZeRO 1 or 2, or "
                 "divergence=None (null in YAML)."
             )
         for server in self.teacher_servers.values():
@@ -159,7 +159,7 @@ class DistillLightningModule(CriticFreeLightningModule):
         return outputs
 
     def _ask_server(self, name: str, rollouts: Rollouts, rows: Tensor, outputs: ModelOutputs) -> None:
-        """Writes a server's log-probs and top-k tokens of some rows to the outputs."""
+        """Writes a server's log-probs and top-k tokens for some rows to the outputs."""
         ids, lengths = rollouts.on_host("token_ids"), rollouts.on_host("attention_mask").sum(1).tolist()
         top, shape, extras = self.divergence_top_k or 0, tuple(rollouts.token_ids.shape), outputs.token_extras
         if rollouts.temperature != 1 or any(rollouts.inputs) or any(s is not None for s in rollouts.supports):
@@ -278,9 +278,9 @@ def _gap(mask: Tensor, outputs: ModelOutputs | Experience) -> Tensor:
 
 
 def _require_vocabulary(name: str, path: str, own: dict[str, int], *, exact: bool) -> None:
-    """Raises a ValueError unless the teacher's tokenizer and model know every token of the policy by the same ID.
+    """Raises a ValueError unless the teacher's tokenizer and model use the policy's ID for every token.
 
-    With `exact`, the teacher must have no other tokens, since they would get probability.
+    With `exact`, the teacher must have no other tokens, since they would receive probability.
     """
     theirs = AutoTokenizer.from_pretrained(path).get_vocab()
     size = AutoConfig.from_pretrained(path).get_text_config().vocab_size

@@ -1,4 +1,4 @@
-"""Named algorithms with another loss than PPO's clip."""
+"""Named algorithms with a loss other than PPO's clip."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class CPGDLightningModule(GRPOLightningModule):
 
     `GRPOLightningModule` with the settings of the paper and its code: the log-ratio clipped to [log 0.8, log 1.2], the
     drift penalty with coefficient 0.01 and its ratio bounded at 3, and no KL penalty against a reference. The first
-    update of a rollout equals REINFORCE. Clip and drift act from the second update on, so set `minibatch_size` (the
-    paper's code makes 8 updates) or `ppo_epochs`.
+    update of a rollout equals REINFORCE. The clip and the drift take effect from the second update on, so set
+    `minibatch_size` (the paper's code makes 8 updates) or `ppo_epochs`.
 
     Source: Liu et al. 2025, https://arxiv.org/abs/2505.12504.
     """

@@ -277,7 +277,7 @@ class PPOLightningModule(RLLightningModule):
         if self.kl is not None:
             with actor.as_reference() if reference is None else nullcontext():
                 base = reference or actor
-                # The reference routes tokens itself: with the policy's routes, it would be another distribution.
+                # The reference routes tokens itself: with the policy's routes, it would have a different distribution.
                 out = self.batched(base, lambda x: policy_forward(base, x, routes=()), rollouts)
                 outputs.ref_logprobs = out["logprobs"]
         return outputs
@@ -295,7 +295,7 @@ class PPOLightningModule(RLLightningModule):
     # ---- mini-batches and micro-batches ------------------------------------------------------------------------
 
     def minibatches(self, experience: Experience) -> Iterator[Experience]:
-        """Yields the mini-batches of `ppo_epochs` passes, one per optimizer step, equally many on every rank.
+        """Yields the mini-batches of `ppo_epochs` passes, one per optimizer step, the same number on every rank.
 
         Groups stay together if each rank's mini-batch size is a multiple of the group size.
         """

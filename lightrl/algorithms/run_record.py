@@ -145,14 +145,14 @@ def description(module_class: str, models: dict[str, ModelSpec], tokenizer: str 
 
 
 def require_own(stored: Mapping[str, Any], module_class: str) -> None:
-    """Rejects a checkpoint of another class or format.
+    """Rejects a checkpoint of a different class or format.
 
     Args:
         stored: Description in the checkpoint; empty if it has none.
         module_class: Name of the class that reads it.
 
     Raises:
-        ValueError: The checkpoint was written by another class or in another format.
+        ValueError: The checkpoint was written by a different class or in a different format.
     """
     if stored.get("class") != module_class:
         raise ValueError(

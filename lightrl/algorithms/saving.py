@@ -156,7 +156,7 @@ class SavesPretrained(LightningModule):
         """Checks that the checkpoint matches this run.
 
         Raises:
-            ValueError: The checkpoint has another class, or lacks trained weights.
+            ValueError: The checkpoint has a different class, or lacks trained weights.
         """
         from lightrl.algorithms import run_record
 

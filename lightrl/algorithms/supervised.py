@@ -27,7 +27,7 @@ class GradientWindow:
 
     Lightning averages the losses of `accumulate_grad_batches` batches, which overweights short batches, and divides an
     incomplete last window by too many batches. Here, each batch's sum is divided as if all K batches had n_1 tokens
-    like the first. The last batch, which knows the true N, multiplies the accumulated gradients by K n_1 / N.
+    like the first. The last batch, at which N is known, multiplies the accumulated gradients by K n_1 / N.
 
     Example: two batches of 3 and 1 tokens with sums s_1 and s_2. s_1 / 6 becomes s_1 / 4, and s_2 / 4 is added.
     """
@@ -95,7 +95,7 @@ class _SupervisedModule(SavesPretrained):
         return with_schedule(optimizer, self.lr_scheduler_factory, run_position(self.trainer))
 
     def on_train_start(self) -> None:
-        """Sets the rates of named schedules, since a checkpoint's optimizer may come from a run of another length."""
+        """Sets the rates of named schedules: a checkpoint's optimizer may come from a run of a different length."""
         set_named_rates(self.lr_schedulers())
 
     def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:

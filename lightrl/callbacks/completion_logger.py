@@ -92,11 +92,11 @@ class CompletionLogger(RLCallback):
         self._path, self._replaces = run_folder(trainer) / "samples.jsonl", False
 
     def on_rollout_scored(self, trainer: Trainer, pl_module: LightningModule, rollouts: Rollouts) -> None:
-        """Keeps the rewards before later callbacks change them."""
+        """Stores the rewards before later callbacks change them."""
         self._rewards = rollouts.rewards
 
     def on_experience_made(self, trainer: Trainer, pl_module: LightningModule, experience: Experience) -> None:
-        """Keeps the (B,) mean advantage of each trajectory, equal in all its sequences."""
+        """Stores the (B,) mean advantage of each trajectory, equal in all its sequences."""
         layout = TrajectoryLayout(experience.trajectory_ids, experience.response_mask)
         total = layout.join(experience.advantages * experience.response_mask).sum(1)
         self._advantages = layout.split(total / layout.mask.sum(1).clamp(min=1))

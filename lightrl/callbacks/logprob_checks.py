@@ -106,8 +106,9 @@ class LogprobMonitor(RLCallback):
         listed = ", ".join(f"{name} {value:.3g}" for name, value in above.items())
         message = (
             f"The log-probs of {type(engine).__name__} differ from the trainer's (layout {pl_module.actor.layout}) by "
-            f"more than {bound:g} nats per token on average: {listed}. Check dtypes, WeightSync's canary, and "
-            "sampling settings that change the distribution. Use OffPolicyCorrection, or raise LogprobMonitor.bound."
+            f"more than {bound:g} nats per token on average: {listed}. Check dtypes, WeightSync's weight-sync "
+            "check, and sampling settings that change the distribution. Use OffPolicyCorrection, or raise "
+            "LogprobMonitor.bound."
         )
         if self.action == "stop":
             raise RuntimeError(message)
@@ -176,7 +177,7 @@ def logprob_mismatches(
 
 
 class LedgerMismatchError(RuntimeError):
-    """A training sequence differs from the sampled tokens."""
+    """Raised if a training sequence differs from the sampled tokens."""
 
 
 class TrajectoryLogprobCheck(TrajectoryCheck):

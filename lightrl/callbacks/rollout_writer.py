@@ -71,7 +71,7 @@ class RolloutWriter(RLCallback):
         self._folder = Path(self.dirpath or run_folder(trainer) / "rollouts")
 
     def on_rollout_scored(self, trainer: Trainer, pl_module: LightningModule, rollouts: Rollouts) -> None:
-        """Keeps the rollout, for its texts and reward components."""
+        """Stores the rollout for its texts and reward components."""
         self._rollouts = rollouts
 
     def on_experience_made(self, trainer: Trainer, pl_module: Any, experience: Experience) -> None:

@@ -130,7 +130,7 @@ class ThroughputMonitor(Callback):
         self._binary &= bool(((rewards == 0) | (rewards == 1) | rewards.isnan()).all())
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Resumes the timer and keeps the metrics of a full evaluation."""
+        """Resumes the timer and stores the metrics of a full evaluation."""
         seconds = time.perf_counter() - self._paused
         self._start += seconds
         if not trainer.sanity_checking:
@@ -139,12 +139,12 @@ class ThroughputMonitor(Callback):
             self._note({k: v for k, v in trainer.callback_metrics.items() if k.startswith("eval/")})
 
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keeps the metrics of an evaluation before training."""
+        """Stores the metrics of an evaluation before training."""
         if trainer.num_sanity_val_steps == float("inf"):
             self._note({k: v for k, v in trainer.callback_metrics.items() if k.startswith("eval/")})
 
     def _note(self, metrics: Mapping[str, Any]) -> None:
-        """Keeps the first and last evaluation, or training rewards until the first evaluation."""
+        """Stores the first and last evaluation, or training rewards until the first evaluation."""
         evaluated = any(name.startswith("eval/") for name in metrics)
         if metrics and evaluated >= self._evaluated:
             self._last = {name: float(value) for name, value in metrics.items()}

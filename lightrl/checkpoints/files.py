@@ -22,11 +22,11 @@ PARTIAL, OLD = ".lightrl.partial", ".lightrl.old"
 
 
 class StorageError(OSError):
-    """A file couldn't be written. The message has the path, the cause, and a fix."""
+    """Raised if a file couldn't be written. The message has the path, the cause, and a fix."""
 
 
 class DamagedError(ValueError):
-    """A file or directory is damaged. The message is a clause without the path."""
+    """Raised if a file or directory is damaged. The message is a clause without the path."""
 
 
 # ---- atomic writes ---------------------------------------------------------------------------------------------------

@@ -136,7 +136,7 @@ _DEEPSPEED = {
 
 
 def _read_zero(path: Path) -> dict[str, Any]:
-    """Reads everything but the optimizer's states, which DeepSpeed has no function for."""
+    """Reads everything but the optimizer's states, for which DeepSpeed has no function."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     folder = path / (path / "latest").read_text().strip()

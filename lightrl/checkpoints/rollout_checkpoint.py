@@ -54,7 +54,7 @@ class RolloutCheckpoint(SavingCheckpoint):
     `last.ckpt` is a hard link if another checkpoint has the same state. `last.ckpt.previous` is the preceding state,
     kept while no other checkpoint would survive damage to `last.ckpt`.
 
-    Ctrl-C, SIGTERM, or SIGUSR1 during generation saves and ends the run at once. During an update, and always with
+    Ctrl-C, SIGTERM, or SIGUSR1 during generation saves and ends the run immediately. During an update, and always with
     several processes, the run first finishes the rollout's updates. A second Ctrl-C ends it without saving. Therefore
     `last.ckpt` is always between two rollouts, and resuming from it is exact. To resume from the newest intact
     checkpoint, run `lightrl fit --config x.yaml --ckpt_path last`.
@@ -137,7 +137,7 @@ class RolloutCheckpoint(SavingCheckpoint):
         Without `dirpath`, also searches earlier runs under the logger's name that have this run's settings.
 
         Raises:
-            ValueError: No checkpoint is intact, or all belong to runs with other settings.
+            ValueError: No checkpoint is intact, or all belong to runs with different settings.
         """
         elsewhere = super().last_checkpoints(trainer)
         if any("://" in path for path in elsewhere):
@@ -190,7 +190,9 @@ class RolloutCheckpoint(SavingCheckpoint):
         # A second Ctrl-C ends the process, even inside C code, but never a notebook or an interactive session.
         signal.signal(signal.SIGINT, signal.default_int_handler if hasattr(sys, "ps1") else signal.SIG_DFL)
         unit = "batch" if self._cursor is None else "rollout"
-        rank_zero_info(f"\n{signal.Signals(signum).name}: finishing this {unit}, then saving. Ctrl-C stops at once.")
+        rank_zero_info(
+            f"\n{signal.Signals(signum).name}: finishing this {unit}, then saving. Press Ctrl-C to stop immediately."
+        )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Records that the weights are changing."""
@@ -410,7 +412,7 @@ class RolloutCheckpoint(SavingCheckpoint):
             )
 
     def _evaluation_due_kept(self, trainer: Trainer) -> contextlib.AbstractContextManager[None]:
-        """Context manager that makes a run resumed from checkpoints saved within start with the due evaluation."""
+        """Context manager for saving checkpoints from which a resumed run starts with the due evaluation."""
         return evaluation_pending(trainer) if self._evaluation_due else contextlib.nullcontext()
 
     def _restore_handlers(self) -> None:
@@ -420,7 +422,7 @@ class RolloutCheckpoint(SavingCheckpoint):
 
 
 def preempt(signum: int, frame: Any) -> None:
-    """Signal handler that ends a run at once."""
+    """Signal handler that ends a run immediately."""
     raise Preempted
 
 

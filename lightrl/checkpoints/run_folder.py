@@ -72,7 +72,7 @@ class FolderLock:
         self._file.flush()
 
     def release(self) -> None:
-        """Releases the lock. Keeps the empty file, since another process may be about to lock it."""
+        """Releases the lock. Leaves the empty file in place, since another process may be about to lock it."""
         if not self._file.closed:
             self._file.truncate(0)
             self._file.close()
@@ -212,7 +212,7 @@ def last_of_runs(folder: Path, settings: Mapping[str, Any]) -> set[Path]:
     """Returns the checkpoints of the newest run under a logger's name that has these settings.
 
     Raises:
-        ValueError: All runs there have other settings.
+        ValueError: All runs there have different settings.
     """
     other: list[str] = []
     for path in sorted(folder.glob(f"*/checkpoints/{LAST}"), key=written_at, reverse=True):
@@ -227,8 +227,8 @@ def last_of_runs(folder: Path, settings: Mapping[str, Any]) -> set[Path]:
         other.append(f"{path.parent.parent} has {', '.join(differing)}")
     if other:
         raise ValueError(
-            f"ckpt_path=last: the runs in {folder} have other settings ({'; '.join(sorted(other))}). Pass the path of "
-            "a checkpoint to resume from it, or remove ckpt_path to start a new run."
+            f"ckpt_path=last: the runs in {folder} have different settings ({'; '.join(sorted(other))}). Pass the "
+            "path of a checkpoint to resume from it, or remove ckpt_path to start a new run."
         )
     return set()
 

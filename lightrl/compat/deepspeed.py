@@ -62,7 +62,7 @@ def begin_backward(engine: Any, *, last: bool) -> None:
 
 
 def discard_reduced_gradients(optimizer: Any) -> None:
-    """Discards gradients that a ZeRO optimizer has reduced, which `zero_grad` of Lightning's wrapper keeps."""
+    """Discards gradients that a ZeRO optimizer has reduced, which `zero_grad` of Lightning's wrapper doesn't clear."""
     optimizer.zero_grad()
     optimizer.micro_step_id = 0 if hasattr(optimizer, "fp16_groups") else -1  # ZeRO-3, else ZeRO-1 and 2
     for name in ("averaged_gradients", "all_grad_tensors"):

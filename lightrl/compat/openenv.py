@@ -18,7 +18,7 @@ PRIVATE = {
 
 
 class ServerError(RuntimeError):
-    """An error response of the server.
+    """Raised for an error response from the server.
 
     Attributes:
         code: Kind of error, such as "VALIDATION_ERROR" for a message that doesn't match the server's models.

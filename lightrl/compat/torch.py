@@ -110,7 +110,7 @@ def page_lock(memory: Tensor) -> weakref.finalize[..., Tensor] | None:
         with suppress(RuntimeError):  # otherwise the next kernel would raise the error
             torch.zeros(1, device="cuda")
         logging.getLogger(__name__).warning(
-            "CUDA did not page-lock %d MiB of host memory (error %d): copies between it and GPUs are slower.",
+            "CUDA did not page-lock %d MiB of host memory (error %d): copies to and from GPUs are slower.",
             memory.nbytes >> 20,
             error,
         )

@@ -254,7 +254,7 @@ class VLLMAdapter:
         self.llm.wake_up(tags=tags)
 
     def close(self, *, dead: bool = False) -> None:
-        """Ends the engine. `dead` says that it is already lost."""
+        """Ends the engine. `dead` means that it is already lost."""
         with isolated_rng():
             self.client.shutdown()
         del self.llm, self.engine, self.client

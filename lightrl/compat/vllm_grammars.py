@@ -20,7 +20,7 @@ MAX_IDS = 1 << 24
 
 
 class Grammars:
-    """Grammars of one engine, the same with which vLLM masks logits before sampling.
+    """Grammars of one engine, the same ones that vLLM uses to mask logits before sampling.
 
     Args:
         engine: vLLM's `LLMEngine`.

@@ -35,7 +35,7 @@ def _without_vllm(argument: str, name: str) -> ValueError:
 
 
 def _require_fitting(argument: str, name: str, make: Callable[[], Any]) -> None:
-    """Rejects a parser whose tokens the tokenizer lacks, since it would parse nothing."""
+    """Rejects a parser whose tokens the tokenizer lacks, since it couldn't parse anything."""
     try:
         make()
     except Exception as error:  # parsers may raise any error

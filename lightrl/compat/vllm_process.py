@@ -42,7 +42,7 @@ _KILL_SECONDS = 2.0
 
 
 class LostEngineError(Exception):
-    """An engine process has died or doesn't respond."""
+    """Raised if an engine process has died or doesn't respond."""
 
 
 @contextmanager
@@ -206,7 +206,7 @@ class SeparateAdapter(VLLMAdapter):
     def close(self, *, dead: bool = False) -> None:
         """Ends the engine and waits up to 6 s for its processes to exit, then kills them.
 
-        With `dead`, the engine is already lost; remaining processes, including stopped ones, are killed at once.
+        With `dead`, the engine is already lost; remaining processes, including stopped ones, are killed immediately.
         """
         end = time.monotonic() + _CLOSE_SECONDS
         processes = [psutil.Process(pid) for pid in self.pids if psutil.pid_exists(pid)]

@@ -52,7 +52,7 @@ if int(os.environ.get(TRAINER_PID, os.getpid())) != os.getpid():
 
 
 class SeparateWorkerExtension(WorkerExtension):
-    """Weight loading in a worker of another process than the trainer's."""
+    """Weight loading in a worker that runs outside the trainer's process."""
 
     def lightrl_pid(self) -> int:
         """Returns this worker's process ID."""

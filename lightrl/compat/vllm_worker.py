@@ -59,7 +59,7 @@ def _keep_weight(layer: nn.Module, remove_weight: bool) -> None:
 
 
 def _pack_experts(method: Any, layer: nn.Module, w13: Tensor, w2: Tensor) -> None:
-    """Packs experts for vLLM's CPU kernel also when they are reloaded. vLLM does so only when it first loads them.
+    """Also packs experts for vLLM's CPU kernel when they are reloaded. vLLM does so only when it first loads them.
 
     Otherwise new experts would be copied unpacked to where the kernel reads packed ones.
     """

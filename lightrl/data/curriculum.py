@@ -1,7 +1,7 @@
 """A prompt curriculum, which selects prompts by their success rates.
 
 Prompt k depends on the dataset, the seed, and the success rates so far, which are equal on all ranks and stored in
-checkpoints. A resumed run therefore equals an uninterrupted one, on any number of ranks.
+checkpoints. A resumed run is therefore identical to an uninterrupted one, on any number of ranks.
 """
 
 from __future__ import annotations

@@ -362,7 +362,7 @@ def _is_video(leaf: Any) -> bool:
 
 
 def require_keys(kind: str, block: Mapping[str, Any], *names: str) -> None:
-    """Raises a `MediaError` if a media item has other keys than these, such as `max_pixels`."""
+    """Raises a `MediaError` if a media item has keys other than these, such as `max_pixels`."""
     other = sorted(block.keys() - {"type", "text", "detail", *names})
     if other:
         raise MediaError(f"{other[0]} of {kind}: not supported for a single item. Remove it.")

@@ -66,7 +66,8 @@ class ConversationSource(MediaSource):
         system_prompt: Content of a system turn before every conversation. Requires a chat template.
         chat_template: Whether to wrap strings as a user turn of the tokenizer's chat template. "auto" does so if the
             tokenizer has one. False uses strings unchanged, for base models and prompts that are already rendered.
-            Otherwise, a string that contains text of the template is an error. Conversations always use the template.
+            Otherwise, a string that contains text of the template raises an error. Conversations always use the
+            template.
         template_kwargs: Additional variables of the chat template, such as `enable_thinking`. The columns
             `chat_template_kwargs` and `template_kwargs` override them per example, as a dictionary or JSON text.
         tools_column: Column with tools for the chat template, as a list or JSON text of JSON schemas. A missing column

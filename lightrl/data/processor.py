@@ -133,7 +133,7 @@ class MediaProcessor:
 
     @staticmethod
     def _inputs(out: Any) -> dict[str, torch.Tensor]:
-        """Returns the extra model inputs."""
+        """Returns the additional model inputs."""
         skipped = ("input_ids", "attention_mask", "labels")
         return {name: x for name, x in out.items() if isinstance(x, torch.Tensor) and name not in skipped}
 

@@ -185,7 +185,7 @@ class PromptSource(ConversationSource):
             shuffle: Whether to reshuffle in every pass. Requires `PromptSource.shuffle`.
             processor: Processor from `load_processor`, or None for a text model.
             room: Maximum sequence length of the engine and maximum completion length in tokens, or None if unknown.
-                Without `max_prompt_tokens`, a text prompt that leaves too little room is an error.
+                Without `max_prompt_tokens`, a text prompt that leaves too little room raises an error.
         """
         reading = Reading(tokenizer, seed, shuffle, processor, room)
         return PromptSet([open_source(self, reading)], [1.0], seed=seed)
@@ -224,7 +224,7 @@ def prompt_source(prompts: Any, argument: str) -> PromptSource | PromptMixture:
     """Converts a path, dataset ID, list of dictionaries, or `datasets.Dataset` to a source.
 
     Raises:
-        ValueError: If `prompts` has another type. The message names `argument`.
+        ValueError: If `prompts` has an unsupported type. The message names `argument`.
     """
     if isinstance(prompts, PromptSource | PromptMixture):
         return prompts

@@ -59,15 +59,15 @@ KINDS = ("image", "video", "audio")
 
 
 class MediaError(ValueError):
-    """A missing, broken, or unsupported media item."""
+    """Raised for a missing, broken, or unsupported media item."""
 
 
 @dataclass
 class RowSource:
     """Dataset of examples. Set exactly one of `path` and `rows`.
 
-    An invalid example, such as a conversation without roles, is an error that names it. All examples are checked before
-    training, and those of a stream when they are read.
+    An invalid example, such as a conversation without roles, raises an error that names it. All examples are checked
+    before training, and those of a stream when they are read.
 
     Args:
         path: JSONL, JSON, CSV (optionally gzipped), or Parquet file, a directory of such files or from

@@ -45,7 +45,7 @@ class Piece(NamedTuple):
 
 
 class SFTRows(list[Row]):
-    """Token IDs of each example. `inputs[k]()` recomputes the extra model inputs of example k.
+    """Token IDs of each example. `inputs[k]()` recomputes the additional model inputs of example k.
 
     The pixels of a whole dataset would not fit into memory, so each batch recomputes them.
     """

@@ -226,7 +226,7 @@ def call_texts(call: Mapping[str, Any]) -> list[str]:
 
 
 def _forms(text: str) -> tuple[str, str, str]:
-    """Returns a text unchanged and as JSON, with and without ASCII escapes."""
+    """Returns text unchanged and as JSON, with and without ASCII escapes."""
     return text, json.dumps(text)[1:-1], _json([text])[2:-2]
 
 
@@ -359,7 +359,7 @@ def as_tools(value: Any) -> list[dict[str, Any]]:
         value: None, or a list of schemas with or without the outer object, or JSON text of one.
 
     Raises:
-        ValueError: If `value` has another form.
+        ValueError: If `value` has an unsupported form.
     """
     if isinstance(value, str) and value.strip():
         value = json.loads(value)

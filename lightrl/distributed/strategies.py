@@ -47,8 +47,8 @@ def refuse_unsupported(strategy: Strategy, precision: str = "32-true") -> None:
         sharded = isinstance(strategy, ModelParallelStrategy)
         if precision != "16-mixed" or sharded:
             raise ValueError(
-                f"precision={precision}{' with FSDP2' if sharded else ''}: losses are scaled with 16-mixed on one "
-                "device and under DDP only, and by DeepSpeed in its own engine. Use one of these, bf16-mixed, "
+                f"precision={precision}{' with FSDP2' if sharded else ''}: float16 loss scaling is supported only on "
+                "one device with 16-mixed, under DDP with 16-mixed, and under DeepSpeed. Use one of these, bf16-mixed, "
                 "bf16-true, or 32-true."
             )
 
@@ -195,7 +195,7 @@ def clip_gradients(
 def after_step(strategy: Strategy, norm: Tensor | None) -> tuple[Tensor | None, bool]:
     """Returns the gradient norm before clipping, and whether the step was skipped.
 
-    DeepSpeed knows both only after the step. It skips steps with non-finite gradients on all ranks.
+    DeepSpeed provides both only after the step. It skips steps with non-finite gradients on all ranks.
     """
     if not isinstance(strategy, DeepSpeedStrategy):
         return norm, False

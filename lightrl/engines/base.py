@@ -27,11 +27,11 @@ _LINGER_SECONDS = 5.0  # idle time after which the driver thread ends
 
 
 class EngineDiedError(RuntimeError):
-    """An engine process died. Sampling is not possible until the engine is started again."""
+    """Raised if an engine process died. Sampling is not possible until the engine is restarted."""
 
 
 class StaleWeightsError(RuntimeError):
-    """The engine's weights differ from the trainer's."""
+    """Raised if the engine's weights differ from the trainer's."""
 
 
 class Engine(ABC):

@@ -138,7 +138,7 @@ class Environment(ABC):
 
 
 def _content(value: Any) -> str:
-    """A text for an image or array, equal for equal content in all processes."""
+    """Text that identifies an image or array, the same for equal content in all processes."""
     array = np.asarray(value)
     if array.dtype == object:
         raise TypeError(f"messages: a {type(value).__name__} can't be compared. Override `Environment.state_key`.")

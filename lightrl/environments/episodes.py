@@ -41,7 +41,7 @@ def _digest(text: str) -> int:
 
 
 def finite_reward(value: Any, source: str) -> float:
-    """Validates a reward. NaN is an error, because it would mark the trajectory as unscored.
+    """Validates a reward. NaN is rejected, because it would mark the trajectory as unscored.
 
     Args:
         value: Value returned by the user's code.

@@ -41,8 +41,8 @@ class EnvironmentEpisode(MultiTurn):
     Args:
         environment: Environment class, or function that creates an environment for each trajectory.
         environment_timeout: Time limit for creating an environment and for each `reset`, `finish`, and `close`, in
-            seconds. Exceeding it is a failure, except for `close`. None means no limit. `max_seconds` starts after
-            `reset`.
+            seconds. Exceeding it fails the trajectory, except for `close`. None means no limit. `max_seconds` starts
+            after `reset`.
         on_parse_error: Response to an invalid tool call. "message" shows the error to the policy as a user message.
             "end" ends the trajectory. "environment" passes it to the environment's `step` (`Reply.errors`).
         parse_error_reward: Reward added to turns with invalid tool calls.

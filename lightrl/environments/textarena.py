@@ -11,9 +11,9 @@ from lightrl.environments.gym import GymnasiumEnvironment
 class TextArenaEnvironment(GymnasiumEnvironment):
     """Plays a single-player game of TextArena, such as "GuessTheNumber-v0" or "Wordle-v0".
 
-    Each turn shows only the game's new messages, because the policy has the earlier ones in its context. The game's
-    reward comes with the last turn. A reply without brackets is put into brackets. TextArena tells the policy about an
-    invalid move and ends the game at a second one in a row; the metric `invalid_actions` is 1 for games that end this
+    Each turn shows only the game's new messages, because the policy has the earlier ones in its context. The last
+    turn gets the game's reward. A reply without brackets is put into brackets. TextArena reports an invalid move to
+    the policy and ends the game at a second one in a row; the metric `invalid_actions` is 1 for games that end this
     way. A column `seed` of the row takes precedence over the group's seed.
 
     Args:

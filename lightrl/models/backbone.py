@@ -195,8 +195,8 @@ class Backbone:
     def _refuse_long(self, mask: Tensor) -> None:
         if self._longest is not None and (tokens := int(mask.sum(1).max())) > self._longest:
             raise ValueError(
-                f"{self.name} with sequences of {tokens} tokens: above {self._longest} tokens, its RoPE has other "
-                "factors, which depend on the batch. Use shorter sequences."
+                f"{self.name} with sequences of {tokens} tokens: above {self._longest} tokens, its RoPE uses "
+                "different factors, which depend on the batch. Use shorter sequences."
             )
 
     def _run(self, batch: _Batch) -> BackboneOutput:
@@ -329,7 +329,8 @@ class Backbone:
         if "indexed_attention" in (getattr(text, "layer_types", None) or ()) and chosen and width > chosen:
             raise ValueError(
                 f"{self.name} with sequences of {width} tokens: its attention selects the best {chosen} keys "
-                "(index_topk), and transformers selects others in a padded batch. Use sequences of at most that length."
+                "(index_topk), and transformers selects different ones in a padded batch. Use sequences of at most "
+                "that length."
             )
         inputs = no_token_inputs(self.body, batch.token_ids)
         if batch.rows:
@@ -402,7 +403,7 @@ class Backbone:
         if worst > tolerance:
             raise ValueError(
                 f"{self.name}: log-probs from its head differ by {worst:.3g} from its own forward pass, so it changes "
-                "logits in an unknown way. Use a model of another family."
+                "logits in an unknown way. Use a model from another family."
             )
 
 

@@ -30,7 +30,7 @@ FIXED = "fixed"  # `rope_type` of rotary embeddings that don't depend on the bat
 
 
 def load_causal_lm(spec: ModelSpec, *, trainable: bool, in_shards: bool = False) -> PreTrainedModel:
-    """Loads a causal language model, or a model for images and text with a language head.
+    """Loads a causal language model, or a multimodal model with a language head.
 
     Args:
         spec: Model to load.

@@ -120,7 +120,7 @@ class RewardModel(nn.Module):
     def score(self, rollouts: Any, micro_batch_tokens: int) -> Tensor:
         """Returns (B,) float32 scores of rollouts, from their texts or token IDs (`RewardModelSpec.tokenizer`).
 
-        Collective: every rank runs equally many forward passes, as sharded models require.
+        Collective: every rank runs the same number of forward passes, as sharded models require.
 
         Raises:
             ValueError: The rows have media, but the model reads text.

@@ -135,7 +135,7 @@ class Routers:
 
     def _unknown(self) -> ValueError:
         return ValueError(
-            f"{self.name}: chooses experts in a way that routing replay doesn't support. Use another model family."
+            f"{self.name}: chooses experts in a way that routing replay doesn't support. Use a different model family."
         )
 
 

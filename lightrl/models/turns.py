@@ -89,7 +89,7 @@ def ended_turn(tokenizer: Any, token_ids: Sequence[int]) -> list[int]:
 def ending_turns(sampling: SamplingParams, tokenizer: Any) -> SamplingParams:
     """Adds the tokens at which every engine must end a completion: end of turn and EOS.
 
-    Engines know the EOS tokens of the model directory. The run's tokenizer and chat template may have others.
+    Engines read the EOS tokens from the model directory. The run's tokenizer and chat template may have others.
     """
     own, ends = sampling.stop_token_ids or (), {end_of_turn(tokenizer), tokenizer.eos_token_id}
     if sampling.ignore_eos or ends <= {*own}:

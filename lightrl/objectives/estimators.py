@@ -62,7 +62,7 @@ class AdvantageInput:
     reads: set[Credit] = field(default_factory=set, init=False, repr=False, compare=False)
 
     def __getattribute__(self, name: str) -> Any:
-        """Records which rewards an estimator reads, so that one which doesn't declare its `credit` is an error."""
+        """Records which rewards an estimator reads, so that reading them without declaring `credit` raises an error."""
         if name in _CREDITS:
             self.reads.add(_CREDITS[name])
         return super().__getattribute__(name)

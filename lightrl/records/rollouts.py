@@ -307,13 +307,13 @@ class Rollouts(RowBatch):
         prompts: B prompts as text.
         completions: B completions as text.
         answers: B answers that are compared in `eval/maj@n`. Empty outside evaluations.
-        raw_prompts: B prompts before the policy's chat template, for reward models with another template.
+        raw_prompts: B prompts before the policy's chat template, for reward models with a different template.
         columns: Dataset columns, B values by name.
         inputs: B dictionaries of additional model inputs, `{}` for text. Rows of a group share one object. They stay on
             the host until the model runs their micro-batch.
         media: B decoded media as in `Prompts`. Rows of a group share one object. Empty if prompts can't have media.
         metrics: Scalars measured while collecting the rollout (seconds, tokens, counts), on this rank.
-        filler: Whether the rows repeat a prompt so that an idle rank takes part in an evaluation. They don't count.
+        filler: Whether the rows repeat a prompt so that an idle rank participates in an evaluation. They don't count.
         eval_set: Name of the set of evaluation prompts, if there are several.
         supervised: Examples of the supervised loss (`ptx_coef`). None without one.
     """

@@ -16,7 +16,7 @@ def open_image(file: Any) -> Any:
     PIL executes PostScript with Ghostscript.
 
     Raises:
-        ValueError: The file is PostScript. PIL raises many other types for broken files.
+        ValueError: The file is PostScript. PIL raises many other error types for corrupt files.
     """
     from PIL import Image
 

@@ -39,7 +39,7 @@ RANKING = """- An answer that reaches the goal scores much higher than one that 
 
 
 class GenerativeJudge(ChatJudge):
-    """Asks a chat model to grade each completion in free text.
+    """Grades each completion in free text with a chat model.
 
         r = (x - low) / (high - low)        x: the last number that `pattern` finds in the judgment
 
@@ -116,7 +116,7 @@ class GenerativeJudge(ChatJudge):
 
 
 class GroupRanking(ChatJudge):
-    """Asks a judge to compare all completions of a prompt in one request.
+    """Compares all completions of a prompt with a judge, in one request.
 
         by="score":  r = score / 100, relative to the rest of the group
         by="rank":   r = (completions with a lower score + half of the others with the same) / (n - 1), in [0, 1]

@@ -20,7 +20,7 @@ class Criterion:
 
     Args:
         question: Question that the judge scores in [0, 1], such as "Does the answer cite its sources?".
-        reward: A `Reward`, an import path, or in Python any function. May use another judge.
+        reward: A `Reward`, an import path, or in Python any function. May use a different judge.
         weight: Weight in the sum. 0 only logs the criterion.
     """
 
@@ -130,7 +130,7 @@ class Rubric(NestedReward):
         log_metric: Callable[[str, float], None],
         log_extra: Callable[[str, Sequence[Any]], None],
     ) -> list[list[float | None]]:
-        """Returns the values of each question. Asks all questions about one completion in one request."""
+        """Returns the values of each question. Sends all questions about one completion in one request."""
         if (judge := self.judge) is None:
             return []
         shown = rows_to_judge(rows["completions"], judge.prompt_column, self.columns, rows)

@@ -92,7 +92,7 @@ class ExactAnswer(Reward):
         if found is None:
             raise RewardError(
                 f"reference_extract={self.reference_extract!r}: finds no answer in {str(reference)[:80]!r} (column "
-                f"{self.column!r}). Use another reference_extract or fix the data."
+                f"{self.column!r}). Use a different reference_extract or fix the data."
             )
         return found
 

@@ -75,7 +75,7 @@ class Sandbox:
         readable: Additional files and directories that programs can read.
 
     Raises:
-        ValueError: Neither mechanism works on this system. The message says what to install.
+        ValueError: Neither mechanism works on this system. The message lists what to install.
     """
 
     def __init__(

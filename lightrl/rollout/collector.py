@@ -191,7 +191,7 @@ each turn switches threads several times."""
 
 
 class RolloutStalledError(RuntimeError):
-    """The engine, rewards, and environments made no progress for `stall_timeout` seconds."""
+    """Raised if the engine, rewards, and environments made no progress for `stall_timeout` seconds."""
 
 
 class Collection:
@@ -457,7 +457,7 @@ class Collection:
 
 
 def _require_finite(whose: str, logprobs: Sequence[float]) -> None:
-    """Raises a ValueError for log-probs of an engine that samples nonsense."""
+    """Raises a ValueError for non-finite log-probs."""
     if not math.isfinite(sum(logprobs)):
         raise ValueError(
             f"{whose}: a log-prob is not finite. The weights are not finite, or the dtype's range is too small. Use "

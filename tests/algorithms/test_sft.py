@@ -53,7 +53,7 @@ def test_float16_weights_are_refused_in_manual_optimisation_only(tmp_path: Path)
         module = kind(path)
         module._trainer = trainer
         if kind is GRPOLightningModule:
-            with pytest.raises(ValueError, match="precision=16-true: losses are scaled with 16-mixed"):
+            with pytest.raises(ValueError, match="precision=16-true: float16 loss scaling"):
                 module.setup("fit")
         else:
             module.setup("fit")

@@ -239,7 +239,7 @@ def test_weights_that_somebody_else_changed_are_not_used(
     assert len(servers[1].requests) == asked + 4  # all groups, also those that the first had sampled
     assert "holds weights 'another run'" in caplog.text and "Skipping it until the next push" in caplog.text
     servers[1].version = "another run"
-    with pytest.raises(StaleWeightsError, match="No living server holds the policy's weights"):
+    with pytest.raises(StaleWeightsError, match="No live server has the policy's weights"):
         sample(engine)
     push(engine, tied_folder, version=1)
     sample(engine)

@@ -20,7 +20,7 @@ def step_seconds(
     """Seconds of (generation with one engine per GPU, the update), assuming completions of equal length.
 
     Args:
-        plan: The run. Prompts have the tokens of `length` that completions leave.
+        plan: The run. Prompts use the tokens of `length` that completions don't.
         trajectories: Completions per rollout on all GPUs.
         response: Mean number of tokens per completion.
         tflops: Peak dense bfloat16 TFLOPS per GPU, of which training uses 40% and decoding 50%.

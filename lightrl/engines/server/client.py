@@ -31,7 +31,7 @@ _PROBES = ("12 + 34 = 46", "The quick brown fox.", "def f(x):\n    return x")  #
 
 
 class ServerError(RuntimeError):
-    """A live server returned an error."""
+    """Raised if a live server returned an error."""
 
     def __init__(self, url: str, path: str, status: int, text: str) -> None:
         super().__init__(f"{url}{path} returned {status}: {redact_text(text)[:500]}")
@@ -40,7 +40,7 @@ class ServerError(RuntimeError):
 
 
 class ServerLostError(RuntimeError):
-    """A server stopped responding."""
+    """Raised if a server stopped responding."""
 
 
 class Server:

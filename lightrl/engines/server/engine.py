@@ -26,20 +26,20 @@ from lightrl.records import CompletionGroup, EngineContext, GenerationRequest, R
 log = logging.getLogger(__name__)
 
 RETRIES = 3
-"""Maximum number of times a group is repeated after an error from a healthy server."""
+"""Maximum number of times a group is retried after an error from a healthy server."""
 
 MAX_ABORTED = 100
-"""Maximum number of times a group is repeated because a server died, got new weights, or aborted it."""
+"""Maximum number of times a group is retried because a server died, received new weights, or aborted it."""
 
 
 class ServerEngine(Engine):
     """Samples on separate vLLM or SGLang inference servers.
 
-    Each group is sent to the server with the fewest pending groups. If a server dies, the other servers repeat its
-    groups. Once it is back, it is used again after the next weight push. Except for rounding, results don't depend on
-    the server.
+    Each group is sent to the server with the fewest pending groups. If a server dies, its groups are retried on the
+    other servers. Once it is back online, it is used again after the next weight push. Except for rounding, results
+    don't depend on the server.
 
-    Each push assigns a unique weight version, which is checked again after each group. A group is repeated if the
+    Each push assigns a unique weight version, which is checked again after each group. A group is retried if the
     server's weights changed in the meantime. With several ranks, rank 0 pushes the weights, and each rank samples its
     prompts on all servers.
 
@@ -341,10 +341,10 @@ class ServerPool:
 
     def all_gone(self) -> RuntimeError:
         """Returns the error for a pool without usable servers."""
-        states = "; ".join(f"{s.url}: {s.lost or 'alive, with other weights'}" for s in self.servers)
+        states = "; ".join(f"{s.url}: {s.lost or 'alive, with different weights'}" for s in self.servers)
         if all(server.lost is not None for server in self.servers):
             return EngineDiedError(f"All servers are gone. {states}. Restart them and resume the run.")
-        return StaleWeightsError(f"No living server holds the policy's weights. {states}.")
+        return StaleWeightsError(f"No live server has the policy's weights. {states}.")
 
     async def begin_push(self) -> None:
         """Holds back new groups and checks which servers are healthy."""

@@ -21,7 +21,7 @@ class ServerTeacher:
 
     The servers may serve any model with the policy's tokenizer, which is verified for vLLM. They don't need development
     mode, and several runs can share them. Each sequence is sent to the live server with the fewest pending ones. If a
-    server dies, the others repeat its sequences. Log-probs are at temperature 1 over the full vocabulary.
+    server dies, its sequences are retried on the others. Log-probs are at temperature 1 over the full vocabulary.
 
     Args:
         urls: URLs of servers with the same model, such as [http://10.0.0.2:8000].

@@ -28,7 +28,7 @@ _GOODBYE_SECONDS = 3.0  # time limit for workers to notice a failed push
 
 
 class ChannelClosedError(Exception):
-    """A worker stopped the push or died."""
+    """Raised if a worker stopped the push or died."""
 
 
 class Channel:

@@ -62,7 +62,7 @@ class VLLMEngine(SteppingEngine):
         dtype: Dtype of weights and KV cache: "float32", "bfloat16", "float16", or vLLM's "auto", which serves float32
             models in bfloat16. Defaults to the trainer's.
         in_process: Whether to run in the trainer's process, which has the fastest startup and weight sync. Separate
-            processes can sample during updates, and the trainer survives their death.
+            processes can sample during updates, and the trainer survives if they crash.
         max_model_len: Maximum sequence length in tokens, including prompt and completion. Defaults to the run's longest
             prompt plus completion, or to the model's limit if prompt lengths are unknown (streams, media, turns without
             a limit). On a CPU, the model's limit is reduced to fit into a quarter of the free memory.
@@ -77,7 +77,7 @@ class VLLMEngine(SteppingEngine):
             only drop caches, and level 2 also pushes the weights again.
         lora_sync: How to push LoRA weights. "adapter" pushes only the adapter. "merged" pushes all weights with the
             adapter merged, which samples at the speed of the base model. QLoRA bases are always merged.
-        progress_timeout: Seconds without a sign of life from the engine processes (a step, a part of a push) after
+        progress_timeout: Seconds without any activity of the engine processes (a step, a part of a push) after
             which they are stopped and `EngineDiedError` is raised. None waits forever. Doesn't apply to in-process
             engines, nor to startup, which vLLM limits by `VLLM_ENGINE_READY_TIMEOUT_S` (600 seconds).
         engine_args: Additional arguments of `vllm.LLM`, which override all of the above.

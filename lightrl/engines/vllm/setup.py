@@ -143,7 +143,7 @@ def check(engine: VLLMEngine, context: EngineContext) -> None:
         length = engine.engine_args.get("max_model_len", _wanted_length(engine, context)) or original
         if length > original:
             raise ValueError(
-                f"VLLMEngine.max_model_len={length}: above {original} tokens, vLLM uses other LongRoPE factors. "
+                f"VLLMEngine.max_model_len={length}: above {original} tokens, vLLM uses different LongRoPE factors. "
                 "Lower it."
             )
 

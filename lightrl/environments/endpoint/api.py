@@ -108,7 +108,7 @@ def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
 
 
 def whole(value: Any) -> int | None:
-    """A positive number, or None. The engine's error for another one would end the run."""
+    """A positive number, or None. With any other value, an engine error would end the run."""
     if value is not None and int(value) < 1:
         raise ValueError(f"{value}: must be at least 1")
     return None if value is None else int(value)

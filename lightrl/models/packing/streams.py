@@ -37,7 +37,7 @@ GRID = 32
 
 
 class LayoutError(ValueError):
-    """A model does something that packed layouts don't support."""
+    """Raised if a model does something that packed layouts don't support."""
 
 
 @dataclass
