@@ -69,7 +69,7 @@ class WeightsAtStart:
     def reference_moved(self, module: Any, strategy: Strategy | None) -> bool:
         """Whether the reference differs from the model it was built from.
 
-        FSDP2 asks for names before it loads, so there the result is True if anything may change the reference.
+        FSDP2 requests names before it loads, so there the result is True if anything may change the reference.
         """
         if self._reference is None:
             return False

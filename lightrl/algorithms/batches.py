@@ -109,7 +109,7 @@ def weighted_micro_batches(
     """Splits a mini-batch by tokens and weights them so that the micro-batch losses sum to the mini-batch loss.
 
     Args:
-        minibatch: Sequences of one optimizer step.
+        minibatch: Sequences for one optimizer step.
         aggregation: Reduction of token losses to a scalar.
         ranks: Number of processes; Lightning averages their gradients.
         all_sum: Sum over ranks.
@@ -122,7 +122,7 @@ def weighted_micro_batches(
         whole_trajectories: Keep the rows of a trajectory together, even above the budget.
 
     Returns:
-        Micro-batches, equally many on every rank. Empty if no rank has a trainable token.
+        Micro-batches, the same number on every rank. Empty if no rank has a trainable token.
     """
     mask, ptx = minibatch.response_mask, minibatch.supervised
     weights, count = loss_weights(aggregation, minibatch)
@@ -177,7 +177,7 @@ def _rows_with_advantage(minibatch: Experience) -> Tensor:
 
 
 def _without_response(rows: Rows) -> Rows:
-    """Returns one row that takes part in forward, backward, and collectives but contributes nothing."""
+    """Returns one row that participates in forward, backward, and collectives but contributes nothing."""
     row = rows.select(torch.zeros(1, dtype=torch.long)).crop()
     row.response_mask = torch.zeros_like(row.response_mask)
     if isinstance(row, Experience):

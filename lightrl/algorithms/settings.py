@@ -60,7 +60,7 @@ class LRSchedule:
 class NamedSchedule(LambdaLR):
     """Scheduler of an `LRSchedule` that depends only on the run's position, not on its own step count.
 
-    A run resumed with another length therefore continues at the rate of the new schedule.
+    A run resumed with a different length therefore continues at the rate of the new schedule.
 
     Args:
         optimizer: Optimizer whose rates are set.
@@ -116,7 +116,7 @@ def rollout_position(module: Any) -> tuple[float, float]:
 def run_position(trainer: Any) -> Callable[[], tuple[float, float]]:
     """Returns a function like `rollout_position` for a run with automatic optimization.
 
-    Counts epochs of the current dataset, so a run resumed with other data keeps its position.
+    Counts epochs of the current dataset, so a run resumed with different data keeps its position.
     """
     total: list[float] = []
 
@@ -183,7 +183,7 @@ def _warn_of_lost_updates(group: dict[str, Any]) -> None:
     if 0 < rate < size * 2.0**-9:
         rank_zero_warn(
             f"optimizer: lr={rate:g} is too small for bfloat16 weights (mean magnitude {size:.1g}, spacing about "
-            f"{size * 2.0**-8:.1g}): most updates round to nothing. Set actor.dtype=float32 with "
+            f"{size * 2.0**-8:.1g}): most updates round to zero. Set actor.dtype=float32 with "
             "trainer.precision=bf16-mixed, or raise the learning rate."
         )
 

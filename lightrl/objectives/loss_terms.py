@@ -248,7 +248,7 @@ class KLInLoss(KLPenalty):
         estimator: Estimator of the KL per token. "k3" (GRPO) has the gradient of the forward KL, "k2" that of the
             reverse KL while on-policy. "k1" requires `ratio_correction`.
         coef: Weight of the penalty, at least 0. GRPO uses 0.04.
-        ratio_correction: Weight the penalty by `pi / pi_old`, which gives the gradient of the reverse KL, also
+        ratio_correction: Weight the penalty by `pi / pi_old`, which yields the gradient of the reverse KL, even
             off-policy.
 
     Raises:

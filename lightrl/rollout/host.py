@@ -38,7 +38,7 @@ class WeightSync(EngineSync):
 
     Two further checks detect errors below the tolerance. The engine's log-probs must not be identical to those before
     the push if the trainer's have changed. If the trainer's changed by ten times the last gap, the engine's must have
-    moved at least halfway.
+    changed at least half as much.
 
     Args:
         canary: Whether to run the check after each push.
@@ -70,12 +70,12 @@ class WeightSync(EngineSync):
         self._answered: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # tokens, engine's, trainer's
 
     def show_prompts(self, token_ids: Sequence[Sequence[int]]) -> None:
-        """Keeps the first prompts for the check."""
+        """Stores the first prompts for the check."""
         if self._prompts is None:
             self._prompts = [list(ids) for ids in token_ids]
 
     def show_media(self, request: GenerationRequest) -> None:
-        """Keeps the first request with media for the check."""
+        """Stores the first request with media for the check."""
         self._media = self._media or request
 
     def ensure_synced(self, module: RolloutLearner, engine: Engine) -> None:
@@ -158,7 +158,7 @@ class WeightSync(EngineSync):
             raise StaleWeightsError(
                 f"engine={type(engine).__name__} with {type(module.actor.lm).__name__}: after a prompt with media, the "
                 f"engine's log-probs differ from the trainer's by {worst:.2e} on average (allowed: {tolerance:g}), "
-                "while those of text agree. The engine lacks an adapter or weights of the vision tower, or uses a "
+                "while those of text agree. The engine is missing an adapter or weights of the vision tower, or uses a "
                 "different attention mask for media. Use TransformersEngine, or train on text only."
             )
 
@@ -193,7 +193,7 @@ class WeightSync(EngineSync):
         rounding = float((our_last - their_last).abs().mean())
         moved = float((ours - their_last).abs().mean())  # the gap without a push
         half = moved > 10 * rounding and float((ours - theirs).abs().mean()) > moved / 2
-        return "; the engine moved less than half as far as the trainer" if half else ""
+        return "; the engine changed less than half as much as the trainer" if half else ""
 
 
 @torch.no_grad()

@@ -195,14 +195,14 @@ class RLCallback(Callback):
 
 
 def reads_all_rows(callback: Callback) -> bool:
-    """Whether a callback may read metrics of every sequence. False for Lightning's, or if it declares so."""
+    """Whether a callback may read metrics of every sequence. False for Lightning's, and if declared."""
     if isinstance(callback, RLCallback):
         return callback.reads_all_rows
     return not _is_known(callback) and bool(getattr(callback, "reads_all_rows", True))
 
 
 def may_move_reference(callback: Callback) -> bool:
-    """Whether a callback may change the reference model. False for Lightning's and LightRL's unless declared."""
+    """Whether a callback may change the reference. False for Lightning's and LightRL's own unless declared."""
     return bool(getattr(callback, "moves_reference", not _is_known(callback)))
 
 
