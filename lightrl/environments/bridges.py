@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import functools
 import json
 from abc import ABC, abstractmethod
@@ -19,7 +18,6 @@ MARK = "\U000f0e4c"
 """Private-use character inserted into literal text of special tokens, so that it is not tokenized as the token."""
 SHORT, LONG = "Qa1", "Zb2 Zb3 " * 7 + "Zb4"
 """Placeholders of different lengths for sampled text."""
-_STARTS, _PROMPTS = 512, 64  # sizes of the caches of renderings and of token IDs of first messages
 
 _USER: Message = {"role": "user", "content": "Qu9"}
 
@@ -221,8 +219,6 @@ class TemplateBridge(Bridge):
         self._special = special_texts(tokenizer)
         self._form: _Form | None = None
         self._ender: str | None = None
-        self._started = functools.lru_cache(_STARTS)(lambda key: self._text(*json.loads(key)[:2]))
-        self._ids = functools.lru_cache(_PROMPTS)(functools.partial(encode_marked, tokenizer))
 
     def _text(self, messages: Sequence[Message], tools: Tools, form: _Form | None = None) -> str:
         form = form or self._form or _Form()
@@ -262,15 +258,14 @@ class TemplateBridge(Bridge):
 
     def render(self, messages: Sequence[Message], tools: Tools) -> Tokens:
         self._learn_form(messages[:1], tools)
-        first = all(message["role"] != "assistant" for message in messages)  # shared by the group, so it is cached
         try:
-            text = (self._begun if first else self._text)(guard(messages, self._special), tools)
+            text = self._text(guard(messages, self._special), tools)
         except Exception as error:
             raise ValueError(
                 f"actor.chat_template: rejects the conversation: {error}. If it doesn't support tool messages, set "
                 "`result_role: user`. If it supports only one tool call per turn, set `on_parse_error`."
             ) from error
-        return Tokens(self._ids(text)) if first and not images_of(messages) else self._tokens(text, messages)
+        return self._tokens(text, messages)
 
     def _learn_form(self, first: Sequence[Message], tools: Tools) -> None:
         """Detects the template's format of tool calls: some require JSON text, some no content."""
@@ -346,14 +341,6 @@ class TemplateBridge(Bridge):
             longer += [assistant, answer]
         return [prompt, longer]
 
-    def _begun(self, history: Sequence[Message], tools: Tools) -> str:
-        """`_text` of a history, cached for later turns and the rest of the group."""
-        try:
-            key = json.dumps([history, tools, datetime.date.today().isoformat()])  # templates may contain the date
-        except (TypeError, ValueError):  # the history contains images
-            return self._text(history, tools)
-        return self._started(key)
-
     def _common_suffix(
         self, histories: Sequence[Sequence[Message]], reply: Message, new: Sequence[Message], tools: Tools, end: str
     ) -> str | None:
@@ -362,9 +349,8 @@ class TemplateBridge(Bridge):
         starts: list[str] = []
         stand_ins = [_stand_in(reply, content) for content in (SHORT, LONG)]
         for history in histories:
-            try:
-                start = self._begun(history, tools)
-            except Exception:  # raised by the template
+            start = self._try(history, tools)
+            if start is None:
                 return None
             starts.append(start)
             for stand_in, marks in stand_ins:

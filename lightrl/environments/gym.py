@@ -41,7 +41,7 @@ class GymnasiumEnvironment(Environment):
         arguments: Keyword arguments of the factory.
         global_random: Whether the environment uses the process-wide generators of `random` or `numpy.random`. Calls of
             such environments run one at a time, each with its own generator states, for reproducibility. Defaults to
-            true for GEM and TextArena and false otherwise.
+            true for factories of GEM and TextArena and false otherwise.
 
     Raises:
         ValueError: The factory can't be imported.
@@ -58,8 +58,8 @@ class GymnasiumEnvironment(Environment):
         self.factory = imported("factory:", factory) if isinstance(factory, str) else factory
         self.arguments = dict(arguments or {})
         self._states: Any = None
-        self._detects = global_random is None
-        self._isolated = _is_of(self.factory, *_DRAWING) if global_random is None else global_random
+        package = str(getattr(self.factory, "__module__", "")).partition(".")[0]
+        self._isolated = package in _DRAWING if global_random is None else global_random
         self._code = UserCode(getattr(self.factory, "__qualname__", type(self).__name__))
         self._env: Any = None
         self._truncated = False
@@ -78,8 +78,6 @@ class GymnasiumEnvironment(Environment):
         self._states = random.Random(seed).getstate(), np.random.RandomState(seed % 2**32).get_state()
         extras = _accepted(self.factory, {"row": dict(row), "extras": dict(row)})
         self._env = await self._call(partial(self.factory, **self.arguments, **extras))
-        if self._detects:
-            self._isolated = _is_of(self._env, *_DRAWING)
         observed = await self._call(partial(self._begin, row, seed))
         return list(observed) if _are_messages(observed) else first_messages(row, observed)
 
@@ -146,13 +144,6 @@ class GymnasiumEnvironment(Environment):
                 await self._call(self._env.close)
         finally:
             self._code.close()
-
-
-def _is_of(value: Any, *packages: str) -> bool:
-    """Whether a function, a class (or one of its bases), or an object's class is from one of the packages."""
-    if not (inspect.isroutine(value) or isinstance(value, type)):
-        value = type(getattr(value, "unwrapped", value))
-    return any(str(each.__module__).partition(".")[0] in packages for each in getattr(value, "__mro__", (value,)))
 
 
 def _accepted(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,41 +33,6 @@ class Ledger:
         self.turns = 0
         self._rows: list[_Row] = []
         self._turn: SampledTurn | None = None
-        self._sampled: list[tuple[int, int, int, Message]] = []  # per turn: row, start token, end token, reply
-
-    def branch(self, messages: Sequence[Message], same: Callable[[Message, Message], bool]) -> Ledger | None:
-        """A new ledger for `messages` that continues from the last turn shared with this ledger.
-
-        Its first sequence starts with the tokens up to that turn, as context. Returns None if no turn is shared.
-
-        Args:
-            messages: A complete conversation.
-            same: Whether a message of this ledger (first argument) equals one of the conversation.
-        """
-        said = self.conversation
-        common = next((i for i, pair in enumerate(zip(said, messages, strict=False)) if not same(*pair)), len(said))
-        replies = [i for i, message in enumerate(said) if message["role"] == "assistant"]
-        replies = replies[-len(self._sampled) :] if self._sampled else []
-        for turn, place in reversed(list(enumerate(replies))):
-            if place < min(common, len(messages) - 1):
-                return self._branched(turn, said[:place])
-        return None
-
-    def _branched(self, turn: int, messages: list[Message]) -> Ledger:
-        number, start, end, reply = self._sampled[turn]
-        row, other = self._rows[number], Ledger(self.bridge, self.tools)
-        routes = None if row.routes is None else row.routes.upto(end)
-        kept = _Row(row.token_ids[:end], [-1] * end, [0.0] * end, [-1] * end, None, routes)
-        kept.contexts = [(begin, tokens) for begin, tokens in row.contexts if begin < end]
-        kept.short = row.short[: end + sum(len(tokens.short) - len(tokens) for _, tokens in kept.contexts)]
-        other.follow(messages, kept, start, reply)
-        return other
-
-    def follow(self, messages: list[Message], row: _Row, start: int, reply: Message) -> None:
-        """Starts with a sequence of another ledger, whose last turn `reply` starts at token `start`."""
-        self.messages = messages
-        self._rows.append(row)
-        self._turn = SampledTurn(row.token_ids[:start], row.token_ids[start:], reply)
 
     @property
     def request_ids(self) -> list[int]:
@@ -135,8 +100,6 @@ class Ledger:
             raise ValueError(f"The engine returned {len(token_ids)} tokens, but {len(logprobs)} log-probs.")
         row = self._rows[-1]
         self._turn = SampledTurn(list(row.token_ids), list(token_ids), reply)
-        start = len(row.token_ids)
-        self._sampled.append((len(self._rows) - 1, start, start + len(token_ids), reply))
         row.short += token_ids
         support = completion.support if trained else None
         row.support = Support.joined((len(row.token_ids), row.support), (len(token_ids), support))

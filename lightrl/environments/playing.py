@@ -7,27 +7,22 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightrl.compat.arguments import imported
 from lightrl.data.rows import MediaError
-from lightrl.environments import base, calling, tools
+from lightrl.environments import base
 from lightrl.environments.base import Environment, Message, Reply, Step
 from lightrl.environments.bridges import Bridge
 from lightrl.environments.calling import LateError, UserCode
 from lightrl.environments.episodes import finite_reward
 from lightrl.environments.ledger import Ledger
-from lightrl.environments.multi_turn import EXAMPLE_TOOLS, Attempt, MultiTurn
+from lightrl.environments.multi_turn import Attempt, MultiTurn
 from lightrl.environments.parsing import ReplyParser
 from lightrl.records import GenerationRequest, StopReason, Trajectory, TrajectoryRow
 from lightrl.rewards.base import message_of, users_lines
-
-if TYPE_CHECKING:
-    from lightrl.data.processor import MediaProcessor
 
 
 class EnvironmentEpisode(MultiTurn):
@@ -44,9 +39,8 @@ class EnvironmentEpisode(MultiTurn):
             seconds. Exceeding it fails the trajectory, except for `close`. None means no limit. `max_seconds` starts
             after `reset`.
         on_parse_error: Response to an invalid tool call. "message" shows the error to the policy as a user message.
-            "end" ends the trajectory. "environment" passes it to the environment's `step` (`Reply.errors`).
+            "end" ends the trajectory.
         parse_error_reward: Reward added to turns with invalid tool calls.
-        train_parse_errors: Whether to train turns with invalid tool calls. Otherwise they are context.
         on_truncated: Response to a reply truncated by `max_tokens_per_turn`. "end" ends the trajectory with stop reason
             "length". "continue" passes it to the environment.
         limits: Arguments of `MultiTurn`: limits, retries, renderer, and parsers.
@@ -61,9 +55,8 @@ class EnvironmentEpisode(MultiTurn):
         environment: Callable[[], Environment],
         *,
         environment_timeout: float | None = 300.0,
-        on_parse_error: Literal["message", "end", "environment"] = "message",
+        on_parse_error: Literal["message", "end"] = "message",
         parse_error_reward: float = 0.0,
-        train_parse_errors: bool = True,
         on_truncated: Literal["end", "continue"] = "end",
         **limits: Any,
     ) -> None:
@@ -72,30 +65,10 @@ class EnvironmentEpisode(MultiTurn):
         self.environment_timeout = environment_timeout
         self.on_parse_error = on_parse_error
         self.parse_error_reward = parse_error_reward
-        self.train_parse_errors = train_parse_errors
         self.on_truncated = on_truncated
-
-    def setup(self, tokenizer: Any, processor: MediaProcessor | None = None) -> None:
-        super().setup(tokenizer, processor)
-        if _has_tools(self.environment):
-            self.parser(EXAMPLE_TOOLS)  # rejects templates whose calls no parser reads before a model is loaded
 
     async def play(self, attempt: Attempt) -> Trajectory:
         return await _Played(settings=self, bridge=self.bridge_of(attempt.row), **vars(attempt)).play()
-
-
-def _has_tools(environment: Any) -> bool:
-    """Whether an environment class, or a partial of it from YAML, has tools, if known without an instance."""
-    parts = [environment.func, *environment.args] if isinstance(environment, partial) else [environment]
-    kind = next((part for part in parts if isinstance(part, type)), object)
-    if not issubclass(kind, tools.ToolEnvironment):
-        return isinstance(declared := getattr(kind, "tools", ()), list | tuple) and bool(declared)
-    factory = getattr(environment, "keywords", {}).get("factory", parts[-1])
-    factory = imported("factory:", factory) if isinstance(factory, str) else factory
-    return isinstance(factory, type) and bool(tools.tool_names(factory))
-
-
-_OURS = (__file__, calling.__file__, tools.__file__, str(Path(__file__).with_name("gym.py")))
 
 
 class _Failed(Exception):
@@ -103,7 +76,7 @@ class _Failed(Exception):
 
     def __init__(self, cause: str, raised: BaseException | None = None) -> None:
         super().__init__(cause)
-        self.lines = "" if raised is None else users_lines(raised, *_OURS)
+        self.lines = "" if raised is None else users_lines(raised)
 
 
 @dataclass
@@ -258,8 +231,7 @@ class _Played(Attempt):
         completion = group.completions[0]
         reply = parser.read(prompt_ids, completion, environment.tools, self.bridge)
         self.parse_errors += bool(reply.errors)
-        trained = self.settings.train_parse_errors or not reply.errors
-        self.ledger.sampled(completion, group.versions(0), reply.message(), trained=trained)
+        self.ledger.sampled(completion, group.versions(0), reply.message())
         self.rewards.append(self.settings.parse_error_reward if reply.errors else 0.0)
         self.last = reply
         return reply
@@ -269,7 +241,7 @@ class _Played(Attempt):
         settings = self.settings
         if reply.errors and settings.on_parse_error == "end":
             return Step(done=True)
-        if reply.errors and settings.on_parse_error == "message":
+        if reply.errors:
             return Step([{"role": "user", "content": f"Error: {' '.join(reply.errors)}"}])
         left = None if settings.max_seconds is None else max(settings.max_seconds - self.seconds, 0.0)
         try:

@@ -13,7 +13,7 @@ from lightrl.compat import openenv
 from lightrl.compat.arguments import require_packages
 from lightrl.environments.base import Environment, EnvironmentFailedError, Message, Reply, Step
 from lightrl.environments.calling import LateError, Outcome
-from lightrl.environments.tool_arguments import check_by_schema, place
+from lightrl.environments.tool_arguments import place
 from lightrl.environments.tools import Tool, ToolEnvironment, first_messages
 
 INVALID_PARAMS = -32602  # JSON-RPC error code for invalid arguments, which the policy caused
@@ -55,9 +55,7 @@ class MCPEnvironment(ToolEnvironment):
         for tool in tools:
             function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
             schema = {"type": "function", "function": function}
-            self.add_tool(
-                Tool(schema, partial(self._ask, client, tool.name), check_by_schema(tool.input_schema), waits=True)
-            )
+            self.add_tool(Tool(schema, partial(self._ask, client, tool.name), _unchecked, waits=True))
         return await super().reset(row, seed=seed)
 
     async def _hold(self, ready: asyncio.Future[tuple[Any, list[Any]]], end: asyncio.Event) -> None:
@@ -113,6 +111,11 @@ class _Nothing:
     """A tool class without tools and rewards."""
 
     def reset(self, **row: Any) -> None: ...
+
+
+def _unchecked(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Validates nothing, because servers validate arguments."""
+    return dict(arguments), []
 
 
 def _block(part: Any) -> dict[str, Any]:

@@ -9,8 +9,6 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypeAlias, get_type_hints
 
-from lightrl.compat.arguments import require_packages
-
 Check: TypeAlias = Callable[[Mapping[str, Any]], tuple[dict[str, Any], list[str]]]
 """Function from a call's arguments to the tool's arguments and a list of errors."""
 
@@ -34,7 +32,7 @@ def check_by_hints(tool: Callable[..., Any], schema: Mapping[str, Any]) -> Check
 
     Values are validated as JSON in pydantic's strict mode: "1" is not an integer, a list is a valid tuple, and texts
     and objects are converted to enum members and dataclasses. Dataclasses and typed dictionaries allow no additional
-    fields. Hints that pydantic doesn't support are not validated.
+    fields.
 
     Args:
         tool: Function with a type hint for each argument.
@@ -47,7 +45,7 @@ def check_by_hints(tool: Callable[..., Any], schema: Mapping[str, Any]) -> Check
     shown = schema["function"]["parameters"]["properties"]
     fields: dict[str, Any] = {}
     for name, parameter in inspect.signature(tool).parameters.items():
-        hint = _known(hints.get(name, Any))
+        hint = hints.get(name, Any)
         choices = shown.get(name, {}).get("enum")
         if choices and hint in (str, int, float):
             hint = Literal[tuple(choices)]
@@ -78,54 +76,15 @@ def _wrong(path: Any, message: str, kind: str, value: Any, known: Iterable[str])
     return f"{place(path)}: {message}, not {_short(value)}."
 
 
-def check_by_schema(schema: Mapping[str, Any]) -> Check:
-    """Validates arguments with the JSON schema of a server's tool.
-
-    An invalid schema is ignored, because the server also validates.
-
-    Args:
-        schema: JSON schema of the arguments.
-    """
-    require_packages("a tool with a JSON schema", "mcp", "jsonschema", "referencing")
-    from jsonschema.validators import Draft202012Validator, validator_for  # type: ignore[import-untyped]
-    from referencing import Registry
-
-    cls = validator_for(schema, default=Draft202012Validator)
-    validator = cls(schema, registry=Registry())  # doesn't fetch remote references
-
-    def check(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        try:
-            errors = list(validator.iter_errors(arguments))
-        except Exception:  # such as an unknown type or reference
-            return dict(arguments), []
-        return dict(arguments), [f"{place(error.absolute_path)}: {error.message}." for error in errors]
-
-    return check
-
-
 def _rich_schema(hint: Any) -> dict[str, Any] | None:
     """JSON schema of a hint with enums, dates, or classes, for which transformers returns only "object"."""
     from pydantic import TypeAdapter
 
-    try:
-        schema = TypeAdapter(hint).json_schema()
-    except Exception:  # such as PIL images and custom classes
-        return None
+    schema = TypeAdapter(hint).json_schema()
     text = json.dumps(schema)
     if '"properties"' not in text and '"format"' not in text and ('"enum"' not in text or '"title"' not in text):
         return None  # only built-in types and literals
     return schema
-
-
-def _known(hint: Any) -> Any:
-    """The hint if pydantic supports it, otherwise Any."""
-    from pydantic import TypeAdapter
-
-    try:
-        TypeAdapter(hint)
-    except Exception:  # such as a PIL image
-        return Any
-    return hint
 
 
 def place(path: Iterable[Any]) -> str:

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from lightrl.rewards.remote import RemoteReward
     from lightrl.rewards.rubrics import Criterion, Rubric
     from lightrl.rewards.rules import (
-        CombinedReward,
         CosineLength,
         ExactAnswer,
         LengthReward,
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CodeTests",
-    "CombinedReward",
     "CosineLength",
     "Criterion",
     "ExactAnswer",

@@ -6,8 +6,10 @@ import asyncio
 import inspect
 import json
 import math
+import os
 import traceback
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence, Set
+from pathlib import Path
 from typing import Any, TypeAlias, Union
 
 from lightrl.compat.arguments import MAX_REWARD, imported
@@ -45,6 +47,7 @@ ONLY_BY_NAME = (*MEDIA, "training_progress")
 """Arguments that are not passed in `**columns`."""
 OFFERED = ("prompts", "completions", "completion_ids", "group_ids", "training_progress", *MEDIA)
 """Arguments that every function can use in addition to the dataset's columns."""
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _SHOWN_CHARACTERS = 2000
 _UNCHANGING = frozenset({bool, int, float, complex, str, bytes, type(None)})
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -290,17 +293,14 @@ def message_of(error: BaseException) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}... ({len(text)} characters)"
 
 
-def users_lines(error: BaseException, *own: str) -> str:
-    """Frames of the user's code with file, line, and source, innermost last.
+def users_lines(error: BaseException) -> str:
+    """Frames outside LightRL with file, line, and source, innermost last.
 
     Args:
         error: The user's code raised it, or it was raised from that (as Python does for a coroutine's StopIteration).
-        own: Files other than this one that are between the call and the user's code.
     """
-    frames = traceback.extract_tb(error.__traceback__)
-    while frames and frames[0].filename in (__file__, in_thread.__code__.co_filename, *own):
-        del frames[0]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_PACKAGE)]
     if not frames and error.__cause__ is not None:
-        return users_lines(error.__cause__, *own)
+        return users_lines(error.__cause__)
     lines = "".join(traceback.format_list(frames)).rstrip()
     return f"\n{lines}" if lines else ""

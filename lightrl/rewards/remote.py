@@ -135,8 +135,7 @@ class RemoteReward(RetryingReward):
     Each request is a `POST` with JSON, with lists of n values. Keys that are not configured are omitted:
 
         {"queries": [prompt + completion, ...], "prompts": [...], "completions": [...], "group_ids": [...],
-         "references": [...], "labels": [...], "images": [...], "videos": [...], "completion_ids": [[...], ...],
-         "columns": {name: [...]}}
+         "references": [...], "labels": [...], "images": [...], "videos": [...], "columns": {name: [...]}}
 
     `images` contains a list of base64 PNG files per completion, `videos` a list of lists of frames. The response must
     be `{"rewards": [number or null, ...]}` with n values. A 4xx status or an invalid response is a configuration error.
@@ -148,7 +147,6 @@ class RemoteReward(RetryingReward):
         reference_column: Dataset column to send as `references`.
         label_column: Dataset column to send as `labels`.
         send_media: Whether to send images and videos.
-        send_completion_ids: Whether to send the sampled token IDs.
         batch_size: Maximum number of completions per request. Larger groups are not split.
         connection: Other arguments of `RetryingReward`, such as `timeout`, `retries`, and `token_env`.
     """
@@ -160,7 +158,6 @@ class RemoteReward(RetryingReward):
         reference_column: str | None = None,
         label_column: str | None = None,
         send_media: bool = True,
-        send_completion_ids: bool = False,
         batch_size: int = 64,
         **connection: Any,
     ) -> None:
@@ -168,7 +165,6 @@ class RemoteReward(RetryingReward):
         self.columns = list(columns or [])
         self.fields = {"references": reference_column, "labels": label_column}
         self.send_media = send_media
-        self.send_completion_ids = send_completion_ids
         self.batch_size = batch_size
 
     async def __call__(
@@ -185,8 +181,6 @@ class RemoteReward(RetryingReward):
         own = {name: list(column_of(columns, name)) for name in self.columns}
         if self.send_media:
             rows |= {name: encode_rows(media) for name, media in (("images", images), ("videos", videos)) if any(media)}
-        if self.send_completion_ids:
-            rows["completion_ids"] = [list(ids) for ids in columns["completion_ids"]]
         rows["queries"] = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
         rows |= {"prompts": list(prompts), "completions": list(completions), "group_ids": list(group_ids)}
         batches = _batches(group_ids, self.batch_size)

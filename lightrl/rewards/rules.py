@@ -22,10 +22,7 @@ from lightrl.rewards.base import (
     extracted_answer,
     load_reward,
     mean,
-    reward_name,
 )
-
-_RULES: dict[str, Callable[[list[float]], float]] = {"product": math.prod, "min": min, "max": max}
 
 
 class ExactAnswer(Reward):
@@ -317,41 +314,6 @@ class CosineLength(NestedReward):
             return self.exceed
         at_zero, at_max = self.right if value >= 0.5 else self.wrong
         return at_max + (at_zero - at_max) / 2 * (1 + math.cos(math.pi * length / self.max_tokens))
-
-
-class CombinedReward(NestedReward):
-    """Combines several reward functions by product, minimum, or maximum.
-
-        r = prod_f r_f    (a correct answer in the wrong format gets 0)      min_f r_f      max_f r_f
-
-    Uses only the functions that scored the completion; None if none did. Functions run concurrently. Logs the mean of
-    each function as `reward/CombinedReward/<function>` and shows its values with the completions.
-
-    Args:
-        rewards: Reward functions with different names. They can't use images, videos, audios, or `training_progress`.
-        by: `product`, `min`, or `max`.
-
-    Raises:
-        ValueError: Two functions have the same name.
-    """
-
-    def __init__(self, rewards: list[RewardSpec], by: Literal["product", "min", "max"] = "product") -> None:
-        functions = [load_reward(reward) for reward in rewards]
-        super().__init__({reward_name(function): function for function in functions})
-        if len(self.parts) < len(functions):
-            raise ValueError(f"CombinedReward.rewards={rewards}: names must be unique. Rename a function.")
-        self.by = by
-
-    async def __call__(
-        self,
-        completions: Sequence[str],
-        log_metric: Callable[[str, float], None],
-        log_extra: Callable[[str, Sequence[Any]], None],
-        **rows: Any,
-    ) -> list[float | None]:
-        parts = await self.run_parts({**rows, "completions": completions}, log_metric, log_extra)
-        scored = ([value for value in values if value is not None] for values in zip(*parts, strict=True))
-        return [_RULES[self.by](values) if values else None for values in scored]
 
 
 class ReasoningGymReward(Reward):

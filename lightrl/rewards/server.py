@@ -73,7 +73,6 @@ def serve_reward(
     model: str | None = None,
     host: str = "127.0.0.1",
     port: int = 8000,
-    token: str | None = None,
     token_env: str = "LIGHTRL_REWARD_TOKEN",
     max_concurrency: int = 8,
     timeout: float | None = None,
@@ -94,8 +93,7 @@ def serve_reward(
             other devices, set `reward` to the class_path `lightrl.rewards.ModelReward`.
         host: Address to listen on. Addresses other than loopback require a token.
         port: TCP port. 0 picks a free port.
-        token: Bearer token for `POST /score`. Prefer `token_env`, because other users can see command lines.
-        token_env: Environment variable with the token, used if `token` is not set.
+        token_env: Environment variable with the bearer token for `POST /score`.
         max_concurrency: Maximum number of concurrent calls; other requests wait. The function's own `max_concurrency`
             takes precedence.
         timeout: Time limit per call in seconds. Defaults to no limit.
@@ -106,7 +104,7 @@ def serve_reward(
     """
     if (reward is None) == (model is None):
         raise ValueError(f"serve_reward: reward={reward!r}, model={model!r}: set exactly one of them.")
-    token = bearer_token(f"serve_reward: the token of --token or ${token_env}", token or os.environ.get(token_env))
+    token = bearer_token(f"serve_reward: token_env={token_env!r}", os.environ.get(token_env))
     remember_secret(token or "")
     if token is None and host not in ("127.0.0.1", "::1", "localhost"):
         raise ValueError(
@@ -142,7 +140,6 @@ class ScoreRequest(BaseModel):
     prompts: list[str]
     completions: list[str]
     group_ids: list[int] | None = None
-    completion_ids: list[list[int]] | None = None
     references: list[Any] | None = None
     labels: list[Any] | None = None
     images: list[list[str]] | None = None

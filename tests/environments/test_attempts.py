@@ -362,16 +362,13 @@ def test_a_failure_has_the_lines_of_the_users_code_that_raised() -> None:
         assert __file__ in first and [line.strip() for line in lines] == ['raise KeyError("nothere")']
 
 
-def test_a_malformed_call_is_told_ended_masked_or_punished_as_configured() -> None:
+def test_a_malformed_call_is_told_ended_or_punished_as_configured() -> None:
     turns = [said("<tool_call>{", errors=["the tool call cannot be read."]), said("done")]
     told = play(lambda: ToolEnvironment(Calculator), turns, {"start": 1}, parse_error_reward=-0.5)
     assert told.messages[-2] == {"role": "user", "content": "Error: the tool call cannot be read."}
     assert told.turn_rewards == [-0.5, 1.0]
     assert told.metrics["parse_errors"] == 1
     assert {0, 1} <= set(told.rows[0].turn_ids)
-    masked = play(lambda: ToolEnvironment(Calculator), turns, {"start": 1}, train_parse_errors=False)
-    assert set(masked.rows[0].turn_ids) == {-1, 1}
-    assert masked.rows[0].token_ids == told.rows[0].token_ids
     ended = play(lambda: ToolEnvironment(Calculator), turns, {"start": 1}, on_parse_error="end")
     assert (ended.stop_reason, len(ended.turn_rewards), ended.failure) == ("stop", 1, None)
 

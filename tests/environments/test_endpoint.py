@@ -235,33 +235,6 @@ def test_sub_agents_compactions_and_repeated_requests_begin_rows_and_train_each_
     sound(trajectory, engine)
 
 
-def test_a_fork_begins_with_the_tokens_that_were_sampled_before_it() -> None:
-    def main(row: Any, base_url: str, api_key: str) -> float:
-        client = openai.OpenAI(base_url=base_url, api_key=api_key)
-
-        def ask(*said: Any) -> list[Any]:
-            message = client.chat.completions.create(model="m", messages=list(said)).choices[0].message
-            return [*said, {"role": "assistant", "content": message.content}]
-
-        again = {"role": "user", "content": "again"}
-        first = ask(*ASK)  # turn 0
-        second = ask(*first, again)  # turn 1, the same row
-        ask(*first, again)  # turn 2: the first reply, once more from there
-        ask(*second, again)  # turn 3, the first row
-        ask(*second, {"role": "user", "content": "otherwise"})  # turn 4: two replies are its context
-        return 1.0
-
-    engine = Engine("zero", "one", "two", "three", "four")
-    (trajectory,) = play(main, engine)
-    assert trajectory.failure is None and trajectory.metrics["forks"] == 2
-    whole, twice, deeper = trajectory.rows
-    assert [sorted(set(row.turn_ids) - {-1}) for row in trajectory.rows] == [[0, 1, 3], [2], [4]]
-    for fork, turn in ((twice, 0), (deeper, 1)):
-        end = len(whole.turn_ids) - whole.turn_ids[::-1].index(turn)
-        assert fork.token_ids[:end] == whole.token_ids[:end] and set(fork.turn_ids[:end]) == {-1}
-    sound(trajectory, engine)
-
-
 # ---- refusals ------------------------------------------------------------------------------------------------------
 
 

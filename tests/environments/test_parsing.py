@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
 from typing import Any
 
 import pytest
 
-from lightrl.environments import EnvironmentEpisode, ToolEnvironment
+from lightrl.environments import EnvironmentEpisode
 from lightrl.environments.bridges import TemplateBridge
 from lightrl.environments.parsing import PlainParser, choose_parser
 from lightrl.records import Completion
@@ -113,25 +112,6 @@ def test_names_that_vllm_does_not_know_are_refused_at_set_up(argument: str) -> N
     episode = EnvironmentEpisode(lambda: Script([]), **{argument: "hermess"})
     with pytest.raises(ValueError, match=f"{argument}='hermess'"):
         episode.setup(QWEN)
-
-
-def test_a_template_whose_calls_no_parser_reads_is_rejected_before_a_model_loads() -> None:
-    tokenizer = make_tokenizer(FAMILIES["qwen2.5"])
-    tokenizer.chat_template = tokenizer.chat_template.replace("tool_call>", "tool-use>")
-
-    class Calculator:
-        def add(self, a: int, b: int) -> int:
-            """Adds.
-
-            Args:
-                a: Number.
-                b: Number.
-            """
-            return a + b
-
-    with pytest.raises(ValueError, match="^tool_parser"):
-        EnvironmentEpisode(partial(ToolEnvironment, Calculator)).setup(tokenizer)
-    EnvironmentEpisode(lambda: Script([])).setup(tokenizer)
 
 
 def test_a_renderer_reads_calls_thoughts_and_broken_calls() -> None:

@@ -88,7 +88,7 @@ def children() -> set[int]:
 def test_the_tools_of_an_mcp_server_are_called_and_its_errors_told() -> None:
     pytest.importorskip("mcp")
     before = children()
-    turns = [calls("add", a=2), calls("add", a="2"), calls("fails"), calls("nothing"), calls("sleeps"), said("done")]
+    turns = [calls("add", a=2), calls("add", a="x"), calls("fails"), calls("nothing"), calls("sleeps"), said("done")]
     made: list[MCPEnvironment] = []
 
     def make() -> MCPEnvironment:
@@ -98,7 +98,7 @@ def test_the_tools_of_an_mcp_server_are_called_and_its_errors_told() -> None:
     trajectory = play(make, turns)
     first, wrong, fails, unknown, late = results(trajectory)
     assert trajectory.stop_reason == "stop" and first == "total 2"
-    assert wrong.startswith("Error: ") and "is not of type" in wrong
+    assert wrong.startswith("Error: ") and "valid integer" in wrong
     assert fails.startswith("Error: ") and "out of paper" in fails
     assert unknown == "Error: unknown tool 'nothing'. Available tools: add, fails, sleeps, dies, look."
     assert late == "Error: sleeps took longer than 4 seconds."
@@ -140,7 +140,7 @@ def test_an_mcp_server_over_http_has_own_tools_and_rewards_beside_it_and_may_be_
         environment = lambda: MCPEnvironment(f"{server.url}/mcp", Scored, tool_timeout=600)  # noqa: E731
         trajectory = play(environment, [calls("add", "praise"), said("done")])
         assert trajectory.turn_rewards == [0.0, 1.0] and trajectory.messages[0]["content"] == "Go. Count."
-        assert "required property" in results(trajectory)[0] and results(trajectory)[1] == "thanks"
+        assert "required" in results(trajectory)[0] and results(trajectory)[1] == "thanks"
 
         class Kills(ScriptedEngine):
             async def __call__(self, request: GenerationRequest) -> CompletionGroup:

@@ -13,7 +13,6 @@ from pydantic import BaseModel, Field
 from typing_extensions import TypedDict
 
 from lightrl.environments import Reply, ToolCall, ToolEnvironment
-from lightrl.environments.tool_arguments import check_by_schema
 
 
 class Color(enum.Enum):
@@ -171,44 +170,3 @@ def test_the_schema_shows_what_is_checked() -> None:
     assert shown["take"]["properties"]["order"]["anyOf"][1] == {"type": "null"}
     assert shown["take"]["properties"]["day"]["anyOf"][0] == {"type": "string", "format": "date"}
     assert shown["add"]["properties"]["a"] == {"type": "integer", "description": "one"}
-
-
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "a": {"type": "integer", "minimum": 0},
-        "place": {"$ref": "#/$defs/Place"},
-        "unit": {"enum": ["m", "km"]},
-        "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
-    },
-    "required": ["a"],
-    "$defs": {"Place": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}},
-}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "place"),
-    [
-        ({"a": "1"}, "a"),
-        ({"a": -1}, "a"),
-        ({}, "arguments: 'a'"),
-        ({"a": 1, "place": {"name": 3}}, "place.name"),
-        ({"a": 1, "maybe": 3}, "maybe"),
-    ],
-)
-def test_arguments_of_a_servers_tool_are_checked_against_its_schema(arguments: dict[str, Any], place: str) -> None:
-    _, (told,) = check_by_schema(SCHEMA)(arguments)
-    assert told.startswith(place)
-
-
-@pytest.mark.parametrize(
-    ("schema", "arguments"),
-    [
-        (SCHEMA, {"a": 1, "place": {"name": "n"}, "unit": "m", "maybe": None}),
-        ({}, {"b": 2}),
-        ({"properties": {"a": {"$ref": "http://127.0.0.1:1/not/there"}}}, {"a": 2}),
-        ({"properties": {"a": {"type": "strange"}}}, {"a": 2}),
-    ],
-)
-def test_what_a_servers_schema_allows_or_cannot_say_is_sent(schema: dict[str, Any], arguments: dict[str, Any]) -> None:
-    assert check_by_schema(schema)(arguments) == (arguments, [])

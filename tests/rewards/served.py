@@ -21,11 +21,11 @@ def kill_once(completions):
     return length(completions)
 
 
-def uses_all(prompts, completions, completion_ids, group_ids, references, labels, level):
+def uses_all(prompts, completions, group_ids, references, labels, level):
     assert len(set(group_ids)) * 2 == len(group_ids)  # whole groups of two
     return [
-        float(len(p) + len(c) + len(i) + r + k + v)
-        for p, c, i, r, k, v in zip(prompts, completions, completion_ids, references, labels, level, strict=True)
+        float(len(p) + len(c) + r + k + v)
+        for p, c, r, k, v in zip(prompts, completions, references, labels, level, strict=True)
     ]
 
 

@@ -180,8 +180,8 @@ def test_what_is_sent(server, monkeypatch):
         }
     ]
     assert server.headers[0]["Authorization"] == "Bearer secret"
-    ask(RemoteReward(server.url, label_column="kind", send_completion_ids=True), ["a"], kind=["k"])
-    assert server.bodies[1]["labels"] == ["k"] and server.bodies[1]["completion_ids"] == [[1]]
+    ask(RemoteReward(server.url, label_column="kind"), ["a"], kind=["k"])
+    assert server.bodies[1]["labels"] == ["k"]
     assert "Authorization" not in server.headers[1]
 
 

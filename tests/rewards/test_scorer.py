@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightrl.records import Scores
-from lightrl.rewards import CombinedReward, ExactAnswer, Reward, RewardError, RewardScorer
+from lightrl.rewards import ExactAnswer, Reward, RewardError, RewardScorer
 
 NAN = math.nan
 
@@ -330,33 +330,9 @@ def test_media_reach_only_functions_that_name_them():
     assert not {"images", "videos"} & {*seen["everything"], *seen["sees"][2]} and "level" in seen["everything"]
 
 
-# ---- another rule than the sum -----------------------------------------------------------------------------------
+def tidy(completions):
+    return [0.2] * len(completions)
 
 
-async def right(completions, **_):
-    return [1.0, 0.5, None]
-
-
-def tidy(completions, **_):
-    return [0.2, -1.0, 3.0][: len(completions)]
-
-
-def none(completions, **_):
+def none(completions):
     return [None] * len(completions)
-
-
-@pytest.mark.parametrize(
-    ("by", "expected"),
-    [
-        ("product", [0.2, -0.5, 3.0]),
-        ("min", [0.2, -1.0, 3.0]),
-        ("max", [1.0, 0.5, 3.0]),
-    ],
-)
-def test_rewards_combine_by_another_rule(scorers, by, expected) -> None:
-    scorer = scorers([CombinedReward([right, tidy], by), tidy], weights=[1.0, 0.0])
-    scores = submit(scorer, n=3).result(60)
-    same(scores.total, expected)
-    assert scores.extra["CombinedReward/right"] == [1.0, 0.5, None]
-    assert scores.metrics["reward/CombinedReward/right"] == 0.75
-    same(submit(scorers([CombinedReward([none], "min")]), n=2).result(60).total, [NAN, NAN])

@@ -56,14 +56,13 @@ def test_everything_that_can_be_sent_arrives(serve):
         columns=["level"],
         reference_column="ref",
         label_column="kind",
-        send_completion_ids=True,
         batch_size=3,  # not a multiple of the groups of two: they must stay whole
     )
     columns = {"level": [100] * 6, "ref": [10] * 6, "kind": [1000] * 6}
     scores = score(reward, ["a"] * 6, [0, 0, 1, 1, 2, 2], **columns)
-    assert scores.total == [2 + 1 + 3 + 10 + 1000 + 100] * 6  # |prompt| + |completion| + |ids| + columns
+    assert scores.total == [2 + 1 + 10 + 1000 + 100] * 6  # |prompt| + |completion| + columns
     assert server.health["requests"] == 3
-    with pytest.raises(RewardError, match="422.*completion_ids"):  # the server says what it needs
+    with pytest.raises(RewardError, match="422.*references"):  # the server says what it needs
         score(RemoteReward(server.url, columns=["level"]), ["a"], level=[1])
 
 
@@ -143,7 +142,6 @@ def test_what_serve_reward_refuses(monkeypatch):
 def test_a_token_that_no_header_can_carry_is_refused_and_not_shown(token, monkeypatch):
     monkeypatch.setattr("os.environ", {**os.environ, "MY_TOKEN": token})  # as no shell could set it
     for make in (
-        lambda: serve_reward(reward="no_such_module:b", token=token),
         lambda: serve_reward(reward="no_such_module:b", token_env="MY_TOKEN"),
         lambda: RemoteReward("http://127.0.0.1:1/score", token_env="MY_TOKEN"),
     ):

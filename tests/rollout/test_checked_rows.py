@@ -10,7 +10,7 @@ from datasets import Dataset
 from lightrl.algorithms import GRPOLightningModule
 from lightrl.data.prompts import PromptMixture, PromptSource
 from lightrl.engines.transformers.engine import TransformersEngine
-from lightrl.rewards import CombinedReward, ExactAnswer
+from lightrl.rewards import CosineLength, ExactAnswer
 from lightrl.rewards.scorer import RewardScorer
 from lightrl.rollout import Evaluation
 from tests.toys import quickstart_model, quiet_trainer, sums_data
@@ -73,7 +73,7 @@ def test_a_function_needs_its_columns_where_its_labels_are(model_path: str) -> N
         fit(model_path, prompts=mixed, rewards=RewardScorer([needs, free], rewards_by_label=wrong))
 
 
-@pytest.mark.parametrize("reward", [ExactAnswer(), CombinedReward([ExactAnswer(), free])])
+@pytest.mark.parametrize("reward", [ExactAnswer(), CosineLength(ExactAnswer(), 9)])
 def test_the_column_of_a_rule_is_looked_for_before_training(reward: Any, model_path: str) -> None:
     with pytest.raises(ValueError, match=r"requires answer, but list \(evaluation.prompts\) has label, prompt"):
         fit(model_path, prompts=WITH, evaluation=Evaluation(WITHOUT), rewards=[reward])

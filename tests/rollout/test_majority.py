@@ -11,7 +11,7 @@ from lightrl.algorithms import GRPOLightningModule
 from lightrl.data.prompts import PromptSource
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.records import SamplingParams
-from lightrl.rewards import CombinedReward, CosineLength, ExactAnswer, MathVerify
+from lightrl.rewards import CosineLength, ExactAnswer, MathVerify
 from lightrl.rollout import Evaluation
 from tests.toys import quickstart_model, quiet_trainer, sums_data
 
@@ -65,7 +65,6 @@ def last_word(text: str) -> str | None:
     [
         MathVerify(),
         CosineLength(ExactAnswer(extract="boxed", numeric=True), 100, correct_at_max=1.0),
-        CombinedReward([right, ExactAnswer(extract="boxed", numeric=True)]),
     ],
 )
 def test_the_majority_is_that_of_the_answers_which_the_reward_extracts(reward: Any, tmp_path: Path) -> None:

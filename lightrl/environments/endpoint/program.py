@@ -14,8 +14,6 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightrl.compat.arguments import imported, require_packages
 from lightrl.engines.background import in_thread
-from lightrl.environments import calling
-from lightrl.environments.endpoint import running
 from lightrl.environments.endpoint.running import ProgramBlockedError, ProgramError, Worker, Workers, run_here
 from lightrl.environments.endpoint.session import Constrained, Session
 from lightrl.environments.episodes import finite_reward
@@ -243,8 +241,7 @@ class AgentProgram(MultiTurn):
         except ProgramError as error:
             if not session.limited:
                 hint = "" if session.requested else f"\nIt sent no request with its key. {_HINT}"
-                lines = users_lines(error, __file__, running.__file__, calling.__file__)
-                session.fail(f"the program failed: {error}{hint}", lines)
+                session.fail(f"the program failed: {error}{hint}", users_lines(error))
             return None, {}
         if isinstance(reward, Mapping) and set(reward) == {"reward", "metrics"}:
             reward, metrics = reward["reward"], reward["metrics"]

@@ -196,7 +196,7 @@ class Workers:
         with self._lock:
             while self._idle:
                 worker = self._idle.pop()
-                if worker.base_url == base_url and not worker.exited:
+                if not worker.exited:
                     return worker
                 in_background(worker.stop, "program's process")
             worker = self._make(base_url)

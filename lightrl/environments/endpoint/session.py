@@ -14,7 +14,7 @@ from lightrl.engines.background import all_of
 from lightrl.environments.base import Message, Tools
 from lightrl.environments.bridges import Bridge
 from lightrl.environments.endpoint.requests import Answered, Asked, RefusedError
-from lightrl.environments.endpoint.streams import Stream, cut, same
+from lightrl.environments.endpoint.streams import Stream, cut
 from lightrl.environments.ledger import Ledger
 from lightrl.environments.multi_turn import Attempt
 from lightrl.environments.parsing import ReplyParser
@@ -33,8 +33,7 @@ class Session:
 
     A request that continues one of the trajectory's conversations verbatim extends its tokens if the bridge verifies
     that the chat template only appends. Any other request starts a new sequence: sub-agents, compaction, edited
-    histories, or a second request for the same turn. If it branches off after a turn of a conversation, the sequence
-    starts with the tokens up to that turn, as context. A sampled token is trained in the sequence it was sampled in.
+    histories, or a second request for the same turn. A sampled token is trained in the sequence it was sampled in.
 
     Turns are numbered in the order of their requests, and a turn's seed depends on its number. Programs with sequential
     requests therefore get the same tokens for the same seeds. The number of a canceled request is reused.
@@ -398,7 +397,8 @@ class Session:
                     stream.ledger.answer(rest)
                 ids = stream.ledger.request_ids
             else:
-                stream, ids = self._forked(messages, tools)
+                stream = Stream(Ledger(self.bridge, tools))
+                ids = stream.ledger.begin(messages)
                 self._streams.append(stream)
         except ValueError as error:
             if found:
@@ -406,20 +406,6 @@ class Session:
             raise RefusedError(400, str(error), "messages") from error
         stream.busy = True
         return stream, ids
-
-    def _forked(self, messages: list[Message], tools: list[dict[str, Any]]) -> tuple[Stream, list[int]]:
-        """A conversation that branches off an earlier one after a turn, or a new one."""
-        same_tools = [stream.ledger for stream in self._streams if stream.ledger.tools == list(tools)]
-        branches = [branch for ledger in same_tools if (branch := ledger.branch(messages, same)) is not None]
-        if branches:
-            ledger = max(branches, key=lambda branch: len(branch.messages))
-            rest = messages[len(ledger.conversation) :]
-            if all(message["role"] != "assistant" for message in rest):
-                ids = ledger.answer(rest)
-                if not ledger.forks:  # the template extends the sampled tokens
-                    return Stream(ledger), ids
-        ledger = Ledger(self.bridge, tools)
-        return Stream(ledger), ledger.begin(messages)
 
     def _as_policy(self, messages: Sequence[Message]) -> list[Message]:
         """The conversation with the policy's IDs of tool calls, and with names in tool messages."""
