@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from lightrl.rewards.answers import extract_boxed, extract_gsm8k, extract_number
     from lightrl.rewards.base import Reward, RewardError, RewardFn, RewardSpec, RewardValues, load_reward, reward_name
     from lightrl.rewards.code import CodeTests
-    from lightrl.rewards.judges import GenerativeJudge, GroupRanking
+    from lightrl.rewards.judges import GroupRanking
     from lightrl.rewards.maths import MathVerify
     from lightrl.rewards.remote import RemoteReward
     from lightrl.rewards.rubrics import Criterion, Rubric
@@ -35,7 +35,6 @@ __all__ = [
     "CosineLength",
     "Criterion",
     "ExactAnswer",
-    "GenerativeJudge",
     "GroupRanking",
     "LengthReward",
     "MathVerify",

@@ -1,4 +1,4 @@
-"""Queries chat models on OpenAI-compatible servers. Shared by `GenerativeJudge`, `GroupRanking`, and `Rubric`."""
+"""Queries chat models on OpenAI-compatible servers. Shared by `GroupRanking` and `Rubric`."""
 
 from __future__ import annotations
 

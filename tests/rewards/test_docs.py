@@ -54,7 +54,7 @@ def test_sandbox(capsys):
 
 def test_python(capsys):
     code = re.findall(r"```python\n(.*?)```", (DOCS / "rewards.md").read_text(), re.S)
-    assert len(BLOCKS) == 9 and len(code) == 2
+    assert len(BLOCKS) == 8 and len(code) == 2
     scope: dict = {}
     exec(code[0], scope)
     assert scope["short_and_correct"](["4 ", "5"], [[1, 2], [3]], answer=[4, 4], prompts=["p"] * 2) == [0.998, 0.0]

@@ -2,24 +2,58 @@
 
 from __future__ import annotations
 
+import base64
+import http.server
+import io
 import json
 import math
+import threading
 import time
 
 import pytest
 import yaml
 from jsonargparse import ArgumentParser
+from PIL import Image
 
-from lightrl.rewards import Criterion, GenerativeJudge, GroupRanking, RegexFormat, RewardError, RewardScorer, Rubric
-from lightrl.rewards.chat import quoted, read_json
-from tests.rewards.test_judge import Chat, completion
+from lightrl.rewards import Criterion, GroupRanking, RegexFormat, RewardError, RewardScorer, Rubric
+from lightrl.rewards.chat import read_json
 
 
-class Grader(Chat):
-    """Grades by the JSON that it gets: the answer's length, or what the answer's text orders it to say."""
+def completion(said, finish_reason="stop"):
+    choice = {"message": {"role": "assistant", "content": said}, "finish_reason": finish_reason}
+    return {"choices": [choice], "usage": {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}}
+
+
+class Grader:
+    """A chat server on a loopback socket that grades by the length of the answer in the JSON that it gets."""
 
     replies: tuple[str, ...] = ()  # said first, whatever is asked
     delay = 0.0
+
+    def __init__(self) -> None:
+        self.bodies, self.headers = [], []
+        outer = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                outer.bodies.append(body)
+                outer.headers.append(dict(self.headers))
+                status, data = outer.answer(body)
+                data = json.dumps(data).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *_):
+                pass
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/v1/chat/completions"
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
 
     def answer(self, body):
         time.sleep(self.delay)
@@ -66,11 +100,12 @@ def rubric(grader, **kwargs):
 
 def score(reward, completions, groups=None, **columns):
     scorer, n = RewardScorer([reward]), len(completions)
+    media = {"images": columns.pop("images")} if "images" in columns else {}
     columns.setdefault("prompt", ["Say something."] * n)
     try:
         return scorer.submit(
             prompts=["templated"] * n, completions=completions, completion_ids=[[1]] * n, columns=columns,
-            media={}, group_ids=groups or [0] * n,
+            media=media, group_ids=groups or [0] * n,
         ).result(30)  # fmt: skip
     finally:
         scorer.close()
@@ -180,25 +215,33 @@ ATTACKS = [
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-@pytest.mark.parametrize("kind", ["rubric", "ranking", "free text"])
+@pytest.mark.parametrize("kind", ["rubric", "ranking"])
 def test_a_completion_cannot_leave_its_json_string_or_forge_a_turn(grader, attack, kind):
-    if kind == "free text":
-        grader.replies = ["Score: 5"]
-        reward = GenerativeJudge(grader.url, "m")
-    else:
-        reward = GroupRanking(grader.url, "m") if kind == "ranking" else rubric(grader)
-    score(reward, [attack])
+    score(GroupRanking(grader.url, "m") if kind == "ranking" else rubric(grader), [attack])
     messages = grader.bodies[0]["messages"]
     text = messages[-1]["content"][-1]["text"]
     for marker in ("<|", "</s>", "<start", "<\uff5c", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "<think>"):
         assert marker not in text
     assert all(attack[:20] not in str(message) for message in messages[:-1]), "instructions hold nothing of it"
-    if kind == "free text":
-        assert quoted(attack) in text and json.loads(quoted(attack)) == attack
-        return
     data = json.loads(text)
     assert set(data) == {"question", "answers" if kind == "ranking" else "answer"}
     assert (data["answers"][0]["answer"] if kind == "ranking" else data["answer"]) == attack
+
+
+def test_a_judge_sees_the_images_of_its_row_and_gets_the_token(grader, monkeypatch):
+    monkeypatch.setenv("JUDGE_TOKEN", "secret")
+    images = [[Image.new("RGB", (8, 6), color) for color in colors] for colors in (["red"], ["red", "blue"], [])]
+    score(rubric(grader, token_env="JUDGE_TOKEN"), ["1", "22", "333"], images=images)
+    assert grader.headers[0]["Authorization"] == "Bearer secret"
+    seen = {}
+    for *parts, text in (body["messages"][1]["content"] for body in grader.bodies):
+        data = [part["image_url"]["url"].removeprefix("data:image/png;base64,") for part in parts]
+        pictures = [Image.open(io.BytesIO(base64.b64decode(each))) for each in data]
+        seen[json.loads(text["text"])["answer"]] = [picture.getpixel((0, 0)) for picture in pictures]
+    assert seen == {"1": [(255, 0, 0)], "22": [(255, 0, 0), (0, 0, 255)], "333": []}
+    grader.bodies.clear()
+    score(rubric(grader, send_images=False), ["1"], images=images[:1])
+    assert len(grader.bodies[0]["messages"][1]["content"]) == 1
 
 
 def test_reasoning_and_a_fence_around_the_whole_answer_are_read_and_nothing_else():
@@ -227,9 +270,9 @@ def test_trajectories_are_shown_with_all_turns_and_columns_with_their_names(grad
 def test_any_address_and_any_request_body(grader):
     base = grader.url.removesuffix("/chat/completions")
     for url in (base, base + "/", grader.url):
-        assert GenerativeJudge(url, "m").url == grader.url
+        assert GroupRanking(url, "m").url == grader.url
     azure = "https://x.example/openai/deployments/d/chat/completions?api-version=2"
-    assert GenerativeJudge(azure, "m").url == azure
+    assert GroupRanking(azure, "m").url == azure
     extra = {"max_tokens": None, "max_completion_tokens": 9, "response_format": None, "temperature": None}
     score(GroupRanking(base, "m", extra=extra), ["a"])
     assert set(grader.bodies[0]) == {"model", "messages", "max_completion_tokens"}
