@@ -71,8 +71,7 @@ def check_env(
             engine.close()
     problems = found.problems()
     lines = [line for played in found.played for line in transcript(played, tokenizer)]
-    lines += [*(f"note: {note}" for note in found.notes), *(f"problem: {text}" for text in problems)]
-    print("\n".join(lines))
+    print("\n".join([*lines, *(f"problem: {text}" for text in problems)]))
     if problems:
         sys.exit(1)
     print("No problems found.")

@@ -20,7 +20,7 @@ from lightrl.models.turns import end_of_turn
 from lightrl.records import Completion, CompletionGroup, GenerationRequest, Prompts, SamplingParams, Trajectory
 
 MOST_TURNS = 1 << 20
-EXAMPLES = {"string": "a", "integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
+EXAMPLES = {"integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
 
 
 @dataclass
@@ -44,20 +44,18 @@ class EnvironmentCheck:
     """Results of a dry run.
 
     Attributes:
-        played: Scripts that were played.
-        notes: Checks that were not possible.
-        mistake: Error that stopped the dry run and would stop a run.
         seeded: Whether repeated plays must be identical, because all randomness depends on the seed.
+        played: Scripts that were played.
+        mistakes: Error that stopped the dry run and would stop a run, if any.
     """
 
+    seeded: bool
     played: list[Played] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    mistake: str | None = None
-    seeded: bool = True
+    mistakes: list[str] = field(default_factory=list)
 
     def problems(self) -> list[str]:
         """Problems and their fixes."""
-        found = [] if self.mistake is None else [self.mistake]
+        found = list(self.mistakes)
         for p in self.played:
             for trajectory in (p.trajectory, p.again):
                 if trajectory.failed:
@@ -145,11 +143,9 @@ def play(
         await play_scripts(number, row, scripts)
         scripts = {}
         for name, tools in episode.tools_seen.items():
-            if (text := _call(tokenizer, name, tools, episode.template_kwargs)) is None:
-                check.notes.append("the chat template can't render a tool call. Pass one with --replies.")
-                continue
             after = [] if isinstance(episode, EnvironmentEpisode) else [plain + end]
-            scripts[f"calls {name}"] = [ids(text) + end, *after]
+            if text := _call(tokenizer, name, tools, episode.template_kwargs):
+                scripts[f"calls {name}"] = [ids(text) + end, *after]
         await play_scripts(number, row, scripts)
 
     loop = BackgroundLoop("check-env")  # the calling thread may already run a loop, as in a notebook
@@ -157,18 +153,10 @@ def play(
         for number, row in enumerate(rows):
             loop.run(play_row(number, row))
     except ValueError as error:
-        check.mistake = f"example {number}: {error}"
+        check.mistakes.append(f"example {number}: {error}")
     finally:
         loop.run(episode.close())
         loop.close()
-    if check.played and all(p.reward == 0 for p in check.played):
-        fix = (
-            "Pass replies that solve the task with --replies."
-            if engine is None
-            else "Training requires groups with different rewards."
-        )
-        check.notes.append(f"all rewards are 0. {fix}")
-    check.notes = list(dict.fromkeys(check.notes))
     return check
 
 
@@ -190,10 +178,10 @@ def transcript(played: Played, tokenizer: Any) -> list[str]:
 
 
 def _call(tokenizer: Any, name: str, tools: Tools, variables: Mapping[str, Any]) -> str | None:
-    """A tool call as rendered by the chat template; None if it doesn't render one."""
+    """A tool call as rendered by the chat template; None if it doesn't render one, so that no script calls the tool."""
     parameters = next(t["function"] for t in tools if t["function"]["name"] == name).get("parameters") or {}
     properties = parameters.get("properties") or {}
-    arguments = {key: _example(properties.get(key) or {}) for key in parameters.get("required") or []}
+    arguments = {key: _example(properties.get(key) or {}) for key in parameters.get("required") or ()}
     call = {"type": "function", "id": "call00000", "function": {"name": name, "arguments": arguments}}
     write = partial(tokenizer.apply_chat_template, tools=list(tools), tokenize=False, **variables)
     asked = [{"role": "user", "content": "Go on."}]
@@ -206,8 +194,4 @@ def _call(tokenizer: Any, name: str, tools: Tools, variables: Mapping[str, Any])
 
 
 def _example(schema: Mapping[str, Any]) -> Any:
-    for key in ("enum", "examples"):
-        if schema.get(key):
-            return schema[key][0]
-    kind = schema.get("type", "string")
-    return EXAMPLES.get(kind[0] if isinstance(kind, list) else kind, "a")
+    return schema["enum"][0] if "enum" in schema else EXAMPLES.get(str(schema.get("type")), "a")
