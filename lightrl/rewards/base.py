@@ -32,20 +32,17 @@ Arguments are passed by keyword. A function gets only the arguments in its signa
 | `videos` | n lists of uint8 arrays of shape (frames, height, width, 3) |
 | `audios` | n lists of float32 mono arrays of shape (samples,) |
 | `group_ids` | n integers, equal for completions of the same prompt; a call always contains complete groups |
-| `training_progress` | completed fraction of the run's rollouts, repeated n times, in [0, 1); 0 outside training |
 | `log_metric(name, value)` | logs a number as `reward/<function>/<name>` (mean over calls) |
 | `log_extra(column, values)` | shows n values with the completions as `<function>/<column>` |
 | any other name | n values of that dataset column; the names above take precedence over columns |
 
-`images`, `videos`, `audios`, and `training_progress` are passed only as named arguments, not in `**columns`. Media are
-decoded once and shared with the engine, the logs, and all completions of a prompt. Don't modify them.
+`images`, `videos`, and `audios` are passed only as named arguments, not in `**columns`. Media are decoded once and
+shared with the engine, the logs, and all completions of a prompt. Don't modify them.
 """
 
 MEDIA = ("images", "videos", "audios")
-"""Arguments of reward functions with an example's media."""
-ONLY_BY_NAME = (*MEDIA, "training_progress")
-"""Arguments that are not passed in `**columns`."""
-OFFERED = ("prompts", "completions", "completion_ids", "group_ids", "training_progress", *MEDIA)
+"""Arguments of reward functions with an example's media, which are not passed in `**columns`."""
+OFFERED = ("prompts", "completions", "completion_ids", "group_ids", *MEDIA)
 """Arguments that every function can use in addition to the dataset's columns."""
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _SHOWN_CHARACTERS = 2000
@@ -226,7 +223,7 @@ class RewardFunction:
         return {
             name: value if name in MEDIA else copied(value)
             for name, value in offered.items()
-            if name in self.takes or (self.takes_all and name not in ONLY_BY_NAME)
+            if name in self.takes or (self.takes_all and name not in MEDIA)
         }
 
     async def _outcome(self, offered: Mapping[str, Any]) -> tuple[Any, BaseException | None]:

@@ -95,16 +95,10 @@ class Rubric(NestedReward):
         images: Sequence[Any] = (),
         videos: Sequence[Any] = (),
         audios: Sequence[Any] = (),
-        training_progress: Sequence[float] = (),
         **rows: Any,
     ) -> list[float | None]:
-        given = {"images": images, "videos": videos, "audios": audios, "training_progress": training_progress}
-        offered = {
-            **rows,
-            **{name: values for name, values in given.items() if len(values)},
-            "completions": completions,
-        }
-
+        given = {"images": images, "videos": videos, "audios": audios, "completions": completions}
+        offered = {**rows, **{name: values for name, values in given.items() if len(values)}}
         graded, values = await all_of(
             [
                 self._graded(offered, images, log_metric, log_extra),

@@ -354,16 +354,9 @@ class ReasoningGymReward(Reward):
         answer = self.extract_answer(completion)
         if answer is None:
             return 0.0
-        score, item = _gym_scorer(made)
-        return float(score(answer, item))
-
-
-@lru_cache(maxsize=4096)
-def _gym_scorer(made: str) -> tuple[Callable[[str, Any], float], Any]:
-    """The generator's scorer and the item, recreated from the column `gym`."""
-    row = json.loads(made)
-    items = _gym_items(row["name"], json.dumps(row["settings"]), row["seed"], row["size"])
-    return items.score_answer, items[row["index"]]
+        row = json.loads(made)
+        items = _gym_items(row["name"], json.dumps(row["settings"]), row["seed"], row["size"])
+        return float(items.score_answer(answer, items[row["index"]]))
 
 
 @lru_cache(maxsize=64)

@@ -26,7 +26,7 @@ from lightrl.rewards.base import (
     reward_name,
 )
 
-OWN_NAMES = ("prompts", "completions", "completion_ids", "group_ids", "training_progress", "log_metric", "log_extra")
+OWN_NAMES = ("prompts", "completions", "completion_ids", "group_ids", "log_metric", "log_extra")
 """Arguments of reward functions that take precedence over a column of the same name."""
 
 log = logging.getLogger(__name__)
@@ -94,7 +94,6 @@ class RewardScorer:
         self._limits = [function.max_concurrency or max_concurrency for function in self._functions]
         self._loop = BackgroundLoop("rewards")
         self._slots = [asyncio.Semaphore(limit) for limit in self._limits]
-        self._progress = 0.0
 
     def extract_answer(self, completion: str, label: Any = None) -> str | None:
         """Extracts the answer with the first function of the label that finds one."""
@@ -128,17 +127,12 @@ class RewardScorer:
         """
         rows: dict[str, Sequence[Any]] = {**columns, **(media or {})}
         rows.update(prompts=prompts, completions=completions, completion_ids=completion_ids, group_ids=group_ids)
-        rows["training_progress"] = [self._progress] * len(completions)
         weights = [self.weights] * len(completions)
         if self.rewards_by_label is not None:
             for label in rows[self.label_column]:
                 self.check_label(label, "an example")
             weights = [self.rewards_by_label[label] for label in rows[self.label_column]]
         return self._loop.submit(self._score(rows, weights))
-
-    def set_progress(self, fraction: float) -> None:
-        """Sets `training_progress`, the completed fraction of the run."""
-        self._progress = fraction
 
     def check_source(
         self, columns: Collection[str], source: str, labels: Iterable[Any] | None = None, mixed: Iterable[str] = ()

@@ -242,8 +242,6 @@ class RolloutSampler:
         self, prompts: Prompts, sampling: SamplingParams, group_size: int, seeds: list[int], **how: Any
     ) -> Collection:
         """Starts `group_size` trajectories for each of P prompts and seeds. `how` is passed to `Collection`."""
-        if self.scorer is not None:
-            self.scorer.set_progress(self._progress())
         sampling = ending_turns(sampling, self.tokenizer)
         tasks = [
             Task(
@@ -266,14 +264,6 @@ class RolloutSampler:
 
     def _show(self, prompts: Prompts, sampling: SamplingParams) -> None:
         self.host.show(prompts, sampling, first_turn_only=not self.episode.multi_turn)
-
-    def _progress(self) -> float:
-        """Fraction of the run's rollouts that are done; 0 outside of training or if the run's length is unknown."""
-        trainer: Any = self.host.module.trainer
-        if trainer.state.fn != "fit" or not isinstance(trainer.num_training_batches, int):
-            return 0.0
-        total = trainer.num_training_batches * (trainer.max_epochs or 0)
-        return min((trainer.fit_loop.total_batch_idx + 1) / total, 1.0) if total > 0 else 0.0
 
     def _own_prompts(self, first: int) -> Prompts:
         """Returns this rank's prompts of the training rollout that starts at prompt `first`. Cached."""

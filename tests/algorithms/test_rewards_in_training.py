@@ -114,17 +114,3 @@ def test_what_a_reward_function_logs_is_logged_in_evaluation(model_path: str) ->
     trainer.validate(grpo(model_path), sums_data(rewards=[half], evaluation=evaluation), verbose=False)
     assert float(trainer.callback_metrics["eval/reward/half"]) == 0.5
     assert float(trainer.callback_metrics["eval/reward/half/share"]) == 0.25
-
-
-def test_reward_functions_see_how_much_of_the_run_is_done(model_path: str) -> None:
-    """Two epochs of two rollouts: 0, 1/4, 1/2, 3/4; with them a reward may anneal."""
-    seen: list[float] = []
-
-    def annealed(completions: list[str], training_progress: list[float]) -> list[float]:
-        assert len(set(training_progress)) == 1 and len(training_progress) == len(completions)
-        seen.append(training_progress[0])
-        return [progress * len(text) for progress, text in zip(training_progress, completions, strict=True)]
-
-    data = sums_data(rewards=[annealed], rollouts_per_epoch=2)
-    quiet_trainer(max_epochs=2).fit(grpo(model_path), data)
-    assert sorted(set(seen)) == [0.0, 0.25, 0.5, 0.75]
