@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -172,9 +173,7 @@ def guess() -> Iterator[Server]:
 
 
 def test_an_environment_of_openenv_is_played(guess: Server) -> None:
-    def make() -> OpenEnvironment:
-        return OpenEnvironment(guess.url, observation_field="text")
-
+    make = partial(OpenEnvironment, guess.url, observation_field="text")
     trajectory = play(make, [said("1"), said("2"), said("7")], seed=2**40 + 7)
     assert trajectory.messages[0]["content"] == "Go.Guess a digit."
     assert trajectory.stop_reason == "stop" and results(trajectory) == ["no, 1 tries", "no, 2 tries"]
@@ -182,17 +181,13 @@ def test_an_environment_of_openenv_is_played(guess: Server) -> None:
 
 
 def test_columns_of_the_row_reach_the_reset_of_openenv(guess: Server) -> None:
-    def make() -> OpenEnvironment:
-        return OpenEnvironment(guess.url, observation_field="text")
-
+    make = partial(OpenEnvironment, guess.url, observation_field="text")
     asked = play(make, [said("3")], {"prompt": "Go. ", "question": "Which?", "answer": None, "seed": 3})
     assert asked.messages[0]["content"] == "Go. Which?" and asked.turn_rewards == [1.0]
 
 
 def test_an_action_that_openenv_does_not_take_is_told_to_the_policy(guess: Server) -> None:
-    def make() -> OpenEnvironment:
-        return OpenEnvironment(guess.url, observation_field="text")
-
+    make = partial(OpenEnvironment, guess.url, observation_field="text")
     trajectory = play(make, [said("a long way round to a seven"), said("7")], seed=7)
     assert (trajectory.stop_reason, trajectory.failure, trajectory.turn_rewards) == ("stop", None, [0.0, 1.0])
     assert results(trajectory)[0].startswith("Error: message: ")
@@ -202,9 +197,7 @@ def test_an_action_that_openenv_does_not_take_is_told_to_the_policy(guess: Serve
 def test_remote_environments_are_given_back_whatever_ends_an_attempt(guess: Server) -> None:
     """The server has two places: attempts that fail, run into limits or are cancelled must not keep theirs."""
 
-    def make() -> OpenEnvironment:
-        return OpenEnvironment(guess.url, observation_field="text", timeout=60.0)
-
+    make = partial(OpenEnvironment, guess.url, observation_field="text")
     for _ in range(2):
         failed = play(make, [said("broken dice")])
         assert failed.stop_reason == "failure" and "the dice are gone" in str(failed.failure)
@@ -235,8 +228,7 @@ def test_typed_actions_of_openenv_are_json_and_a_lost_session_is_no_other_game()
     pytest.importorskip("openenv")
     server = Server("openenv_server.py", "corner")
 
-    def make() -> OpenEnvironment:
-        return OpenEnvironment(server.url, observation_field="text")
+    make = partial(OpenEnvironment, server.url, observation_field="text")
 
     class Dropped(OpenEnvironment):
         async def step(self, reply: Reply) -> Any:
