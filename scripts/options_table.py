@@ -126,7 +126,7 @@ def public(room: str) -> list[str]:
 def options_page() -> str:
     classes = index()
     parts = [
-        "# Options\n\nEvery option of every class that a configuration can name, with its default. "
+        "# Options\n\nThis page lists every option of every class that a configuration can name, with its default. "
         "`scripts/options_table.py` generates\nthis page. `lightrl fit --model.help CLASS` and "
         "`lightrl fit --data.help CLASS` print complete descriptions.\nFor the syntax of files and overrides, see "
         "[Configuration files](configuration.md).",
@@ -166,8 +166,8 @@ def cli_page() -> str:
     exits = re.search(r"Exit codes: (.*)", tail, re.DOTALL)[1]  # type: ignore[index]
     codes = [code.strip().split(" ", 1) for code in " ".join(exits.split()).rstrip(".").split(";")]
     parts = [
-        "# Command line\n\nThe commands of `lightrl`, with their arguments. `scripts/options_table.py` generates this "
-        "page.\n\n```bash\nlightrl COMMAND --help\n```",
+        "# Command line\n\nThis page lists the commands of `lightrl` and their arguments. `scripts/options_table.py` "
+        "generates this page.\n\n```bash\nlightrl COMMAND --help\n```",
         "## Commands\n\n| command | purpose |\n|---|---|\n"
         + "\n".join(f"| [`{name}`](#{name}) | {re.sub(r'^.*?  +', '', text)} |" for name, text in lines),
         "## Common options\n\n```text\n" + tail[: tail.index("Exit codes")].strip() + "\n```",

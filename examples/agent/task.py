@@ -57,7 +57,7 @@ class Demonstrations:
     Args:
         size: Number of conversations, each with up to three turns.
         careful: Fraction of correct conversations, in [0, 1]. In the others, the writer guesses an answer, stops after
-            the first step, uses the wrong tool for the second, or forgets the first result, equally often.
+            the first step, uses the wrong tool for the second, or forgets the first result, with equal frequency.
         seed: Random seed.
     """
 

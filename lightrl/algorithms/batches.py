@@ -36,7 +36,7 @@ def micro_batch_rows(
     layout: Layout,
     units: Tensor | None = None,
 ) -> list[Tensor]:
-    """Returns row indices of micro-batches of at most `budget` tokens, equally many per rank (some may be empty)."""
+    """Returns row indices of micro-batches of at most `budget` tokens, the same number per rank (some may be empty)."""
     ids = told_apart(rows.on_host("token_ids"), rows.inputs)
     host = ids, rows.on_host("attention_mask"), rows.on_host("response_mask")
     bins = micro_batches(*host, budget, layout=layout, units=units)
@@ -62,7 +62,7 @@ def count_minibatches(size: int, total: int, ranks: int) -> int:
 
 
 def cut_minibatches(experience: Experience, count: int, *, seed: int) -> list[Experience]:
-    """Splits a rollout into `count` mini-batches of equally many trajectories, with groups shuffled by the seed.
+    """Splits a rollout into `count` mini-batches with equal numbers of trajectories, with groups shuffled by the seed.
 
     Groups stay whole if each rank's mini-batch size is a multiple of the group size. Rows of a trajectory always stay
     together. Supervised examples keep their order and are distributed evenly.
@@ -153,7 +153,7 @@ def cut_micro_batches(
     whole_trajectories: bool = False,
     layout: Layout = "auto",
 ) -> list[Rows]:
-    """Splits sequences into micro-batches, at least one and equally many on every rank.
+    """Splits sequences into micro-batches, at least one and the same number on every rank.
 
     A rank without sequences gets one sequence with an empty response mask. See `weighted_micro_batches`.
     """

@@ -56,7 +56,7 @@ class TrajectoryLayout:
 
     Args:
         trajectory_ids: (B,) int64, equal for all rows of a trajectory.
-        mask: (B, T) bool, the tokens to map. Each sampled token is in one row only.
+        mask: (B, T) bool, the tokens to map. Each sampled token is in only one row.
         on_host: Copy of `trajectory_ids` in host memory, which avoids a synchronization. Defaults to none.
 
     Attributes:

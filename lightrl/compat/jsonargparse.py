@@ -72,7 +72,7 @@ def prefer_own_names() -> None:
 def copy_tried_dictionaries() -> None:
     """Copies dictionaries before jsonargparse tries the next type of a union, such as `evaluation.prompts` by name.
 
-    jsonargparse copies namespaces only. In a dictionary of dataclasses, a failed try turns empty dictionaries into
+    jsonargparse copies only namespaces. In a dictionary of dataclasses, a failed try turns empty dictionaries into
     namespaces, which the right type then rejects. This wraps its function once per process.
     """
     from jsonargparse import Namespace, _typehints

@@ -103,7 +103,7 @@ SMALLEST_SCALE = 1e-6
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Generalized advantage estimation over the masked tokens of each sequence, which need not be contiguous.
+    """Generalized advantage estimation over the masked tokens of each sequence, which don't have to be contiguous.
 
         delta_t = r_t + gamma * V_next(t) - V_t
         A_t     = delta_t + gamma * lam * A_next(t)
@@ -171,7 +171,7 @@ def group_stats(scores: Tensor, groups: Tensor, valid: Tensor, weights: Tensor |
 
     Args:
         scores: (B,) float, not read on invalid rows.
-        groups: (B,) int64 labels. Rows of a group need not be adjacent.
+        groups: (B,) int64 labels. Rows of a group don't have to be adjacent.
         valid: (B,) bool, False on rows to exclude.
         weights: (B,) float weights of the mean, at least 0. The std stays unweighted around the plain mean. Defaults to
             equal weights.

@@ -40,7 +40,7 @@ class RewardScorer:
 
     Args:
         functions: Reward functions, at least one: `Reward` objects, import paths (see `load_reward`), or callables.
-        weights: Weight of each function. Defaults to 1. A function with weight 0 is called and logged only.
+        weights: Weight of each function. Defaults to 1. A function with weight 0 is only called and logged.
         names: Name of each function in logs and `rewards_by_label`. Defaults to the name of the function or class.
         rewards_by_label: Label -> [(function name, weight), ...]. A completion is scored only by the functions of its
             label. Mutually exclusive with `weights`.

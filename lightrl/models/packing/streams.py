@@ -218,7 +218,7 @@ class Prefixes(NamedTuple):
     Any two rows share the minimum of `shared` between them.
 
     Attributes:
-        order: R row indices; among rows that share equally much, ascending.
+        order: R row indices; among rows with equally long shared prefixes, ascending.
         shared: R numbers of tokens that a row shares with the previous one in `order`; 0 for the first.
     """
 
@@ -292,7 +292,7 @@ def _prompt_ends(prompts: list[int], common: list[int]) -> list[int]:
 
 
 def _in_own_order(rows: list[int], cut: list[int]) -> Prefixes:
-    """Sorts rows that share equally much by index."""
+    """Sorts rows with equally long shared prefixes by index."""
     order: list[int] = []
     shared: list[int] = []
     waiting = [(0, len(rows), 0)]
