@@ -107,7 +107,7 @@ def train(example: Example, folder: Path, seed: int, threads: int, engine: str) 
         if done.returncode:
             sys.exit(f"{' '.join(command)} ended with {done.returncode}; its output is in {log}.")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    curve = read_run(folder / example.run, "run").metrics[example.metric]
+    curve = read_run(folder / example.run).metrics[example.metric]
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return {**extremes(list(curve.values())), "cpu_seconds": round(cpu), "curve": curve}
 

@@ -16,7 +16,6 @@ from examples.agent.make_model import make_model
 from examples.vlm.make_model import main as make_vlm
 from lightrl.cli import main
 from lightrl.cli.project import TASKS
-from lightrl.cli.quickstart import quickstart
 from tests.toys import quickstart_model
 from tests.waiting import gone, until
 
@@ -240,12 +239,3 @@ def test_an_interrupted_quickstart_goes_on_where_it_was(
     assert run("--rollouts", "2", stop="ppo") == ["sft", "ppo"]  # of other rollouts: nothing to go on with
     assert run("--rollouts=2") == ["ppo resumed", "report"]
     assert run() == ["sft", "ppo", "report"]  # after one that is done
-
-
-def test_a_quickstart_whose_notes_are_damaged_says_how_to_begin_anew() -> None:
-    place = Path("outputs/quickstart")
-    place.mkdir(parents=True)
-    (place / "steps.json").write_bytes(b"{")
-    with pytest.raises(ValueError, match="steps.json"):
-        quickstart(rollouts=1, tiny=True)
-    assert (place / "steps.json").read_bytes() == b"{"

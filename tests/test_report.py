@@ -88,27 +88,6 @@ def test_prompts_whose_completion_changed_come_first(tmp_path: Path) -> None:
     assert "same 1" not in page
 
 
-def test_a_resumed_run_is_joined_by_step(tmp_path: Path) -> None:
-    """Steps 4 and 5 of the first part came after the checkpoint: the second part, which did them again, counts."""
-    write_run(tmp_path / "version_0", training(0, 6), [sample(s, "train", "p", "old", 0.0) for s in (1, 5)])
-    write_run(tmp_path / "version_9", training(4, 8, 10.0), [sample(4, "train", "p", "new", 1.0)])
-    write_run(tmp_path / "version_10", training(8, 9, 20.0))
-    run = read_run(tmp_path)
-    assert run.metrics["reward/mean"] == pytest.approx(
-        {0: 0.0, 1: 0.1, 2: 0.2, 3: 0.3, 4: 10.4, 5: 10.5, 6: 10.6, 7: 10.7, 8: 20.8}
-    )
-    assert [(record["step"], record["completion"]) for record in run.samples] == [(1, "old"), (4, "new")]
-    assert run.num_rollouts == 9
-
-
-def test_a_run_from_the_start_replaces_an_older_one_and_evaluations_are_left_out(tmp_path: Path) -> None:
-    write_run(tmp_path / "version_0", training(0, 6))
-    write_run(tmp_path / "version_1", training(0, 2, 1.0))
-    write_run(tmp_path / "version_2", [{"step": 0, "eval/reward": 0.3}])
-    run = read_run(tmp_path)
-    assert run.metrics == {"reward/mean": {0: 1.0, 1: 1.1}, "reward/std": {0: 0.5, 1: 0.5}}
-
-
 def test_a_run_cut_short_is_read_up_to_the_cut(tmp_path: Path) -> None:
     write_run(tmp_path, training(0, 3), [sample(0, "train", "p", "c", None)])
     with (tmp_path / "metrics.csv").open("a") as file:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightrl.algorithms.evaluation import asked
 from lightrl.callbacks.run_files import run_folder, write_once
-from lightrl.checkpoints.files import DamagedError, atomic_write, read_records, verify
+from lightrl.checkpoints.files import DamagedError, atomic_write, verify
 from lightrl.records import Experience, Media, Rollouts
 from lightrl.rewards.encoding import png
 from lightrl.rollout.datamodule import RolloutDataModule
@@ -289,7 +289,7 @@ def load_rollouts(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, An
     texts: list[dict[str, Any]] = []
     offsets = {"group": 0, "trajectory": 0}
     for path, part in zip(shards, parts, strict=True):
-        records = read_records(path.with_suffix(".jsonl"))
+        records = [json.loads(line) for line in path.with_suffix(".jsonl").open(encoding="utf-8")]
         for name, offset in offsets.items():
             if f"{name}_ids" in part:
                 part[f"{name}_ids"] += offset

