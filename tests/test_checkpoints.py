@@ -107,4 +107,5 @@ def test_last_skips_weights_alone_where_something_whole_lies_beside(tmp_path: Pa
     with pytest.warns(UserWarning, match="resumes from .*step=1.ckpt and skips .*last.ckpt: .*only weights"):
         assert callback.last_checkpoints(trainer) == {str(whole)}
     whole.unlink()
-    assert callback.last_checkpoints(trainer) == {str(last)}  # which can be evaluated
+    with pytest.raises(ValueError, match="only weights"):
+        callback.last_checkpoints(trainer)

@@ -25,7 +25,6 @@ from lightrl.checkpoints.files import (
     partial_folder,
     publish_folder,
     remove,
-    same_data,
     verify,
 )
 from lightrl.checkpoints.run_folder import FolderLock
@@ -60,16 +59,6 @@ def test_a_process_killed_while_it_writes_leaves_the_file_before_and_a_leftover_
     assert len(list(tmp_path.iterdir())) == 2
     assert len(clean_leftovers(tmp_path)) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["x.bin"]
-
-
-def test_a_living_writers_file_is_not_cleaned(tmp_path: Path) -> None:
-    with atomic_write(tmp_path / "x.bin") as file:
-        parent = next(tmp_path.glob(".x.bin.*.partial"))
-        other = parent.rename(str(parent).replace(f".{os.getpid()}.", f".{os.getppid()}."))
-        assert clean_leftovers(tmp_path) == []
-        other.rename(parent)
-        file.write(b"x")
-    assert (tmp_path / "x.bin").read_bytes() == b"x"
 
 
 @pytest.mark.parametrize("write", ["bytes", "torch"])
@@ -115,16 +104,6 @@ def test_a_folder_whose_replacement_was_interrupted_comes_back(tmp_path: Path) -
         "a.ckpt": ".a.ckpt.lightrl.old",
         "b.ckpt": "b.ckpt",
     }
-
-
-def test_what_a_run_of_another_host_left_is_cleaned_where_the_lock_holds(tmp_path: Path) -> None:
-    """A container has another name after each restart."""
-    names = [".last.ckpt.pod-1.77.lightrl.partial", ".model.pod-2.1.lightrl.partial"]
-    for name in names:
-        (tmp_path / name).write_text("half")
-    assert clean_leftovers(tmp_path, other_hosts=False) == []
-    assert [path.name for path in clean_leftovers(tmp_path)] == names
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_lines_are_appended_after_half_a_line_was_cut_away(tmp_path: Path) -> None:
@@ -238,10 +217,10 @@ def test_a_link_is_a_checkpoint_and_not_a_copy(kind: str, tmp_path: Path) -> Non
             partial_folder(path).mkdir()
             saved(partial_folder(path) / "0.distcp")
             publish_folder(partial_folder(path), path)
-    assert not same_data(first, second)
     link(first, second)
     verify(second)
-    assert same_data(first, second)
+    files = [path if kind == "file" else path / "0.distcp" for path in (first, second)]
+    assert files[0].samefile(files[1])
     remove(first)
     verify(second)
     assert sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".sha256") == ["last.ckpt"]

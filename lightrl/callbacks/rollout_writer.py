@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightrl.algorithms.evaluation import asked
 from lightrl.callbacks.run_files import run_folder, write_once
-from lightrl.checkpoints.files import DamagedError, atomic_write, verify
+from lightrl.checkpoints.files import atomic_write
 from lightrl.records import Experience, Media, Rollouts
 from lightrl.rewards.encoding import png
 from lightrl.rollout.datamodule import RolloutDataModule
@@ -280,12 +280,12 @@ def load_rollouts(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, An
         trajectory IDs of different ranks are distinct.
 
     Raises:
-        ValueError: If the directory contains no rollout, or a file is damaged.
+        ValueError: If the directory contains no rollout.
     """
     shards = sorted(Path(folder).glob("rank*.pt"), key=lambda path: int(path.stem.removeprefix("rank")))
     if not shards:
         raise ValueError(f"folder={str(folder)!r}: no rank*.pt found. Pass a rollout=... directory of RolloutWriter.")
-    parts = [_tensors(path) for path in shards]
+    parts: list[dict[str, Any]] = [torch.load(path, weights_only=True) for path in shards]
     texts: list[dict[str, Any]] = []
     offsets = {"group": 0, "trajectory": 0}
     for path, part in zip(shards, parts, strict=True):
@@ -309,16 +309,6 @@ def load_rollouts(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, An
         if "media" in record:
             record["media"] = {kind: [str(Path(folder) / n) for n in names] for kind, names in record["media"].items()}
     return merged, texts
-
-
-def _tensors(path: Path) -> dict[str, Any]:
-    """Loads and verifies a rank's tensors, because `torch.load` doesn't verify checksums."""
-    try:
-        verify(path)
-    except DamagedError as error:
-        raise ValueError(f"{path}: {error}.") from error
-    stored: dict[str, Any] = torch.load(path, weights_only=True)
-    return stored
 
 
 def _on_cpu(value: Any) -> Any:

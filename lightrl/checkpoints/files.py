@@ -8,7 +8,6 @@ import hashlib
 import io
 import mmap
 import os
-import re
 import shutil
 import socket
 from collections.abc import Iterator, Sequence
@@ -140,8 +139,6 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
     partial = _partial(path / "new" if inside else path)
     try:
         with writing(path):
-            if inside:
-                clean_leftovers(path, other_hosts=False)
             partial.mkdir(parents=True)
             yield partial
             files = _list_files(partial)
@@ -219,12 +216,6 @@ def _link_or_copy(source: str | Path, target: str | Path) -> None:
             os.fsync(file.fileno())
 
 
-def same_data(path: Path, other: Path) -> bool:
-    """Whether two checkpoints are hard links to each other, so that damage affects both."""
-    first, second = (each / MANIFEST if each.is_dir() else each for each in (path, other))
-    return first.exists() and second.exists() and first.samefile(second)
-
-
 def has_checksums(path: Path) -> bool:
     """Whether a checkpoint has checksums, so that it is complete."""
     return (path / MANIFEST).is_file() if path.is_dir() else path.is_file() and bool(_read_sums(path))
@@ -242,20 +233,18 @@ def remove(path: str | Path) -> None:
 
 # ---- after a crash ---------------------------------------------------------------------------------------------------
 
-_WRITER = re.compile(rf"\..+\.(?P<host>[^.]+)\.(?P<pid>\d+){re.escape(PARTIAL)}")
 
-
-def clean_leftovers(folder: Path, *, other_hosts: bool = True) -> list[Path]:
+def clean_leftovers(folder: Path) -> list[Path]:
     """Removes incomplete files of crashed runs, restores directories that were being replaced, and returns both.
 
-    The caller must hold the directory's lock. `other_hosts` includes files of other hosts, such as earlier containers.
+    The caller must hold the directory's lock.
     """
     found = []
     for path in sorted(folder.glob(".*")):
         replaced = path.name.endswith(OLD) and path.with_name(path.name[1 : -len(OLD)])
         if replaced and not replaced.exists():
             os.rename(path, replaced)
-        elif path.name.endswith((OLD, f".shared{PARTIAL}")) or _abandoned(path, other_hosts):
+        elif path.name.endswith((OLD, PARTIAL)):
             remove(path)
         else:
             continue
@@ -264,26 +253,7 @@ def clean_leftovers(folder: Path, *, other_hosts: bool = True) -> list[Path]:
 
 
 def _partial(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{_host()}.{os.getpid()}{PARTIAL}")
-
-
-def _host() -> str:
-    return socket.gethostname().replace(".", "-")
-
-
-def _abandoned(path: Path, other_hosts: bool) -> bool:
-    found = _WRITER.fullmatch(path.name)
-    if found is None:
-        return False
-    if found["host"] != _host():
-        return other_hosts
-    try:
-        os.kill(int(found["pid"]), 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
-    return int(found["pid"]) == os.getpid()
+    return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}{PARTIAL}")
 
 
 def _sync_folder(folder: Path) -> None:

@@ -16,11 +16,10 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from lightrl.checkpoints.files import StorageError, has_checksums, link, remove, same_data
+from lightrl.checkpoints.files import StorageError, has_checksums, link
 from lightrl.checkpoints.plugin import first_nonfinite
 from lightrl.checkpoints.run_folder import (
     LAST,
-    PREVIOUS,
     RunGuard,
     checkpoints_in,
     last_of_runs,
@@ -51,8 +50,7 @@ class RolloutCheckpoint(SavingCheckpoint):
     weights. `EvaluateFirst` ranks the initial weights as rollout 0. With a training metric, every Nth rollout is ranked
     by its value. A training reward is that of completions sampled before the rollout's update.
 
-    `last.ckpt` is a hard link if another checkpoint has the same state. `last.ckpt.previous` is the preceding state,
-    kept while no other checkpoint would survive damage to `last.ckpt`.
+    `last.ckpt` is a hard link if another checkpoint has the same state.
 
     Ctrl-C, SIGTERM, or SIGUSR1 during generation saves and ends the run immediately. During an update, and always with
     several processes, the run first finishes the rollout's updates. A second Ctrl-C ends it without saving. Therefore
@@ -72,7 +70,7 @@ class RolloutCheckpoint(SavingCheckpoint):
         filename: Name of a checkpoint, with `{rollout}` for the number of finished rollouts and `{NAME}` for a metric.
 
     Attributes:
-        ranked_by: What logs `monitor`: "batch", "epoch", or "evaluation". None before it is logged.
+        ranked_by: What logs `monitor`: "batch" or "evaluation". None before it is logged.
     """
 
     def __init__(
@@ -240,12 +238,6 @@ class RolloutCheckpoint(SavingCheckpoint):
         elif score is not None:
             self._save(trainer, score, last=not accumulates(trainer))
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Ranks by a training metric that is known only at the end of an epoch."""
-        score = self._new_score(trainer, "epoch")
-        if score is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            self._save(trainer, score)
-
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Saves `last.ckpt` if the run is between two rollouts; reports how to resume."""
         stopped = self._stop_requested and not self._updating
@@ -293,7 +285,7 @@ class RolloutCheckpoint(SavingCheckpoint):
 
         Args:
             trainer: Trainer with the metrics.
-            logged_by: What has just ended: a "batch", "epoch", or "evaluation". Empty only records the value.
+            logged_by: What has just ended: a "batch" or "evaluation". Empty only records the value.
         """
         if self.monitor is None:
             return torch.tensor(self._rollouts(trainer)) if logged_by == "batch" else None
@@ -333,7 +325,6 @@ class RolloutCheckpoint(SavingCheckpoint):
         self._remove(trainer, dropped)
         if last:
             self._saved_rollouts = self._rollouts(trainer)
-            self._keep_previous(trainer)
 
     def _rank(self, trainer: Trainer, score: Tensor) -> tuple[str | None, list[str]]:
         """Returns the file to write, or None if the score is not among the best, and files that leave the ranking."""
@@ -372,21 +363,11 @@ class RolloutCheckpoint(SavingCheckpoint):
         if "://" not in self.last_model_path:
             with _told_to_all(trainer):
                 if trainer.is_global_zero:
-                    if has_checksums(last):
-                        link(last, _previous(last))
                     linked = path is not None and has_checksums(Path(path))
                     if linked:
                         link(Path(path or ""), last)
         if not trainer.strategy.broadcast(linked):
             self.write(trainer, self.last_model_path)
-
-    def _keep_previous(self, trainer: Trainer) -> None:
-        """Removes the previous checkpoint if another one survives damage to the last."""
-        last = Path(self.last_model_path)
-        if trainer.is_global_zero and "://" not in self.last_model_path:
-            others = [path for path in map(Path, self.best_k_models) if path.exists() and not same_data(path, last)]
-            if others or same_data(_previous(last), last):
-                remove(_previous(last))
 
     def _remove(self, trainer: Trainer, paths: list[str]) -> None:
         """Removes checkpoints of this run's directory, except the one that the run was resumed from."""
@@ -397,9 +378,8 @@ class RolloutCheckpoint(SavingCheckpoint):
 
     def _newest(self, trainer: Trainer) -> str | None:
         """Returns the newest existing checkpoint of this run, or the one that it was resumed from."""
-        last = Path(self.last_model_path or "none")
         ranked = sorted(self.best_k_models, key=lambda path: written_at(Path(path)) if Path(path).exists() else 0)
-        known = [self.last_model_path, *reversed(ranked), str(_previous(last)), str(trainer.ckpt_path or "")]
+        known = [self.last_model_path, *reversed(ranked), str(trainer.ckpt_path or "")]
         return next((path for path in known if path and ("://" in path or Path(path).exists())), None)
 
     def _require_finite(self, trainer: Trainer) -> None:
@@ -457,7 +437,3 @@ def _told_to_all(trainer: Trainer) -> Iterator[None]:
     problem = trainer.strategy.broadcast(problem)
     if problem is not None:
         raise StorageError(problem)
-
-
-def _previous(last: Path) -> Path:
-    return last.with_name(f"{last.name}{PREVIOUS}")

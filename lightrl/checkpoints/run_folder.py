@@ -30,8 +30,6 @@ RUN = ".lightrl.run"
 """File next to checkpoints with the ID of the run that last started there without resuming."""
 RECORD = "lightrl_run"
 LAST = f"{ModelCheckpoint.CHECKPOINT_NAME_LAST}{ModelCheckpoint.FILE_EXTENSION}"
-PREVIOUS = ".previous"
-WEIGHTS_ONLY = "it has only weights"
 
 
 class FolderLock:
@@ -41,7 +39,7 @@ class FolderLock:
         folder: Directory to lock. Created if missing.
 
     Attributes:
-        sure: Whether the file system supports locks, so that no run of another host uses the directory.
+        sure: Whether the file system supports locks, so that no other run uses the directory.
 
     Raises:
         ValueError: Another run holds the directory.
@@ -99,7 +97,7 @@ class RunGuard(Callback):
         if path in self._locks:
             return
         lock = self._locks[path] = FolderLock(path)
-        cleaned = clean_leftovers(path, other_hosts=lock.sure)
+        cleaned = clean_leftovers(path) if lock.sure else []
         if cleaned:
             rank_zero_info(f"Removed incomplete files from a crashed run: {', '.join(map(str, cleaned))}")
 
@@ -171,33 +169,27 @@ def _run_of(checkpoint: Mapping[str, Any]) -> str:
 
 def checkpoints_in(folder: Path) -> set[Path]:
     """Returns the checkpoints in a directory."""
-    return {*folder.glob("*.ckpt"), *folder.glob(f"*.ckpt{PREVIOUS}")}
+    return set(folder.glob("*.ckpt"))
 
 
 def newest_whole(found: set[Path]) -> set[str]:
     """Returns the newest intact checkpoint as a set; empty if there are none.
 
-    Compares file times, but prefers `last.ckpt` if it is at the same step or later, since clocks can be set back.
+    Compares file times, and prefers `last.ckpt` among hard links.
 
     Raises:
         ValueError: None is intact.
     """
     skipped: dict[Path, str] = {}
-    for path in sorted(found, key=written_at, reverse=True):
+    for path in sorted(found, key=lambda each: (written_at(each), each.name == LAST), reverse=True):
         damage = _damage(path)
         if damage is None:
-            last = path.with_name(LAST)
-            if last in found and path.is_file() and _damage(last) is None and _step(last) >= _step(path):
-                path = last
             if skipped:
                 rank_zero_warn(f"ckpt_path=last resumes from {path} and skips {_listed(skipped)}.")
             return {str(path)}
         skipped[path] = damage
     if not skipped:
         return set()
-    usable = [path for path, why in skipped.items() if why == WEIGHTS_ONLY]
-    if usable:  # sufficient for an evaluation; training raises an error
-        return {str(usable[0])}
     raise ValueError(
         f"ckpt_path=last: found no intact checkpoint ({_listed(skipped)}). Pass the path of one to resume from it, "
         "or remove ckpt_path to start a new run."
@@ -238,12 +230,6 @@ def written_at(path: Path) -> int:
     return path.stat(follow_symlinks=path.exists()).st_mtime_ns
 
 
-def _step(path: Path) -> int:
-    with contextlib.suppress(Exception):  # pickled objects
-        return int(read_header(path)["global_step"])
-    return 0
-
-
 def _damage(path: Path) -> str | None:
     """Returns why a run can't resume from a file or directory; None if it can."""
     try:
@@ -251,7 +237,7 @@ def _damage(path: Path) -> str | None:
         verify(path)
         header = read_header(path)
         if path.is_file() and not header.keys() >= {"loops", "optimizer_states"}:
-            return WEIGHTS_ONLY if "state_dict" in header else "it is not a Lightning checkpoint"
+            return "it has only weights" if "state_dict" in header else "it is not a Lightning checkpoint"
     except ValueError as error:
         return str(error)
     except pickle.UnpicklingError:  # objects of user classes, accepted only in this run's own files

@@ -121,10 +121,3 @@ def test_ranks_are_joined(tmp_path: Path) -> None:
         None,
     ]
     assert [text["prompt"] for text in texts] == ["0", "0", "1", "1", "10", "10"]
-
-
-def test_a_damaged_rollout_is_not_read(tmp_path: Path) -> None:
-    tensors, texts = tmp_path / "rank0.pt", tmp_path / "rank0.jsonl"
-    torch.save({"token_ids": torch.arange(4096).view(2, -1), "trajectory_ids": torch.tensor([0, 1])}, tensors)
-    texts.write_text('{"trajectory": 0}\n{"trajectory": 1}\n')
-    load_rollouts(tmp_path)
