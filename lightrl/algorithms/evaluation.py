@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from itertools import groupby
 from typing import Any
@@ -73,24 +74,12 @@ def _majority(rollouts: Rollouts, rows: Tensor, success: Tensor) -> float:
 def records(rollouts: Rollouts, tokenizer: Any = None) -> list[dict[str, Any]]:
     """Returns one dictionary per trajectory, as written by `lightrl predict`; `tokenizer` decodes prompts."""
     lengths = trajectory_lengths(rollouts.response_mask, rollouts.trajectory_ids)
-
-    def number(value: Tensor) -> float | None:
-        return float(value) if bool(value.isfinite()) else None
-
     found = []
     for i in first_rows(rollouts.trajectory_ids).tolist():
-        record: dict[str, Any] = {name: values[i] for name, values in rollouts.columns.items()}
-        record |= {
-            "prompt": asked(rollouts, i, tokenizer),
-            "completion": rollouts.completions[i],
-            "reward": number(rollouts.rewards[i]),
-            "num_tokens": int(lengths[i]),
-            "truncated": bool(rollouts.truncated[i]),
-        }
-        record |= {f"reward/{name}": number(part[i]) for name, part in rollouts.reward_parts.items()}
-        if rollouts.messages:
-            record |= {"messages": rollouts.messages[i], "stop_reason": rollouts.stop_reasons[i]}
-        found.append(record)
+        record = trajectory_record(rollouts, i, tokenizer)
+        parts = {f"reward/{name}": value for name, value in record.pop("reward_parts").items()}
+        columns = {name: values[i] for name, values in rollouts.columns.items()}
+        found.append({**columns, **record, "num_tokens": int(lengths[i]), **parts})
     return found
 
 
@@ -123,3 +112,32 @@ def question(rollouts: Rollouts, row: int) -> str:
     if isinstance(content, list):  # content blocks, including media
         content = "\n".join(block.get("text") or f"[{block.get('type')}]" for block in content)
     return content or rollouts.prompts[row]
+
+
+def trajectory_record(
+    rollouts: Rollouts, row: int, tokenizer: Any, *, rewards: Tensor | None = None, digits: int | None = None
+) -> dict[str, Any]:
+    """Returns what every record of a trajectory contains: its texts, rewards, conversation, and end.
+
+    Args:
+        rollouts: B sequences.
+        row: Index of the trajectory's first sequence.
+        tokenizer: See `asked`.
+        rewards: (B,) rewards. Defaults to `rollouts.rewards`.
+        digits: Number of decimals of rewards. Defaults to no rounding.
+    """
+
+    def number(values: Tensor) -> float | None:
+        value = float(values[row])
+        return None if not math.isfinite(value) else value if digits is None else round(value, digits)
+
+    record = {
+        "prompt": asked(rollouts, row, tokenizer),
+        "completion": rollouts.completions[row],
+        "reward": number(rollouts.rewards if rewards is None else rewards),
+        "reward_parts": {name: number(part) for name, part in rollouts.reward_parts.items()},
+        "truncated": bool(rollouts.truncated[row]),
+    }
+    if rollouts.messages:
+        record |= {"messages": rollouts.messages[row], "stop_reason": rollouts.stop_reasons[row]}
+    return record

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from lightrl.algorithms.evaluation import asked, question
+from lightrl.algorithms.evaluation import question, trajectory_record
 from lightrl.algorithms.experience import TrajectoryLayout, first_rows, trajectory_lengths
 from lightrl.callbacks.run_files import describe, run_folder, thumbnail, write_once
 from lightrl.callbacks.traces import log_traces
@@ -250,39 +250,28 @@ def sample_records(
         tokenizer: See `asked`.
     """
 
-    def number(values: Tensor, row: int) -> float | None:
-        return round(float(values[row]), 6) if bool(values[row].isfinite()) else None
-
     seen: Counter[int] = Counter()
     rank_in_group: dict[int, int] = {}
     for row in first_rows(rollouts.trajectory_ids).tolist():
         group = int(rollouts.group_ids[row])
         rank_in_group[row] = seen[group]
         seen[group] += 1
-    rewards = rollouts.rewards if rewards is None else rewards
     lengths = trajectory_lengths(rollouts.response_mask, rollouts.trajectory_ids)
     records = []
     for row in sorted(rank_in_group, key=lambda i: (rank_in_group[i], i))[:num_samples]:
-        record: dict[str, Any] = {
-            "prompt": asked(rollouts, row, tokenizer),
-            "question": question(rollouts, row),
-            "completion": rollouts.completions[row],
-            "reward": number(rewards, row),
-            "reward_parts": {name: number(part, row) for name, part in rollouts.reward_parts.items()},
-            "num_tokens": int(lengths[row]),
-            "truncated": bool(rollouts.truncated[row]),
-        }
+        record = trajectory_record(rollouts, row, tokenizer, rewards=rewards, digits=6)
+        record |= {"question": question(rollouts, row), "num_tokens": int(lengths[row])}
         extra = {name: values[row] for name, values in rollouts.columns.items() if _logged_by(name, rollouts)}
         if any(value is not None for value in extra.values()):
             record["extra"] = extra
         if rollouts.messages:
             own = rollouts.trajectory_ids == rollouts.trajectory_ids[row]
             turns = 1 if rollouts.turn_ids is None else int(rollouts.turn_ids[own].max()) + 1
-            record |= {"turns": turns, "stop_reason": rollouts.stop_reasons[row], "messages": rollouts.messages[row]}
+            record["turns"] = turns
         if rollouts.media and rollouts.media[row]:
             record["media"] = rollouts.media[row]
         if advantages is not None:
-            record["advantage"] = number(advantages, row)
+            record["advantage"] = round(float(advantages[row]), 6)
         records.append(record)
     return records
 

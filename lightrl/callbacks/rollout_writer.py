@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
-from lightrl.algorithms.evaluation import asked
+from lightrl.algorithms.evaluation import question, trajectory_record
 from lightrl.callbacks.run_files import run_folder, write_once
 from lightrl.checkpoints.files import atomic_write
 from lightrl.records import Experience, Media, Rollouts
@@ -37,8 +37,8 @@ class RolloutWriter(RLCallback):
     Each rank writes `DIR/rollout=000010/rank0.pt`, with the tensors of `Experience`, raw reward components, and model
     inputs such as pixels. It also writes `rank0.jsonl`, with one trajectory per line, for `lightrl view`:
 
-    - `prompt`, `completion`, `messages`, `columns`, `stop_reason`, `reward`, `reward_parts`, `group`, `trajectory`, and
-      `trained` (false without a reward)
+    - `prompt`, `question` (the last user message), `completion`, `messages`, `columns`, `stop_reason`, `reward`,
+      `reward_parts`, `group`, `trajectory`, and `trained` (false without a reward)
     - `turns`: rewards, mean advantage, number of tokens, and state key of each turn
     - `rows`: `token_ids`, `tokens` (texts), `special` (positions of special tokens), and `turns` (-1 for context) of
       each sequence, and per token (0 for context) `advantages`, `engine_logprobs`, `policy_versions`, `old_logprobs`
@@ -180,14 +180,10 @@ def trajectory_records(rollouts: Rollouts, experience: Experience, tokenizer: An
                 "group": int(rollouts.group_ids[first]),
                 "trajectory": trajectory,
                 "policy_version": rollouts.policy_version,
-                "prompt": asked(rollouts, first, tokenizer) if tokenizer is not None or rollouts.prompts else "",
-                "completion": rollouts.completions[first] if rollouts.completions else "",
-                "messages": rollouts.messages[first] if rollouts.messages else [],
+                **{"messages": [], **trajectory_record(rollouts, first, tokenizer, digits=5)},
+                "question": question(rollouts, first),
                 "columns": {name: values[first] for name, values in rollouts.columns.items()},
                 "stop_reason": rollouts.stop_reasons[first] if rollouts.stop_reasons else None,
-                "truncated": bool(rollouts.truncated[first]),
-                "reward": _number(float(rollouts.rewards[first])),
-                "reward_parts": {name: _number(float(part[first])) for name, part in rollouts.reward_parts.items()},
                 "trained": any(trained[number] for number in numbers),
                 "turns": _turns(rollouts, experience.advantages, turn_ids, numbers, states),
                 "rows": rows,

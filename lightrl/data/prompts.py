@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -69,20 +69,6 @@ class PromptSet:
             ValueError: If a source is a stream.
         """
         return sum(len(source) for source in self.sources)
-
-    def require_free(self, names: Iterable[str]) -> None:
-        """Raises a `ValueError` if a column has a reserved name.
-
-        Args:
-            names: Names of the arguments that LightRL passes to reward functions and environments.
-        """
-        for source in self.sources:
-            hidden = sorted({*names} & {*source.columns} - {source.spec.prompt_column})
-            if hidden:
-                raise ValueError(
-                    f"{source.spec.label}: column {hidden[0]!r}: the name is reserved for an argument that LightRL "
-                    "passes to reward functions and environments. Rename the column."
-                )
 
     @cached_property
     def max_prompt_tokens(self) -> int | None:

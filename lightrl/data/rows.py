@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import gzip
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -70,9 +69,9 @@ class RowSource:
     before training, and those of a stream when they are read.
 
     Args:
-        path: JSONL, JSON, CSV (optionally gzipped), or Parquet file, a directory of such files or from
-            `Dataset.save_to_disk`, or a dataset ID on the Hugging Face Hub, such as "openai/gsm8k". Values of local
-            JSON files keep their types. Cells of local CSV files are strings, or None if empty.
+        path: JSONL, JSON, CSV, or Parquet file, a directory of such files or from `Dataset.save_to_disk`, or a dataset
+            ID on the Hugging Face Hub, such as "openai/gsm8k". Values of local JSON files keep their types. Cells of
+            local CSV files are strings, or None if empty.
         rows: List of dictionaries, a `datasets.Dataset`, or a callable without arguments that returns one of them. In
             YAML, use the import path of a function or the `class_path` of an object.
         name: Config of a Hub dataset, such as "main".
@@ -124,7 +123,7 @@ class RowSource:
         """Returns the location of an example for error messages: source, row, and the line of a JSONL file."""
         local = None if self.path is None else Path(self.path).expanduser()
         line = None
-        if local is not None and not self.streaming and suffix_of(local) == ".jsonl" and "[" not in self.split:
+        if local is not None and not self.streaming and local.suffix == ".jsonl" and "[" not in self.split:
             line = next((line for line, _ in islice(_entries(local), row, None)), None)
         return f"{self.label}, row {row}" + ("" if line is None else f" (line {line})")
 
@@ -155,14 +154,12 @@ class RowSource:
     def _from_path(self, path: str) -> Any:
         local = Path(path).expanduser()
         if local.is_file():
-            builder = BUILDERS.get(suffix_of(local))
+            builder = BUILDERS.get(local.suffix)
             if builder is None:
-                raise ValueError(
-                    f"path={path!r}: unsupported file type. Use {', '.join(BUILDERS)}, or gzipped text files."
-                )
+                raise ValueError(f"path={path!r}: unsupported file type. Use {', '.join(BUILDERS)}.")
             files = {self.split.split("[")[0]: [str(local)]}  # any split name refers to this file
             return self._load(builder, data_files=files) if builder == "parquet" else self._from_files(files)
-        if not local.is_dir() and (suffix_of(local) in BUILDERS or path.startswith((".", "/", "~"))):
+        if not local.is_dir() and (local.suffix in BUILDERS or path.startswith((".", "/", "~"))):
             raise ValueError(f"path={path!r}: no such file or directory (relative to {Path.cwd()}). Fix the path.")
         if not local.is_dir():
             return self._load(path, name=self.name)
@@ -170,7 +167,7 @@ class RowSource:
             return load_from_disk(str(local))
         found = load_dataset_builder(str(local), name=self.name, **self.load_kwargs)
         files = {name: [str(file) for file in part] for name, part in (found.config.data_files or {}).items()}
-        kinds = {BUILDERS.get(suffix_of(file)) for part in files.values() for file in part}
+        kinds = {BUILDERS.get(Path(file).suffix) for part in files.values() for file in part}
         return self._from_files(files) if kinds in ({"json"}, {"csv"}) else self._load(str(local), name=self.name)
 
     def _from_files(self, files: Mapping[str, list[str]]) -> Any:
@@ -197,7 +194,7 @@ class RowSource:
 
 
 def read_files(files: Iterable[str], sep: str = ",") -> Iterator[dict[str, Any]]:
-    """Iterates over the rows of JSONL, JSON, or CSV files, optionally gzipped.
+    """Iterates over the rows of JSONL, JSON, or CSV files.
 
     Args:
         files: Paths of the files. CSV cells are strings, or None if empty.
@@ -213,10 +210,9 @@ def read_files(files: Iterable[str], sep: str = ",") -> Iterator[dict[str, Any]]
 def _entries(file: Path, sep: str = ",") -> Iterator[tuple[int, dict[str, Any]]]:
     """Yields (line number, row)."""
     line = 0
-    opened: Any = gzip.open if file.suffix.lower() == ".gz" else open
     try:
-        with opened(file, "rt", encoding="utf-8-sig", newline="") as text:
-            if suffix_of(file) == ".csv":
+        with file.open(encoding="utf-8-sig", newline="") as text:
+            if file.suffix == ".csv":
                 csv.field_size_limit(2**31 - 1)
                 reader = csv.DictReader(text, delimiter=sep, strict=True)
                 for row in reader:
@@ -233,15 +229,8 @@ def _entries(file: Path, sep: str = ",") -> Iterator[tuple[int, dict[str, Any]]]
                     if not isinstance(row, dict):
                         raise ValueError(f"{json.dumps(row)[:80]} is not an object")
                     yield line, row
-    except (ValueError, OSError, EOFError, csv.Error) as error:
+    except (ValueError, csv.Error) as error:
         raise ValueError(f"{file}, line {line}: {error}. Fix or remove it.") from error
-
-
-def suffix_of(file: str | Path) -> str:
-    """Returns a file's lowercase suffix, without the `.gz` of text files."""
-    name = Path(str(file).lower())
-    inner = Path(name.stem).suffix
-    return inner if name.suffix == ".gz" and inner in (".json", ".jsonl", ".csv") else name.suffix
 
 
 def with_progress(items: Iterable[T], total: int, label: str) -> Iterator[T]:

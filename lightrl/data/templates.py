@@ -28,8 +28,6 @@ _THOUGHTS = ("reasoning", "thinking")
 """Alternative names of `reasoning_content` in data and templates."""
 _MARK = "Qc{}n"
 """Placeholder for the name of a tool call."""
-_TOOL_MARK = "Qt{}n"
-"""Placeholder for the name of a tool."""
 
 
 def load_tokenizer(path: str, *, chat_template: str | None = None, **kwargs: Any) -> PreTrainedTokenizerBase:
@@ -137,12 +135,10 @@ def apply_template(
     """
     calls = [call["function"] for message in messages for call in message.get("tool_calls") or ()]
     template = str(tokenizer.chat_template)
-    tools = list(tools or ())
-    named = [{**tool, "function": {**tool["function"], "name": _TOOL_MARK.format(i)}} for i, tool in enumerate(tools)]
     failure: Exception | None = None
     rendered = False
 
-    def written(said: Sequence[Mapping[str, Any]], tools: Sequence[Any], **form: bool) -> str:
+    def written(said: Sequence[Mapping[str, Any]], tools: Any, **form: bool) -> str:
         formed = [_formed(message, template, **form) for message in said]
         return str(tokenizer.apply_chat_template(formed, tokenize=False, **{**options, "tools": tools or None}))
 
@@ -150,18 +146,18 @@ def apply_template(
         try:
             found = written(messages, tools, none=none, text=text)
             # Names may also appear elsewhere in the text.
-            shown = written(_marked(messages), named, none=none, text=text) if calls or tools else ""
+            shown = written(_marked(messages), tools, none=none, text=text) if calls else ""
+            omits_tools = bool(tools) and written(messages, None, none=none, text=text) == found
         except (TemplateError, TypeError, KeyError, AttributeError, ValueError) as error:
             failure = failure or error
             continue
         rendered = True
         if all(_MARK.format(i) in shown and shows_call(found, call) for i, call in enumerate(calls)):
-            for i, tool in enumerate(tools):
-                if _TOOL_MARK.format(i) not in shown:
-                    raise ValueError(
-                        f"tools: the chat template omits the tool {tool['function']['name']!r}. Set "
-                        "actor.chat_template to a template that supports tools, or remove the tools."
-                    )
+            if omits_tools:
+                raise ValueError(
+                    "tools: the chat template omits them. Set actor.chat_template to a template that supports tools, "
+                    "or remove the tools."
+                )
             return found
     if not rendered:
         roles = ", ".join(str(message["role"]) for message in messages)
@@ -265,11 +261,9 @@ def _with_one_block(
 
 
 def require_unrendered(tokenizer: PreTrainedTokenizerBase, prompt: str, chat_template: ChatTemplate) -> None:
-    """Raises a `ValueError` if a string to be rendered already contains text of the chat template."""
-    tokens, head = _markers(tokenizer, str(tokenizer.chat_template))
+    """Raises a `ValueError` if a string to be rendered already contains special tokens of the chat template."""
+    tokens = _tokens_of_turns(tokenizer, str(tokenizer.chat_template))
     found = next((token for token in tokens if token in prompt), None)
-    if found is None and len(head) >= 4 and prompt.lstrip().startswith(head):
-        found = head
     if found is not None:
         raise ValueError(
             f"chat_template={chat_template!r}: the string contains {found!r} of the chat template, so it is already "
@@ -278,19 +272,16 @@ def require_unrendered(tokenizer: PreTrainedTokenizerBase, prompt: str, chat_tem
 
 
 @lru_cache(maxsize=4)
-def _markers(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[list[str], str]:
-    """Returns the special tokens that a chat template writes, and its text right before a user's turn."""
-    mark, text = "Qu8", ""
-    for content in (mark, [{"type": "text", "text": mark}]):
-        with contextlib.suppress(Exception):  # a template may raise anything
+def _tokens_of_turns(tokenizer: PreTrainedTokenizerBase, template: str) -> list[str]:
+    """Returns the special tokens that a chat template writes around a user's turn."""
+    text = ""
+    for content in ("", []):  # a template may accept only one form
+        with contextlib.suppress(Exception):  # templates raise anything
             user = [{"role": "user", "content": content}]
-            text = str(tokenizer.apply_chat_template(user, tokenize=False, add_generation_prompt=True))
-        if mark in text:
-            break
-    added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    plain = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token}
-    head = text.partition(mark)[0].strip().rpartition("\n")[2]
-    return [token for token in added - plain if token in text], head.removeprefix(tokenizer.bos_token or "").strip()
+            text += str(tokenizer.apply_chat_template(user, tokenize=False, add_generation_prompt=True))
+    plain = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token}  # "<s>" may be HTML
+    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return [token for token in special if token in text and (token not in plain or token in template)]
 
 
 def conversation(prompt: Any, system_prompt: str | None = None) -> list[dict[str, Any]]:

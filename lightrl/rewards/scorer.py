@@ -26,9 +26,6 @@ from lightrl.rewards.base import (
     reward_name,
 )
 
-OWN_NAMES = ("prompts", "completions", "completion_ids", "group_ids", "log_metric", "log_extra")
-"""Arguments of reward functions that take precedence over a column of the same name."""
-
 log = logging.getLogger(__name__)
 
 

@@ -23,7 +23,7 @@ from lightrl.engines.base import Engine
 from lightrl.environments.episodes import Episode, SingleTurn
 from lightrl.records import Prompts, Rollouts, SamplingParams, SupervisedBatch
 from lightrl.rewards.base import RewardSpec
-from lightrl.rewards.scorer import OWN_NAMES, RewardScorer
+from lightrl.rewards.scorer import RewardScorer
 from lightrl.rollout.collector import ScoredGroup, collate, trajectory_metrics
 from lightrl.rollout.host import EngineHost
 from lightrl.rollout.learner import RolloutLearner
@@ -200,7 +200,6 @@ class RolloutDataModule(LightningDataModule):
                 processor=self.processor,
                 room=self.room(self.sampling if training else self.eval_sampling),
             )
-            opened.require_free([*OWN_NAMES, *of_episodes, *(["prompt"] if of_episodes else [])])
             if scorer is not None:
                 for part in opened.sources:
                     labels = part.values(scorer.label_column) if labelled else None

@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
-from lightning.pytorch import Trainer
 
-from lightrl.algorithms import GRPOLightningModule
 from lightrl.data.preferences import PreferenceSource
 from lightrl.data.prompts import PromptMixture, PromptSource, rendered_like
 from lightrl.data.sft import SFTDataModule, SFTLoader, SFTRows, SFTSource
-from lightrl.data.templates import as_messages, load_tokenizer, render_prompt
+from lightrl.data.templates import as_messages, render_prompt
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.records import SamplingParams
 from lightrl.rollout import Evaluation
@@ -302,18 +300,6 @@ def test_a_rendered_string_is_not_rendered_again(family: str) -> None:
     assert PromptSource(rows=[{"prompt": text}], chat_template=False).load(tokenizer).batch(0, 1).token_ids == once
 
 
-def test_plain_turn_markers_are_recognized() -> None:
-    tokenizer = chat("qwen2.5")
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.role | upper }}: {{ m.content }}\n{% endfor %}"
-        "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
-    )
-    with pytest.raises(ValueError, match="chat_template"):
-        PromptSource(rows=[{"prompt": "USER: hi\nASSISTANT:"}]).load(tokenizer)
-    prompts = PromptSource(rows=[{"prompt": "what does ASSISTANT: mean?"}]).load(tokenizer).batch(0, 1)
-    assert prompts.texts[0].startswith("USER: what")
-
-
 # ---- keys that Arrow adds ----------------------------------------------------------------------------------------
 
 UNEVEN = [
@@ -387,16 +373,3 @@ def test_evaluation_and_prediction_get_the_settings_of_prompts() -> None:
     assert others["a"].template_kwargs == {}
     sft = SFTSource(rows=[{"prompt": "?", "completion": "!"}], system_prompt="short")
     assert SFTDataModule(sft, SFTSource(rows=sft.rows)).val.system_prompt == "short"  # type: ignore[union-attr]
-
-
-def test_columns_that_would_be_hidden_are_rejected(model_dir: Path, tmp_path: Path) -> None:
-    column = "completions"
-    data = data_module(prompts=[{"prompt": "1+1=", column: "2"}])
-    module = GRPOLightningModule(str(model_dir), kl=None)
-    trainer = Trainer(
-        default_root_dir=tmp_path, accelerator="cpu", logger=False, enable_checkpointing=False, max_steps=1
-    )
-    with pytest.raises(ValueError, match=column):
-        trainer.fit(module, data)
-    named = PromptSource(rows=[{column: "1+1="}], prompt_column=column).load(load_tokenizer(str(model_dir)))
-    named.require_free([column])  # the prompts themselves may have the name

@@ -211,46 +211,24 @@ def test_without_a_readable_trajectory_of_the_run_there_is_no_page(tmp_path: Pat
         view(run)
 
 
-def titles_of(folder: Path, changes: list[dict[str, Any]]) -> list[str]:
-    run = write(folder, [{**record(i, i, random.Random(i)), **change} for i, change in enumerate(changes)])
+def titles_of(folder: Path, questions: list[str]) -> list[str]:
+    run = write(folder, [{**record(i, i, random.Random(i)), "question": each} for i, each in enumerate(questions)])
     return [trajectory["title"] for trajectory in head_of(view(run))["list"]]
 
 
 def test_group_titles_are_beginnings_of_questions_that_tell_groups_apart(tmp_path: Path) -> None:
-    def conversation(question: Any) -> dict[str, Any]:
-        turns = [{"role": "system", "content": "You are SmolLM."}, {"role": "user", "content": "Hello"}]
-        turns += [{"role": "user", "content": question}, {"role": "assistant", "content": "Well"}]
-        return {
-            "messages": [*turns, {"role": "user", "content": "Are you sure?"}],
-            "prompt": "<|im_start|>system\nYou are",
-        }
-
-    image = [{"type": "image"}, {"type": "text", "text": "Is it a cat 🐈?"}]
-    assert titles_of(tmp_path / "a", [conversation("Why?\nTell me"), conversation(image)]) == [
-        "Why? Tell me",
-        "Is it a cat 🐈?",
-    ]
+    found = titles_of(tmp_path / "a", ["Why?\nTell me", "Is it a cat 🐈?"])
+    assert found == ["Why? Tell me", "Is it a cat 🐈?"]
     told = "Solve the task step by step.\n\n"
-    assert titles_of(tmp_path / "b", [conversation(told + "1 + 1"), conversation(told + "1 + 2")]) == [
-        "… 1 + 1",
-        "… 1 + 2",
-    ]
+    assert titles_of(tmp_path / "b", [told + "1 + 1", told + "1 + 2"]) == ["… 1 + 1", "… 1 + 2"]
     long = "Say in one sentence, and without any words that a child of ten would not know, "
-    assert titles_of(tmp_path / "c", [conversation(long + "what rain is"), conversation(long + "what snow is")]) == [
-        "… rain is",
-        "… snow is",
-    ]
-    template = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-    bare: dict[str, Any] = {"messages": [], "columns": {"answer": "1"}}
-    one_turn = [{**bare, "prompt": template.format(f"What is {i} * 8?")} for i in range(2)]
-    assert [title[:16] for title in titles_of(tmp_path / "d", one_turn)] == ["… What is 0 * 8?", "… What is 1 * 8?"]
-    known = [{**one, "columns": {"q": f"What is {i} * 8?", "answer": "8"}} for i, one in enumerate(one_turn)]
-    assert titles_of(tmp_path / "e", known) == ["What is 0 * 8?", "What is 1 * 8?"]
-    assert titles_of(tmp_path / "f", known[:1] * 2) == ["What is 0 * 8?"] * 2
+    found = titles_of(tmp_path / "c", [long + "what rain is", long + "what snow is"])
+    assert found == ["… rain is", "… snow is"]
+    assert titles_of(tmp_path / "d", ["What is 0 * 8?"] * 2) == ["What is 0 * 8?"] * 2
 
 
 def test_the_question_stays_in_sight_of_a_long_conversation(browser: Browser, tmp_path: Path) -> None:
-    question = {"messages": [{"role": "user", "content": "Where is the needle?\n" + "hay " * 2000}]}
+    question = {"question": "Where is the needle?\n" + "hay " * 2000}
     rng = random.Random(0)
     long = [{**record(0, i, rng, length=60, turns=40), **question} for i in range(4)]
     browser.open(view(write(tmp_path, long)))

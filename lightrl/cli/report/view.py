@@ -6,7 +6,7 @@ import io
 import json
 from base64 import b64encode
 from html import escape
-from itertools import groupby, takewhile
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +138,7 @@ def _shown(
         "tokens": sum(turn["tokens"] for turn in turns),
         "trained": record.get("trained", True),
         "text": "\n".join([record.get("prompt", ""), record.get("completion", ""), *said]),
-        "question": _question(record),
+        "question": str(record.get("question") or record.get("prompt", "")).strip(),
     }
     detail = {
         "rows": rows,
@@ -153,21 +153,6 @@ def _shown(
         "messages": [] if all("tokens" in row for row in record["rows"]) else record.get("messages") or [],
     }
     return summary, detail
-
-
-def _question(record: dict[str, Any]) -> str:
-    """The last user message before the first completion, else the longest column in the prompt, else the prompt."""
-    from lightrl.rewards.chat import plain_text
-
-    columns, prompt = record.get("columns") or {}, str(record.get("prompt", ""))
-    turns = record.get("messages") or columns.get("prompt")
-    if isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns):
-        before = takewhile(lambda turn: turn.get("role") != "assistant", turns)
-        asked = [plain_text(turn["content"]) for turn in before if turn.get("role") == "user" and turn.get("content")]
-        if asked:
-            return asked[-1].strip()
-    texts = (value.strip() for value in columns.values() if isinstance(value, str))
-    return max((text for text in texts if " " in text and text in prompt), key=len, default="") or prompt.strip()
 
 
 def _titles(questions: list[str]) -> list[str]:
