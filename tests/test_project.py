@@ -190,7 +190,7 @@ def test_a_quickstart_is_refused_while_another_one_is_alive_there(
     monkeypatch.setattr("lightrl.cli.quickstart._run_step", lambda command: 0)
     try:
         assert until((tmp_path / "outputs/quickstart/begun").exists)
-        for arguments in ([], ["--rollouts=2"], ["--fresh"]):
+        for arguments in ([], ["--resume"]):
             with pytest.raises(SystemExit) as stop:
                 main(["quickstart", "--tiny", *arguments])
             assert stop.value.code == 2
@@ -229,13 +229,8 @@ def test_an_interrupted_quickstart_goes_on_where_it_was(
         return steps.copy()
 
     monkeypatch.setattr("lightrl.cli.quickstart._run_step", step)
-    assert run(stop="sft") == ["sft"]
     assert run(stop="ppo") == ["sft", "ppo"]
-    assert run(stop="report") == ["ppo resumed", "report"]
-    said = capsys.readouterr().out
-    assert "Resuming the interrupted quickstart" in said and "1/3 SFT warm start: already done" in said
-    assert run("--fresh", stop="ppo") == ["sft", "ppo"]
+    assert run("--resume", stop="report") == ["sft", "ppo resumed", "report"]
+    assert "Rerun the command with --resume" in capsys.readouterr().out
+    assert run() == ["sft", "ppo", "report"]
     assert (tmp_path / "outputs/quickstart.previous/ppo").is_dir()
-    assert run("--rollouts", "2", stop="ppo") == ["sft", "ppo"]  # of other rollouts: nothing to go on with
-    assert run("--rollouts=2") == ["ppo resumed", "report"]
-    assert run() == ["sft", "ppo", "report"]  # after one that is done

