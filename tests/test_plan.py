@@ -350,19 +350,6 @@ def test_command_prints_a_table_and_a_recommendation(big: str, capsys: pytest.Ca
     assert "No strategy fits. Try" in out and "--lora 32" in out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--model", ""], "--model"),
-        (["--model", "no/such/folder/here"], "'no/such"),
-    ],
-)
-def test_the_command_rejects(big: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(["plan", *([] if "--model" in arguments else ["--model", big]), *arguments])
-    assert stop.value.code == 2 and message in capsys.readouterr().err
-
-
 SMOLLM2 = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536,
     "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152,

@@ -12,7 +12,6 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger
@@ -23,15 +22,13 @@ from torch import Tensor
 
 from lightrl.algorithms.evaluation import question, trajectory_record
 from lightrl.algorithms.experience import TrajectoryLayout, first_rows, trajectory_lengths
-from lightrl.callbacks.run_files import describe, run_folder, thumbnail, write_once
+from lightrl.callbacks.run_files import describe, run_folder
 from lightrl.callbacks.traces import log_traces
 from lightrl.checkpoints.files import append_lines
 from lightrl.records import Experience, Rollouts
-from lightrl.rewards.encoding import png
 from lightrl.rollout.learner import RLCallback
 
 WIDTH_WITHOUT_TERMINAL = 120
-THUMBNAILS = "thumbnails"
 COLUMNS = ("prompt", "completion", "reward", "advantage", "num_tokens")
 HIDDEN = re.compile("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Control characters, bidirectional formatting characters, and surrogates."""
@@ -50,8 +47,8 @@ class CompletionLogger(RLCallback):
     Each line contains `step` (-1 before training, see `EvaluateFirst`), `phase` (`train` or `eval`), `prompt` (as sent
     to the engine), `question` (the last user message), `completion`, `reward`, `reward_parts` (by function), `extra`
     (from `log_extra`), `num_tokens`, and `truncated`. Training adds `advantage` (mean over sampled tokens),
-    environments add `turns`, `stop_reason`, and `messages`, and media add `media` (a description) and `thumbnail` (a
-    PNG file).
+    environments add `turns`, `stop_reason`, and `messages`, and media add `media` (a description). `RolloutWriter`
+    saves the media.
 
     Put `CompletionLogger` before `RewardNormalization` to log raw rewards.
 
@@ -162,26 +159,15 @@ class CompletionLogger(RLCallback):
     def _log(self, trainer: Trainer, phase: str, records: list[dict[str, Any]], title: str) -> None:
         self._begin()
         step = -1 if trainer.sanity_checking else max(trainer.fit_loop.total_batch_idx, 0)
-        sheets = [thumbnail(record["media"]) if "media" in record else None for record in records]
-        records = [self._in_words(trainer, record, sheet) for record, sheet in zip(records, sheets, strict=True)]
         if not _trying_out(trainer):
             lines = [json.dumps({"step": step, "phase": phase, **r}, default=str, ensure_ascii=False) for r in records]
             append_lines(self._path, lines)
-        records, sheets = records[: self.num_samples], sheets[: self.num_samples]
+        records = records[: self.num_samples]
         for logger in trainer.loggers:
-            log_samples(logger, f"samples/{phase}", records, sheets, step)
+            log_samples(logger, f"samples/{phase}", records, step)
             log_traces(logger, f"samples/{phase}", records, step)
         if self.terminal:
             print_table(trainer, samples_table(records, title, self.max_characters, self.full_prompts))
-
-    def _in_words(self, trainer: Trainer, record: dict[str, Any], sheet: Any) -> dict[str, Any]:
-        """Replaces a record's media with a description and the name of a thumbnail, which it writes."""
-        if "media" not in record:
-            return record
-        words = {"media": describe(record["media"])}
-        if sheet is not None and not _trying_out(trainer):
-            words["thumbnail"] = f"{THUMBNAILS}/{write_once(png(sheet), self._path.parent / THUMBNAILS, 'png')}"
-        return {**record, **words}
 
 
 def _tokenizer(trainer: Trainer) -> Any:
@@ -192,8 +178,8 @@ def _trying_out(trainer: Trainer) -> bool:
     return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
 
 
-def log_samples(logger: Any, name: str, records: list[dict[str, Any]], sheets: list[Any], step: int) -> None:
-    """Logs records of `sample_records` and their images (or None) to a logger that supports tables or text."""
+def log_samples(logger: Any, name: str, records: list[dict[str, Any]], step: int) -> None:
+    """Logs records of `sample_records` to a logger that supports tables or text."""
     shown = [*COLUMNS, *(column for column in ("media", "messages") if any(column in record for record in records))]
     parts = list(dict.fromkeys(name for record in records for name in _several(record)))
     extra = list(dict.fromkeys(name for record in records for name in record.get("extra", ())))
@@ -206,23 +192,13 @@ def log_samples(logger: Any, name: str, records: list[dict[str, Any]], sheets: l
         for record in records
     ]
     shown = [*shown, *(f"reward/{name}" for name in parts), *extra]
-    pages = {f"{name}/{i}": sheet for i, sheet in enumerate(sheets) if sheet is not None}
     if isinstance(logger, MLFlowLogger):
         columns = {"step": [step] * len(rows), **dict(zip(shown, map(list, zip(*rows, strict=True)), strict=True))}
         logger.experiment.log_table(logger.run_id, columns, f"{name}.json")  # appends rows
-        for key, sheet in pages.items():
-            logger.experiment.log_image(logger.run_id, np.asarray(sheet), key=key.replace("/", "_"), step=step)
     elif hasattr(logger, "log_table"):
-        if any(sheet is not None for sheet in sheets):
-            import wandb
-
-            pictures = [None if sheet is None else wandb.Image(sheet) for sheet in sheets]
-            shown, rows = [*shown, "pictures"], [[*row, each] for row, each in zip(rows, pictures, strict=True)]
         logger.log_table(name, columns=shown, data=rows, step=step)
     elif isinstance(logger, TensorBoardLogger):
         logger.experiment.add_text(name, markdown_table(rows, shown), step)
-        for key, sheet in pages.items():
-            logger.experiment.add_image(key, np.asarray(sheet), step, dataformats="HWC")
 
 
 def _cell(value: Any) -> Any:
@@ -239,8 +215,6 @@ def sample_records(
     tokenizer: Any = None,
 ) -> list[dict[str, Any]]:
     """Returns up to `num_samples` records: the first trajectory of each prompt, then the second, and so on.
-
-    A record contains the `Media` of its trajectory as `media`, if any.
 
     Args:
         rollouts: B sequences.
@@ -269,7 +243,7 @@ def sample_records(
             turns = 1 if rollouts.turn_ids is None else int(rollouts.turn_ids[own].max()) + 1
             record["turns"] = turns
         if rollouts.media and rollouts.media[row]:
-            record["media"] = rollouts.media[row]
+            record["media"] = describe(rollouts.media[row])
         if advantages is not None:
             record["advantage"] = round(float(advantages[row]), 6)
         records.append(record)

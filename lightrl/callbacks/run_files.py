@@ -1,19 +1,15 @@
-"""Files of a run: its directory, and thumbnails of media."""
+"""Files of a run: its directory, and descriptions of media."""
 
 from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightrl.checkpoints.files import atomic_write
 from lightrl.records import Media
-
-TILE, GAP, TILES = 128, 4, 4
 
 
 def run_folder(trainer: Trainer) -> Path:
@@ -37,31 +33,6 @@ def describe(media: Media) -> str:
     pairs = zip(media.audios, media.sampling_rates, strict=False)
     parts += [f"sound ({len(samples) / rate:.1f} s)" for samples, rate in pairs]
     return ", ".join(parts)
-
-
-def thumbnail(media: Media) -> Any:
-    """Returns a PIL image with the first four images, or evenly spaced frames of a video. None without any.
-
-    Each has at most 128 pixels per side.
-    """
-    from PIL import Image
-
-    sources = list(media.images)
-    for video in media.videos:
-        picks = np.linspace(0, len(video) - 1, TILES).round().astype(int)
-        sources += [Image.fromarray(video[i]) for i in dict.fromkeys(picks.tolist())]
-    tiles = [source.convert("RGB") for source in sources[:TILES]]
-    if not tiles:
-        return None
-    for tile in tiles:
-        tile.thumbnail((TILE, TILE))
-    width = sum(tile.width + GAP for tile in tiles) - GAP
-    sheet = Image.new("RGBA", (width, max(tile.height for tile in tiles)), (0, 0, 0, 0))
-    left = 0
-    for tile in tiles:
-        sheet.paste(tile, (left, 0))
-        left += tile.width + GAP
-    return sheet
 
 
 def write_once(data: bytes, folder: Path, suffix: str) -> str:

@@ -136,16 +136,11 @@ def _gain(pair: tuple[dict[str, Any], dict[str, Any]]) -> float:
 
 
 def _question(record: dict[str, Any]) -> str:
-    """The last user message below its image, and the full prompt in a collapsible element."""
-    media, picture = record.get("media", ""), record.get("thumbnail")
-    image = ""
-    if picture is not None:
-        data = b64encode(picture.read_bytes()).decode()
-        image = f'<img class=thumbnail src="data:image/png;base64,{data}" alt="{escape(media)}">'
-    label = f"<div class=label><span>prompt</span><span>{escape(media)}</span></div>"
+    """The last user message, and the full prompt in a collapsible element."""
+    label = f"<div class=label><span>prompt</span><span>{escape(record.get('media', ''))}</span></div>"
     asked, prompt = str(record.get("question") or record["prompt"]), record["prompt"]
     more = "" if asked == prompt else f"<details><summary>full prompt</summary><pre>{escape(prompt)}</pre></details>"
-    return f"{label}{image}<pre>{escape(asked)}</pre>{more}"
+    return f"{label}<pre>{escape(asked)}</pre>{more}"
 
 
 def _at_step(records: list[dict[str, Any]], index: int) -> list[dict[str, Any]]:
@@ -154,14 +149,10 @@ def _at_step(records: list[dict[str, Any]], index: int) -> list[dict[str, Any]]:
 
 
 def _pairs(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Pairs of records with equal prompts and images, in the order of `new`."""
-
-    def key(record: dict[str, Any]) -> tuple[str, str]:
-        return record["prompt"], record["thumbnail"].name if "thumbnail" in record else ""
-
+    """Pairs of records with equal prompts, in the order of `new`. Evaluations have the same order."""
     left, pairs = list(old), []
     for record in new:
-        match = next((r for r in left if key(r) == key(record)), None)
+        match = next((r for r in left if r["prompt"] == record["prompt"]), None)
         if match is not None:
             left.remove(match)
             pairs.append((match, record))

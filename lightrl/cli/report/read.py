@@ -52,7 +52,7 @@ def read_run(folder: Path) -> Run:
     if not metrics:
         raise ValueError(f"run_dir={str(folder)!r}: metrics.csv has no metrics yet. Wait for the first rollout.")
     samples: list[dict[str, Any]] = []
-    for record in _samples(folder / "samples.jsonl", folder):
+    for record in read_records(folder / "samples.jsonl", folder):
         if samples and record["step"] < samples[-1]["step"]:  # a resumed run repeats some steps
             samples = [old for old in samples if old["step"] < record["step"]]
         samples.append(record)
@@ -99,13 +99,6 @@ def _metrics(path: Path) -> dict[str, Series]:
                 value = float(text)
                 metrics.setdefault(name, {})[step] = value if math.isfinite(value) else math.nan
     return metrics
-
-
-def _samples(path: Path, folder: Path) -> Iterator[dict[str, Any]]:
-    """Yields records of `CompletionLogger`. `thumbnail` becomes a path if it is a file in `folder`."""
-    for record in read_records(path, folder):
-        picture = path.parent / str(record.pop("thumbnail", ""))
-        yield {**record, "thumbnail": picture} if is_file_inside(picture, folder) else record
 
 
 def _yaml(path: Path, run: Path) -> dict[str, Any]:
