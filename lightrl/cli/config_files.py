@@ -33,13 +33,12 @@ def recipes() -> None:
         print(f"lightrl:{name:45s} {title}")
 
 
-def read_yaml(path: Path, name: str = "") -> Any:
-    """The content of a YAML file. Raises a ValueError with the argument's `name` if it can't be read or parsed."""
-    place = f"{name}={path}" if name else str(path)
+def read_yaml(path: Path) -> Any:
+    """The content of a YAML file. Raises a ValueError if it can't be read or parsed."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"{place}: is not a YAML file: {error}") from error
+        raise ValueError(f"{path}: is not a YAML file: {error}") from error
     for _, secret in plain_secrets(content):
         remember_secret(secret)  # the parser's messages quote values
     return content

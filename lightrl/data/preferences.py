@@ -9,7 +9,6 @@ from itertools import takewhile
 from typing import Any, Literal, NamedTuple
 
 import torch
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -81,13 +80,7 @@ class PreferenceSource(ConversationSource):
                     raise ValueError(
                         f"max_tokens={self.max_tokens}: the pair has {length} tokens. Raise it, or remove the pair."
                     )
-        if len(kept) < len(data):
-            dropped = len(data) - len(kept)
-            rank_zero_info(
-                f"{self.label}: dropped {dropped} of {len(data)} pairs longer than {self.max_tokens} tokens."
-            )
-        if not kept:
-            raise ValueError(f"max_tokens={self.max_tokens}: every pair in {self.label} is longer. Raise it.")
+        self.report_dropped(len(data) - len(kept), len(data), f"max_tokens={self.max_tokens}")
         if all(pair.chosen == pair.rejected for pair in kept):
             raise ValueError(
                 f"chosen_column={self.chosen_column!r} and rejected_column={self.rejected_column!r}: equal in every "

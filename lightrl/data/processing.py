@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from datasets import IterableDataset
-from lightning.pytorch.utilities import rank_zero_info
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from lightrl.data.rows import (
@@ -78,11 +77,6 @@ class ConversationSource(MediaSource):
     chat_template: ChatTemplate = "auto"
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     tools_column: str | None = "tools"
-
-    @property
-    def rendering_columns(self) -> list[str]:
-        """Optional columns that affect rendering. Only a `tools_column` with a custom name must exist."""
-        return [*VARIABLES, *([] if self.tools_column is None else [self.tools_column])]
 
     def template_arguments(self, row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """Returns an example's tools and chat template variables.
@@ -227,7 +221,7 @@ class OpenSource(ABC):
         self.longest: int | None = spec.max_prompt_tokens  # None if unknown
         named = spec.require_columns(columns, "prompt_column", "media_columns", *tools)
         media = COLUMNS if spec.media_columns is None else spec.media_columns
-        self.read_columns = [*named, *media, *spec.rendering_columns]
+        self.read_columns = [*named, *media, *VARIABLES, *filter(None, [spec.tools_column])]
 
     @abstractmethod
     def __len__(self) -> int:
@@ -332,13 +326,7 @@ class _MapRows(OpenSource):
                 self.kept.append(index)
                 longest = max(longest, length)
         limit = spec.max_prompt_tokens
-        if self.counts["dropped"]:
-            rank_zero_info(
-                f"{spec.label}: dropped {self.counts['dropped']} of {len(data)} prompts longer than "
-                f"max_prompt_tokens={limit}."
-            )
-        if not self.kept:
-            raise ValueError(f"{spec.label}: every prompt is longer than max_prompt_tokens={limit}. Raise it.")
+        spec.report_dropped(self.counts["dropped"], len(data), f"max_prompt_tokens={limit}")
         if self.processor is None:  # media may not have been decoded
             self.longest = min(longest, limit or longest)
         self._order: tuple[int, np.ndarray[Any, Any]] = (-1, np.arange(len(self.kept)))
@@ -404,8 +392,7 @@ class _StreamRows(OpenSource):
                     kept += 1
                     yield index, row
             if not kept:
-                limit = self.spec.max_prompt_tokens
-                raise ValueError(f"max_prompt_tokens={limit}: every prompt of {self.spec.label} is longer. Raise it.")
+                self.spec.report_dropped(0, 0, f"max_prompt_tokens={self.spec.max_prompt_tokens}")
             epoch += 1
 
 

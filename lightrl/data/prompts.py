@@ -206,22 +206,11 @@ class PromptMixture:
         return PromptSet(opened, self.weights or [1.0] * len(opened), seed=reading.seed)
 
 
-def prompt_source(prompts: Any, argument: str) -> PromptSource | PromptMixture:
-    """Converts a path, dataset ID, list of dictionaries, or `datasets.Dataset` to a source.
-
-    Raises:
-        ValueError: If `prompts` has an unsupported type. The message names `argument`.
-    """
-    if isinstance(prompts, PromptSource | PromptMixture):
-        return prompts
+def prompt_source(prompts: Any) -> Any:
+    """Converts a path, dataset ID, list, or `datasets.Dataset` to a source. Returns sources unchanged."""
     if isinstance(prompts, str | os.PathLike):
         return PromptSource(path=os.fspath(prompts))
-    if isinstance(prompts, list | Dataset | IterableDataset):
-        return PromptSource(rows=prompts)
-    raise ValueError(
-        f"{argument}={repr(prompts)[:80]}: unsupported type. Use a PromptSource or PromptMixture, a path or dataset "
-        "ID, a list of dictionaries, or a datasets.Dataset."
-    )
+    return PromptSource(rows=prompts) if isinstance(prompts, list | Dataset | IterableDataset) else prompts
 
 
 def _block_shares(weights: Sequence[float]) -> list[int]:

@@ -151,6 +151,17 @@ class RowSource:
                 named.append(column)
         return named
 
+    def report_dropped(self, dropped: int, total: int, limit: str) -> None:
+        """Logs how many examples were dropped as longer than `limit`, such as `max_tokens=512`.
+
+        Raises:
+            ValueError: If all were.
+        """
+        if dropped == total:
+            raise ValueError(f"{limit}: every example of {self.label} is longer. Raise it.")
+        if dropped:
+            rank_zero_info(f"{self.label}: dropped {dropped} of {total} examples longer than {limit}.")
+
     def _from_path(self, path: str) -> Any:
         local = Path(path).expanduser()
         if local.is_file():

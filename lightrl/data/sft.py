@@ -9,7 +9,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 from lightning.pytorch import LightningDataModule
-from lightning.pytorch.utilities import rank_zero_info
 from transformers import PreTrainedTokenizerBase
 
 from lightrl.data.processing import ConversationSource, arranged, encode_prompt, load_processor
@@ -112,13 +111,7 @@ class SFTSource(ConversationSource):
             if row is not None:
                 numbers.append(i)
                 kept.append(row)
-        if len(kept) < len(data):
-            long = len(data) - len(kept)
-            rank_zero_info(
-                f"{self.label}: dropped {long} of {len(data)} examples longer than max_tokens={self.max_tokens}."
-            )
-        if not kept:
-            raise ValueError(f"max_tokens={self.max_tokens}: every example of {self.label} is longer. Raise it.")
+        self.report_dropped(len(data) - len(kept), len(data), f"max_tokens={self.max_tokens}")
         return SFTRows(kept, [] if processor is None else [partial(inputs, i) for i in numbers])
 
     def lesson(self, row: Mapping[str, Any]) -> tuple[Any, list[dict[str, Any]], list[bool]]:

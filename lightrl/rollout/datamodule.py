@@ -96,8 +96,7 @@ class RolloutDataModule(LightningDataModule):
         seed: int | None = None,
     ) -> None:
         super().__init__()
-        given: Any = prompts
-        self.prompts = given if hasattr(given, "load") else prompt_source(given, "prompts")
+        self.prompts = prompt_source(prompts)
         if engine is None:
             from lightrl.engines.vllm.engine import VLLMEngine
 

@@ -103,7 +103,7 @@ class Evaluation:
         named = {f"evaluation.prompts.{name}".rstrip("."): prompts for name, prompts in sets.items()}
         named["evaluation.predict_prompts"] = self.predict_prompts
         return {
-            name: rendered_like(prompt_source(prompts, name), training)
+            name: rendered_like(prompt_source(prompts), training)
             for name, prompts in named.items()
             if prompts is not None
         }

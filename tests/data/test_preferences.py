@@ -116,7 +116,7 @@ def test_long_pairs(tokenizer: Any) -> None:
     assert kept.chosen == [13, 18, 4, 4, 13, 1]
     with pytest.raises(ValueError, match="row 0: max_tokens=6: .* 7 tokens"):
         PreferenceSource(rows=ROWS, max_tokens=6, overlong="error").tokenized(tokenizer)
-    with pytest.raises(ValueError, match="max_tokens=5: every pair"):
+    with pytest.raises(ValueError, match="max_tokens=5: every example"):
         PreferenceSource(rows=ROWS, max_tokens=5).tokenized(tokenizer)
     with pytest.raises(ValueError, match="rejected_column='chosen': equal in every pair"):
         PreferenceSource(rows=ROWS, rejected_column="chosen").tokenized(tokenizer)

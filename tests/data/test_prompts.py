@@ -108,7 +108,7 @@ def test_overlong_error_names_the_row(tokenizer: Any) -> None:
 
 
 def test_no_prompt_left_is_an_error(tokenizer: Any) -> None:
-    with pytest.raises(ValueError, match="every prompt is longer than max_prompt_tokens=1"):
+    with pytest.raises(ValueError, match="max_prompt_tokens=1: every example"):
         PromptSource(rows=LONG[:4], max_prompt_tokens=1).load(tokenizer)
 
 
@@ -179,7 +179,7 @@ def test_a_stream_goes_on_for_ever_and_resumes(stream: PromptSource, tokenizer: 
 
 def test_a_stream_drops_long_rows_and_has_no_length(stream: PromptSource, tokenizer: Any) -> None:
     stream.max_prompt_tokens = 3
-    with pytest.raises(ValueError, match="max_prompt_tokens=3: every prompt"):
+    with pytest.raises(ValueError, match="max_prompt_tokens=3: every example"):
         stream.load(tokenizer, shuffle=False).batch(0, 1)
     stream.max_prompt_tokens = 4
     prompts = stream.load(tokenizer, shuffle=False)
