@@ -15,7 +15,6 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrateg
 from lightrl.algorithms.run_record import description
 from lightrl.callbacks import RolloutCheckpoint
 from lightrl.checkpoints.files import atomic_write
-from lightrl.cli.export import export
 from lightrl.distributed.fsdp2 import FSDP2Strategy, ZeROStrategy
 from lightrl.models.spec import ModelSpec
 
@@ -47,12 +46,6 @@ def test_no_part_of_a_sharded_checkpoint_holds_a_secret(
     monkeypatch.setattr(own, "lightning_module", SimpleNamespace(named_parameters=list))
     own().save_checkpoint(with_secrets(), tmp_path / "last.ckpt")
     assert SECRET.encode() not in (tmp_path / "last.ckpt" / "meta.pt").read_bytes()
-
-
-def test_a_plain_checkpoint_made_of_another_holds_no_secret(tmp_path: Path) -> None:
-    torch.save(with_secrets(), tmp_path / "old.ckpt")
-    export(str(tmp_path / "old.ckpt"), str(tmp_path / "plain.ckpt"), "checkpoint")
-    assert SECRET.encode() not in (tmp_path / "plain.ckpt").read_bytes()
 
 
 def test_how_models_are_built_is_said_without_secrets() -> None:

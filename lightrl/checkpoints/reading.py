@@ -1,4 +1,4 @@
-"""Reads a checkpoint of any strategy and number of ranks as one plain checkpoint, in one process.
+"""Reads a checkpoint of any strategy and number of ranks, in one process.
 
 | strategy | on disk | read by |
 |---|---|---|
@@ -14,9 +14,7 @@ from __future__ import annotations
 import contextlib
 import io
 import pickle
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +49,7 @@ def checkpoint_kind(path: str | Path) -> str:
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
-    """Reads a plain checkpoint: `state_dict`, `optimizer_states`, and what Lightning and callbacks added.
+    """Reads the weights (`state_dict`) and what Lightning and callbacks added; of plain files also `optimizer_states`.
 
     ZeRO checkpoints hold pickled DeepSpeed objects, so they need the package and must come from a trusted source.
 
@@ -61,7 +59,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     path, kind = Path(path), checkpoint_kind(path)
     with readable(path):
         verify(path)
-        return {"plain": _read_plain, "fsdp2": _read_fsdp2, "zero": _read_zero}[kind](path)
+        return {"plain": _read_plain, "fsdp2": load_distributed_checkpoint, "zero": _read_zero}[kind](path)
 
 
 def read_header(path: Path) -> Mapping[str, Any]:
@@ -110,21 +108,6 @@ def by_name(states: dict[str, Any], names: Sequence[Sequence[str]]) -> dict[str,
     flat = [name for group in names for name in group]
     groups = [{**group, "params": list(own)} for group, own in zip(states["param_groups"], names, strict=True)]
     return {"state": {flat[number]: state for number, state in states["state"].items()}, "param_groups": groups}
-
-
-def _by_number(states: dict[str, Any]) -> dict[str, Any]:
-    """Keys an optimizer's state by number, as plain optimizers store it. The reverse of `by_name`."""
-    numbers = count()
-    number_of = {name: next(numbers) for group in states["param_groups"] for name in group["params"]}
-    groups = [{**group, "params": [number_of[name] for name in group["params"]]} for group in states["param_groups"]]
-    return {"state": {number_of[name]: state for name, state in states["state"].items()}, "param_groups": groups}
-
-
-def _read_fsdp2(path: Path) -> dict[str, Any]:
-    checkpoint = load_distributed_checkpoint(path)
-    optimizers = sorted(name for name in checkpoint if re.fullmatch(r"optimizer_\d+", name))
-    checkpoint["optimizer_states"] = [_by_number(checkpoint.pop(name)) for name in optimizers]
-    return checkpoint
 
 
 _DEEPSPEED = {

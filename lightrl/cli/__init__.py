@@ -34,7 +34,7 @@ USAGE = """LightRL: reinforcement learning for LLMs and VLMs, built on PyTorch L
   lightrl quickstart                 train a small model on a CPU and write a report
   lightrl init DIR                   create a project: configuration, reward function, training examples
   lightrl recipes                    list the configurations that ship with LightRL
-  lightrl export --checkpoint C --output D   export a checkpoint as a Hugging Face model or a plain checkpoint
+  lightrl export --checkpoint C --output D   export a checkpoint as a Hugging Face model or an adapter
   lightrl doctor [--config x.yaml]   check the installation, or validate a config before training
 
 Run `lightrl COMMAND --help` for a command's arguments, `lightrl fit --model.help PPOLightningModule` for a class's.

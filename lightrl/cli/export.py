@@ -1,4 +1,4 @@
-"""`lightrl export`: converts a checkpoint to a Hugging Face model, an adapter, or a plain checkpoint on one CPU."""
+"""`lightrl export`: converts a checkpoint to a Hugging Face model or an adapter on one CPU."""
 
 from __future__ import annotations
 
@@ -16,20 +16,19 @@ State = Mapping[str, Any]
 def export(
     checkpoint: str = "",
     output: str = "",
-    what: Literal["model", "adapter", "checkpoint"] = "model",
+    what: Literal["model", "adapter"] = "model",
     model: str | None = None,
 ) -> None:
-    """Export a checkpoint as a Hugging Face model, a LoRA adapter, or a plain checkpoint.
+    """Export a checkpoint as a Hugging Face model or a LoRA adapter.
 
     Supports checkpoints of every strategy and number of ranks: plain files, and directories of FSDP2 and DeepSpeed
     ZeRO. The latter contain pickled objects, so only export checkpoints you trust. Models are built in host memory.
 
     Args:
         checkpoint: Checkpoint file or directory.
-        output: Directory to write, or a file with `what: checkpoint`.
+        output: Directory to write.
         what: What to export. `model`: the policy, or the reward model of a reward run, with LoRA merged, for
-            transformers and vLLM. `adapter`: the LoRA adapter, for peft and vLLM. `checkpoint`: a plain checkpoint that
-            resumes in one process, under DDP, and under FSDP2, on any number of ranks. Not supported for DeepSpeed.
+            transformers and vLLM. `adapter`: the LoRA adapter, for peft and vLLM.
         model: Model directory or model ID that training started from. Defaults to the one in the checkpoint.
 
     Raises:
@@ -42,25 +41,14 @@ def export(
         raise ValueError(f"checkpoint={checkpoint!r}: does not exist. Pass a checkpoint that a run saved.")
     if target.resolve() == Path(checkpoint).resolve():
         raise ValueError(f"output={output!r}: is the checkpoint itself. Use another path.")
-    import torch
-
-    from lightrl.checkpoints.files import atomic_folder, atomic_write
-    from lightrl.checkpoints.plugin import first_nonfinite, require_finite, without_secrets
-    from lightrl.checkpoints.reading import checkpoint_kind, read_checkpoint
+    from lightrl.checkpoints.files import atomic_folder
+    from lightrl.checkpoints.plugin import first_nonfinite, require_finite
+    from lightrl.checkpoints.reading import read_checkpoint
 
     loaded = read_checkpoint(checkpoint)
-    if what == "checkpoint" and checkpoint_kind(checkpoint) == "zero":
-        raise ValueError(
-            f"what=checkpoint: {checkpoint!r} was written by DeepSpeed, whose optimizer states can't be converted. "
-            "Resume it under DeepSpeed, on the same number of ranks."
-        )
     require_finite(first_nonfinite(loaded["state_dict"]), target)
-    if what == "checkpoint":
-        with atomic_write(target, checksum=True) as file:
-            torch.save(without_secrets(loaded), file)  # checkpoints of earlier versions may contain some
-    else:
-        with atomic_folder(target) as folder:
-            _export_model(loaded, folder, what, model)
+    with atomic_folder(target) as folder:
+        _export_model(loaded, folder, what, model)
     print(f"Wrote {target}")
 
 

@@ -1,7 +1,7 @@
 """Lightning's sharding strategies with additions for several models and for complete, verified checkpoints.
 
 Both are optional: `ModelParallelStrategy` and `DeepSpeedStrategy` also work. `FSDP2Strategy` can resume from a plain
-checkpoint (single process, DDP, or `lightrl export --what checkpoint`) on any number of ranks.
+checkpoint (single process or DDP) on any number of ranks.
 """
 
 from __future__ import annotations
