@@ -16,8 +16,8 @@ TOOLS = Path(__file__).with_name("tools.jinja")
 def training_template(template: str) -> str:
     """Returns a chat template in which turns extend each other and the model sees tools.
 
-    Adds tools to a template without them, for SmolLM2 in the form published by its authors, otherwise in that of Qwen 2.5.
-    Qwen 3's keeps the reasoning of earlier turns, so that a trajectory stays one row. Other templates are returned
+    Adds tools to a template without them, for SmolLM2 in the form published by its authors, otherwise in that of Qwen
+    2.5. Qwen 3's keeps the reasoning of earlier turns, so that a trajectory stays one row. Other templates are returned
     unchanged.
 
     Args:
