@@ -1,11 +1,10 @@
-"""A GRPO step of this checkout against one of another commit, step by step by turns.
+"""Compares a GRPO step of this checkout with one of another commit, alternating step by step.
 
     python benchmarks/against.py origin/main --cases a b c --threads 1 2
 
-The other commit is checked out into a temporary git worktree, and both sides run the `tiny_step.py` of this checkout,
-each with its own package, on the model and prompts that it describes. A ratio above 1 says that this checkout is
-faster; with the same commit on both sides it shows the noise of the machine. `rollout` is the part of a step that
-samples and scores.
+The other commit is checked out into a temporary git worktree. Both sides run the `tiny_step.py` of this checkout, each
+with its own package, on the same model and prompts. A ratio above 1 means that this checkout is faster; with the same
+commit on both sides, the ratio shows the machine's noise. `rollout` is the part of a step that samples and scores.
 """
 
 from __future__ import annotations
@@ -40,11 +39,13 @@ def measure(case: str, other: Path, threads: int, steps: int, variables: dict[st
 def main() -> None:
     """Parses the command line, measures, prints a table and writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("commit", help="what to compare with")
+    parser.add_argument("commit", help="commit to compare with")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--threads", nargs="+", type=int, default=[1])
     parser.add_argument("--steps", type=int, default=10, help="timed steps of each side")
-    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="environment of this side alone")
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="NAME=VALUE", help="environment variables of this side only"
+    )
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     variables = dict(pair.split("=", 1) for pair in arguments.set)

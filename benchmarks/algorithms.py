@@ -1,16 +1,16 @@
-"""Learning curves of the named algorithms on the quickstart's task, all from the same warm start.
+"""Learning curves of the named algorithms on the quickstart's task, all from the same SFT warm start.
 
     lightrl fit --config configs/quickstart/sft.yaml
-    python benchmarks/algorithms.py --warm-start outputs/quickstart/sft/model --out algorithms.json \
+    python benchmarks/algorithms.py --warm-start outputs/quickstart/sft/model --out algorithms.json \\
         --image docs/images/algorithms.png
 
-Each `configs/algorithms/*.yaml` is run as it stands but for the engine, the length and the folder it writes to. The
-accuracy is that of completions sampled at temperature 1 for the held-out sums, four for each. Time is that of training
-(sampling, scoring, updates, weight sync), without start-up and evaluation: `wall` seconds, or with `--clock cpu` those
-of the processor, which do not depend on what else the machine does. Unknown arguments go to `lightrl fit`.
+Each `configs/algorithms/*.yaml` runs unchanged except for the engine, the length, and the output directory. Accuracy is
+measured on the held-out sums, with four completions each at temperature 1. Time is training time (sampling, scoring,
+updates, weight sync), without startup and evaluation: `wall` seconds, or CPU seconds with `--clock cpu`, which don't
+depend on other work on the machine. Unknown arguments are passed to `lightrl fit`.
 
-Each algorithm is run once per seed; an interrupted call goes on where its JSON file ends. After `±` stands half the
-width of the mean's 95 % interval (Student's t): where the intervals of two algorithms overlap, nothing is claimed.
+Each algorithm runs once per seed. An interrupted call resumes after the last run in its JSON file. The number after `±`
+is half the width of the mean's 95% interval (Student's t). If two intervals overlap, nothing is claimed.
 """
 
 from __future__ import annotations
@@ -213,14 +213,14 @@ def table(runs: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Parses arguments, trains one algorithm after the other, prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--warm-start", type=Path, default=Path("outputs/quickstart/sft/model"), help="model folder")
+    parser.add_argument("--warm-start", type=Path, default=Path("outputs/quickstart/sft/model"), help="model directory")
     parser.add_argument("--algorithms", nargs="*", choices=list(TITLES), default=list(TITLES))
-    parser.add_argument("--seconds", type=float, default=180.0, help="of training, for each")
+    parser.add_argument("--seconds", type=float, default=180.0, help="training time of each run")
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
-    parser.add_argument("--engine", default="TransformersEngine", help="or VLLMEngine")
+    parser.add_argument("--engine", default="TransformersEngine", help="engine; or VLLMEngine")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path, help="JSON file; runs that it has are kept, if of the same settings")
+    parser.add_argument("--out", type=Path, help="JSON file; its runs with the same settings are kept")
     parser.add_argument("--image", type=Path, help="PNG file")
     args, args.override = parser.parse_known_args()
     torch.set_num_threads(args.threads)

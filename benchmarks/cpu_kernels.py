@@ -1,10 +1,10 @@
-"""What each CPU kernel saves of a GRPO step: the step with it switched off, divided by the step with all on.
+"""Measures the speedup of each CPU kernel: a GRPO step with the kernel off, divided by the step with all kernels on.
 
     python benchmarks/cpu_kernels.py --model HuggingFaceTB/SmolLM2-135M-Instruct --out cpu_kernels.json
 
 A step samples 8 completions of at most 48 tokens for each of 8 prompts of about 50 tokens (`TransformersEngine`),
-updates them (GRPO's loss on a `PolicyModel`, AdamW), and loads the weights into the engine. All variants take turns in
-one process, on the same completions. A kernel stays if removing it costs 10%.
+updates the policy (GRPO's loss on a `PolicyModel`, AdamW), and loads the weights into the engine. All variants
+alternate in one process, on the same completions. A kernel is kept if removing it costs at least 10%.
 """
 
 from __future__ import annotations

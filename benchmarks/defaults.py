@@ -1,11 +1,11 @@
-"""The choices behind the defaults on a CPU: engines and their settings, threads, dtypes, and micro-batch tokens.
+"""Measures the choices behind the defaults on a CPU: engines, their settings, threads, dtypes, and micro-batch tokens.
 
     python benchmarks/defaults.py --model smollm2 --out results/defaults.json
     python benchmarks/defaults.py --model gemma3 --only "transformers" "vllm" --out results/defaults.json
 
-Generation: 8 prompts of about 50 tokens x 8 completions of at most 48 tokens at temperature 1, as in a GRPO step.
-Each row is an engine with one setting changed, in its own process: seconds to start it, median seconds and CPU seconds
-of a call after a first one, tokens per second, and peak memory. Update: one GRPO update of such completions for each
+Generation: 8 prompts of about 50 tokens x 8 completions of at most 48 tokens at temperature 1, as in a GRPO step. Each
+row is an engine with one setting changed, in a separate process: seconds to start it, median seconds and CPU seconds
+per call after a first one, tokens per second, and peak memory. Update: one GRPO update on such completions for each
 maximum number of tokens per micro-batch, with a shared prefix (groups of 8) and without (groups of 1, as in PPO).
 """
 

@@ -1,27 +1,28 @@
-"""GRPO over many turns with a tool: LightRL's environments against TRL 1.16's `environment_factory`.
+"""Compares GRPO over many turns with a tool: LightRL's environments and TRL 1.16's `environment_factory`.
 
     python benchmarks/environments.py --model /tmp/reader --cases quick slow --out results/environments.json
 
-64 environments at once, 8 prompts x 8, of one plain class that both libraries take unchanged (`Book`). The policy calls
-its tool in each of six turns, the limit on both sides; TRL does not make the call of the last turn. A reply without a
-readable call ends the conversation. In the case slow a call takes between 0 and 2 s (twice the square of a seeded
-uniform number, 0.67 s on average, the same on all sides), in the case quick no time. The model (Qwen2 architecture,
-Qwen 2.5's chat template, 0.6 M parameters) first learns this form from written conversations, and is kept in `--model`.
-Temperature 0.4, float32, CPU, the loss of GRPO without KL, one update per rollout, and a learning rate at which the
-policy stays what it is.
+64 environments run concurrently, 8 prompts x 8, of one plain class that both libraries accept unchanged (`Book`). The
+policy calls its tool in each of six turns, the limit on both sides; TRL does not make the call of the last turn. A
+reply without a valid call ends the conversation. In the slow case, a call takes 0 to 2 s (twice the square of a seeded
+uniform number, 0.67 s on average, the same on all sides); in the quick case, it takes no time. The model (Qwen2
+architecture, Qwen 2.5's chat template, 0.6M parameters) first learns the format from written conversations and is kept
+in `--model`.
+Settings: temperature 0.4, float32, CPU, GRPO's loss without KL, one update per rollout, and a learning rate that leaves
+the policy unchanged.
 
-Each side is a subprocess that stops after every step until the parent lets it go on, as in `tiny_step.py`: `trl`
-samples with `generate`, `lightrl` with `TransformersEngine`, `vllm` is LightRL with vLLM in its process. A step is
-all that passes between two optimizer steps, a rollout the part of it until the last trajectory is scored. Peak memory
-is each process's maximal resident set.
+Each side is a subprocess that stops after every step until the parent resumes it, as in `tiny_step.py`. `trl` samples
+with `generate`, `lightrl` with `TransformersEngine`, and `vllm` is LightRL with vLLM in its process. A step is
+everything between two optimizer steps, and a rollout the part of it until the last trajectory is scored. Peak memory is
+each process's maximum resident set.
 
-After each step LightRL's sides replay the rollout: the same requests with the same seeds go to the engine, each as soon
-as that before it is answered, with neither environments nor tools nor tokens to put together (`bare`). A rollout can
-take no less than that, nor than its critical path (`path`): the slowest environment's tools, and the turns of one
-environment when they have the engine for themselves (`alone`, of the environment with the median number of tokens).
+After each step, LightRL's sides replay the rollout: they send the same requests with the same seeds to the engine, each
+as soon as the previous one has finished, without environments, tools, or token assembly (`bare`). A rollout can't be
+faster than that, or than its critical path (`path`): the slowest environment's tools, plus the turns of one environment
+with the engine to itself (`alone`, of the environment with the median number of tokens).
 
-`--cases turns` plays conversations of 48 turns with answers that are there at once, and takes the CPU time of the
-event loop between an answer and the next request, early and late.
+`--cases turns` plays conversations of 48 turns with immediate answers, and measures the CPU time of the event loop
+between an answer and the next request, early and late.
 """
 
 from __future__ import annotations
@@ -455,8 +456,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=["quick", "slow", "turns"], default=["quick", "slow", "turns"])
     parser.add_argument("--sides", nargs="+", choices=["trl", "lightrl", "vllm"], default=["trl", "lightrl", "vllm"])
-    parser.add_argument("--model", type=Path, required=True, help="folder of the model; made where it is not there")
-    parser.add_argument("--warm-start", type=int, default=800, help="steps in which a new model learns the form")
+    parser.add_argument("--model", type=Path, required=True, help="model directory; created if missing")
+    parser.add_argument("--warm-start", type=int, default=800, help="steps in which a new model learns the format")
     parser.add_argument("--steps", type=int, default=4, help="timed steps of each side; one in the case slow")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--micro", type=int, default=16, help="rows of TRL's micro-batch")

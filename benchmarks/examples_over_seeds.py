@@ -1,12 +1,12 @@
-"""Runs an example with several seeds and numbers of threads: does it end above its bar, and near its best?
+"""Runs an example with several seeds and thread counts, and checks that it ends above its minimum and near its best.
 
     python benchmarks/examples_over_seeds.py quickstart --seeds 1 2 3 4 5 --threads 1 2 --out results/examples.json
 
-Each run takes place in an empty folder (under `--work`, which is kept) and is what the example's own script does, with
-another seed. Of the metric that evaluation logs, a run keeps the value before training, the best, the end and the
-lowest after the best. A run that is in the JSON file already is not run again, so that an interrupted call goes on
-where it was. The table is written beside it, as Markdown. Exit status 1: a run ended below the bar, or more than
-`--fall` below its best. CPU seconds are those of all processes of a run.
+Each run uses an empty directory (under `--work`, which is kept) and does the same as the example's own script, with
+another seed. For the metric logged by the evaluation, it records the value before training, the best, the last, and the
+lowest after the best. Runs that are already in the JSON file are skipped, so an interrupted call resumes. The table is
+written next to the file as Markdown. The exit code is 1 if a run ended below the minimum, or more than `--fall` below
+its best. CPU seconds are summed over all processes of a run.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--engine", default="VLLMEngine")
-    parser.add_argument("--fall", type=float, default=0.03, help="most that an end may lie below the best")
+    parser.add_argument("--fall", type=float, default=0.03, help="maximum fall from the best value to the last")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "lightrl-examples")
     parser.add_argument("--out", type=Path, default=Path("outputs/examples.json"))
     args = parser.parse_args()

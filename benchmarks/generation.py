@@ -1,11 +1,11 @@
-"""Tokens per second of `TransformersEngine` against `model.generate` of transformers, side by side in one process.
+"""Compares the tokens per second of `TransformersEngine` and transformers' `model.generate` in one process.
 
     python benchmarks/generation.py --out generation.json
 
-Same weights (Qwen2 architecture, random, float32), same prompts, temperature 1, 8 prompts x 8 completions x 64 tokens,
-one thread, the two alternating. `generate` gets what a trainer gives it: each prompt repeated 8 times, left-padded. The
-engine also returns log-probs and texts, which `generate` does not. Times are CPU seconds of this process, the median
-of the rounds; wall times stand beside them in the JSON.
+Both use the same weights (Qwen2 architecture, random, float32) and prompts, temperature 1, 8 prompts x 8 completions x
+64 tokens, and one thread, and alternate. `generate` gets the input that a trainer passes: each prompt repeated 8 times,
+left-padded. The engine also returns log-probs and texts, unlike `generate`. Times are CPU seconds of this process, the
+median over the rounds. The JSON also contains wall times.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def compare(setting: Setting, rounds: int) -> dict[str, object]:
 def main() -> None:
     """Prints the table and writes the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7, help="timed rounds of each setting, after one to warm up")
+    parser.add_argument("--rounds", type=int, default=7, help="timed rounds of each setting, after one warm-up round")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

@@ -1,17 +1,17 @@
-"""Tokens per second and model FLOPs utilisation (MFU) of a training step, and `layouts` and `logprobs`, on a GPU.
+"""Tokens per second and model FLOPs utilization (MFU) of a training step, and `layouts` and `logprobs`, on a GPU.
 
     python benchmarks/gpu.py --out results/gpu.json                 # CUDA: 0.5B and 1.5B in bfloat16
     python benchmarks/gpu.py --device cpu --sizes tiny --rows 4 --response 32 --prompt 16 --repeats 1 --only train
 
-Not run on a GPU yet: run it there, keep the JSON. A training step is forward, backward and fused AdamW over groups of
-completions with random weights of the Qwen2 architecture, in the packed layout (every token computed) and in the tree
-layout (a prompt once). MFU divides the operations that the tokens of the batch need by what the device can do at best:
+Not run on a GPU yet. A training step is forward, backward, and fused AdamW over groups of completions with random
+weights of the Qwen2 architecture, in the packed layout (every token is computed) and in the shared-prefix layout (each
+prompt is computed once). MFU divides the operations that the tokens of the batch need by the device's peak:
 
     6 x weights of the layers x tokens + 6 x weights of the head x trained tokens + 12 x hidden x layers x visible pairs
 
-over seconds and peak; logits made a second time and recomputed activations do not count. In the tree layout the tokens
-are those really computed. The bar is 40 % on the packed 1.5B step. `--peak-tflops` is the dense bfloat16 peak of the
-device (known for H100, H200, A100, L40S); MFU is left out where it is not known.
+over seconds and peak. Logits that are computed twice and recomputed activations don't count. In the shared-prefix
+layout, only computed tokens count. The target is 40% on the packed 1.5B step. `--peak-tflops` is the device's dense
+bfloat16 peak (known for H100, H200, A100, L40S); MFU is omitted if it is unknown.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["0.5B", "1.5B"])
     parser.add_argument("--layouts", nargs="+", default=["packed", "shared_prefix"])
-    parser.add_argument("--rows", type=int, default=32, help="sequences of a step")
+    parser.add_argument("--rows", type=int, default=32, help="sequences per step")
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--response", type=int, default=1024, help="longest; the shortest is half of it")

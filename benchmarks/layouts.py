@@ -1,12 +1,11 @@
-"""Padded, packed and tree layouts: the same results, and time by the tokens really computed.
+"""Compares the padded, packed, and shared-prefix layouts: equal results, and time relative to the computed tokens.
 
     python benchmarks/layouts.py --out layouts.json
 
-Each case is a batch of groups, or of trees, with varied lengths; the layouts alternate in one process, forward and
-backward. "prompts_once" is what would be computed if rows of a group shared their prompt and nothing else.
-"kept" is the time a layout saved against the padded one divided by what the token counts promise:
-(1 - seconds / padded seconds) / (1 - tokens / padded tokens), where at least 5 % of the tokens are saved; "kept_packed"
-is the same against the packed one.
+Each case is a batch of groups or trees with varied lengths. The layouts alternate in one process, forward and backward.
+"prompts_once" is the number of tokens if the sequences of a group shared only their prompt. "kept" is the time saved
+relative to the padded layout, divided by the saving in tokens: (1 - seconds / padded seconds) / (1 - tokens / padded
+tokens), if at least 5% of the tokens are saved. "kept_packed" is the same relative to the packed layout.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""Peak memory of each process that loads a model under FSDP2: each rank its parts of the files, or the whole.
+"""Peak memory of each process that loads a model under FSDP2, sharded or whole.
 
     python benchmarks/loading.py [--ranks 2] [--out results/loading.json]
 
-A GRPO module (actor and reference, float32) is loaded and sharded by `Trainer.fit` on CPU processes with gloo. `whole`
-is the way of models that cannot be read in parts: here an argument of `ModelSpec.kwargs` makes it so. Given is the
-peak of resident memory over what the process had before its models, which lie on the host here; on GPUs the parts go to
-the device, and a tensor's rows at a time are on the host. The parameters' sums are compared, after the peak was taken.
+`Trainer.fit` loads and shards a GRPO module (actor and reference, float32) on CPU processes with gloo. `whole` is how
+models are loaded that can't be read in shards; an argument of `ModelSpec.kwargs` forces it here. The value is the peak
+of resident memory above that of the process before loading. On a CPU, the models are in host memory; on GPUs, the
+shards are on the device, and the host holds some rows of one tensor at a time. The sums of the parameters are compared
+after the peak is measured.
 """
 
 from __future__ import annotations

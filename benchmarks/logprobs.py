@@ -1,10 +1,10 @@
-"""Chunked log-probs against the plain way: memory and time of forward + backward.
+"""Compares the memory and time of chunked log-probs with those of a full logit matrix, forward and backward.
 
     python benchmarks/logprobs.py --out logprobs.json
 
-The plain way is `log_softmax(hidden @ weight.T)`, gathered at the targets; with `--entropy` both compute the entropy
-too. The two alternate in one process. Extra memory is the peak of resident memory during a call, less what was resident
-before it and less outputs and gradients. Seconds are CPU seconds on CPU, so run it with one thread there.
+The full matrix is `log_softmax(hidden @ weight.T)`, gathered at the targets. With `--entropy`, both also compute the
+entropy. The two alternate in one process. Extra memory is the peak of resident memory during a call, minus the memory
+before it, the outputs, and the gradients. On a CPU, seconds are CPU seconds, so run it with one thread.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--hidden", type=int, default=896)
     parser.add_argument("--vocab", type=int, default=151_936)
-    parser.add_argument("--entropy", action="store_true", help="compute the entropy and its gradient too")
-    parser.add_argument("--dtype", default="float32", help="of hidden states and weight")
+    parser.add_argument("--entropy", action="store_true", help="also compute the entropy and its gradient")
+    parser.add_argument("--dtype", default="float32", help="dtype of hidden states and weight")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)

@@ -233,7 +233,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, help="JSON file")
     parser.add_argument("--picture", type=Path, help="PNG file")
-    parser.add_argument("--tensors", action="store_true", help="count the tensors of an update of SmolLM2 as well")
+    parser.add_argument("--tensors", action="store_true", help="also count the tensors of an update of SmolLM2")
     parser.add_argument("--worker", nargs=5, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:

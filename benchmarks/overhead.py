@@ -1,22 +1,23 @@
-"""Wall time of a LightRL PPO step against bare vLLM generation plus bare forward, backward and optimizer.
+"""Compares the wall time of a LightRL PPO step with vLLM generation plus a plain forward, backward, and optimizer step.
 
     python benchmarks/overhead.py [--rounds 8] [--sizes quickstart 3M] [--layouts auto padded] [--out overhead.json]
 
-Both sides in one process, by turns: each rollout's prompts, token rows and number of updates are replayed bare right
-after LightRL's step. Bare is what nobody can leave out: `LLM.generate`, the loading of new weights, one forward each
-of policy, critic and reference without gradients, then per update forwards of policy and critic, a clipped loss,
-backward, clipping and AdamW, on the padded rows and all their logits. No callbacks, rewards, logs, sync checks or
-metrics. The figure is the median over rounds of step / bare; the requirement is at most 1.15. CPU, one thread.
+Both sides alternate in one process: after each LightRL step, a baseline replays the rollout's prompts, sequences, and
+number of updates. The baseline contains only the necessary work: `LLM.generate`, loading the new weights, one forward
+pass of policy, critic, and reference without gradients, and per update the forward passes of policy and critic, a
+clipped loss, backward, clipping, and AdamW, on padded sequences with all their logits. It has no callbacks, rewards,
+logs, weight-sync checks, or metrics. The result is the median over rounds of step / baseline; it must be at most 1.15.
+CPU, one thread.
 
     python benchmarks/overhead.py --real smollm2 --threads 1 2 [--rounds 4] [--out results/overhead_real.json]
 
 With `--real`, an on-policy GRPO step of a pretrained model (8 prompts of `chain_sum` x 8 completions of at most 48
-tokens, float32) against the same work done bare: vLLM generates completions of the same lengths for the same prompts
-with an empty prefix cache, and one forward and backward runs on as many tokens as the shared-prefix ideal has (each
-prompt once), with logits of the trained tokens only, and AdamW. The requirement is at most 1.10.
+tokens, float32) is compared with a baseline. vLLM generates completions of the same lengths for the same prompts with
+an empty prefix cache. Then one forward and backward runs on as many tokens as the shared-prefix ideal has (each prompt
+once), with logits only for trained tokens, followed by AdamW. The result must be at most 1.10.
 
-Layout `auto` is what a run uses: it computes a group's prompt once, which bare does not. `padded` computes what bare
-computes, so its ratio is overhead alone.
+Layout `auto` is what a run uses: it computes a group's prompt once, unlike the baseline. `padded` does the same
+computation as the baseline, so its ratio is pure overhead.
 """
 
 from __future__ import annotations
@@ -295,7 +296,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--layouts", nargs="+", choices=["auto", "padded"], default=["auto", "padded"])
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--real", choices=["smollm2", "gemma3"], help="a GRPO step of this model instead")
+    parser.add_argument("--real", choices=["smollm2", "gemma3"], help="measure a GRPO step of this model instead")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="with --real")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -1,23 +1,23 @@
-"""Time of a GRPO step when generation and update take turns, and when they overlap in two ways.
+"""Measures the time of a GRPO step if generation and update are sequential, and if they overlap in two ways.
 
     python benchmarks/overlap.py [--rounds 3] [--steps 12] [--lengths varied equal tails] [--out overlap.json]
     python benchmarks/overlap.py --learning 8 [--out overlap_learning.json]
 
-The engine runs in a process of its own on one core, the trainer on another. The ways alternate, round by round, over
-one engine, and begin each with the same weights and seeds.
-`varied`: completions end by themselves (up to 256 tokens); `equal`: all have 48; `tails`: as varied, but a quarter as
-many, so that a step waits for its longest completion and learning takes a small part of it.
+The engine runs in a separate process on one core, the trainer on another. The schedules alternate round by round with
+one engine, and each starts with the same weights and seeds. Lengths: in `varied`, completions end at EOS (up to 256
+tokens). In `equal`, all have 48 tokens. `tails` is like `varied` with a quarter of the completions, so that a step
+waits for its longest completion and the update takes a small part of the time.
 
-`serial` waits for the rollout, then updates; `staleness 1` samples the next rollout during the update; `in flight` does
-so at the same bound with weights that change within completions, so that the next rollout begins before the longest of
-the last are over. Figures are means over steps; the first of each run, before which nothing is sampled, and the last
-two, during which nothing is sampled, are left out. `generate` and `update` (experience included) are those of serial.
-Required: staleness 1 at most 1.15 x max(generate, update); in flight 1.3 times the steps of staleness 1 with tails.
-CPU, two cores.
+`serial` waits for the rollout, then updates. `staleness 1` samples the next rollout during the update. `in flight` has
+the same staleness bound, but the weights change within completions, so the next rollout starts before the longest
+completions of the last one have ended. Values are means over steps, without the first step (nothing is sampled before
+it) and the last two (nothing is sampled during them). `generate` and `update` (including experience) are those of
+serial. Requirements: staleness 1 takes at most 1.15 x max(generate, update), and in flight makes 1.3 times the steps of
+staleness 1 with tails. CPU, two cores.
 
-With `--learning N` nothing is timed: staleness 1 and in flight learn from the same start with N seeds each, sampled by
-`TransformersEngine` in a thread, and are evaluated with the policy of then after every fifth step. Runs of one seed are
-compared: mean of their differences with its 95 % interval (Student's t). Required: it does not lie below 0.
+With `--learning N`, no times are measured. Staleness 1 and in flight train from the same start with N seeds each,
+sampled by `TransformersEngine` in a thread, and evaluate the current policy after every fifth step. Runs with the same
+seed are compared: the mean of their differences with its 95% interval (Student's t), which must not lie below 0.
 """
 
 from __future__ import annotations

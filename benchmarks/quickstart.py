@@ -67,8 +67,10 @@ def measure(algorithm: str, seed: int, log: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algorithm", choices=["grpo", "ppo"], default="grpo", help="algorithm of the quickstart")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="a run for each")
-    parser.add_argument("--collect", type=Path, nargs="+", default=[], help="finished run directories, instead of runs")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="seeds, one run each")
+    parser.add_argument(
+        "--collect", type=Path, nargs="+", default=[], help="finished run directories to collect instead of new runs"
+    )
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     given = parser.parse_args()
     runs = [collect(run) for run in given.collect]

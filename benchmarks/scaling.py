@@ -1,13 +1,13 @@
-"""Time of an update against its token arithmetic: prompt length, group size, response length, vocabulary, model size.
+"""Compares the time of an update with its operation count, by prompt, group, response, vocabulary, and model size.
 
     python benchmarks/scaling.py --out results/scaling.json
 
-Each row is one forward and backward of the policy's log-probs over some prompts x G completions in the layout that a
-run uses. The arithmetic of a row counts floating-point operations: 6 per token that goes through the model and per
-weight of its layers, 6 (8 where logits are made twice) per trained token and per weight of the head, 12 per visible
-query-key pair and unit of width. The first row of each axis is the unit: "grows" is seconds / seconds of the first row,
-"should" the same of the arithmetic, and "efficiency" their quotient, below 1 where time grows faster than the work. All
-rows of an axis take turns in one process; seconds are CPU seconds, wall seconds on CUDA.
+Each row is one forward and backward of the policy's log-probs over some prompts x G completions in the default layout.
+The count contains floating-point operations: 6 per computed token and weight of the layers, 6 per trained token and
+weight of the head (8 if logits are computed twice), and 12 per visible query-key pair and unit of width. Values are
+relative to the first row of each axis: "grows" is the growth of seconds, "should" that of the count, and "efficiency"
+their quotient, below 1 if time grows faster than the count. All rows of an axis alternate in one process. Seconds are
+CPU seconds, or wall seconds on CUDA.
 """
 
 from __future__ import annotations

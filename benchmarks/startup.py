@@ -1,11 +1,11 @@
-"""CPU seconds of the start of a run: imports of the dependencies, LightRL's own, and reading the configuration.
+"""CPU seconds of a run's startup: imports of the dependencies, imports of LightRL, and reading the configuration.
 
     python benchmarks/startup.py --repeats 5 --out results/startup.json
 
-Each number is that of a process of its own. `dependencies` imports, in their order, exactly those modules of other
-packages that LightRL's import brings along; `imports` imports LightRL with everything that a configuration may name;
-`start` is `lightrl fit` up to the point where all objects are built, for the quickstart's PPO and without an engine's
-start. The three take turns; medians and ranges are printed.
+Each number is from a separate process. `dependencies` imports exactly the modules of other packages that LightRL's
+import loads, in the same order. `imports` imports LightRL and every class that a configuration can name. `start` runs
+`lightrl fit` of the quickstart's PPO until all objects are built, without starting an engine. The three alternate;
+medians and ranges are printed.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""PPO under each strategy: time, peak memory and weight sync, two processes against one.
+"""PPO under each strategy: time, peak memory, and weight sync on two processes, compared with one process.
 
     python benchmarks/strategies.py [--strategies one ddp fsdp2 zero1 zero2 zero3] [--rounds 3] [--quick] [--out FILE]
 
-Every run trains actor and critic with a frozen reference on the same rollouts (the batch is shared by the processes),
-samples with `TransformersEngine`, and checks the engine's log-probs after each sync. Times are medians over the
-rollouts but for the first; memory is the largest of the processes' peaks: resident memory on a CPU, allocated memory
-on a GPU. DeepSpeed on CPU uses the test suite's strategy, which leaves out Lightning's checks for CUDA. On one machine
-two CPU processes share the cores that one process has alone (one thread each): what can be read off is the cost of
-a strategy beside the others, and what it saves in memory.
+Every run trains actor and critic with a frozen reference on the same rollouts (the processes share the batch), samples
+with `TransformersEngine`, and checks the engine's log-probs after each sync. Times are medians over the rollouts except
+the first. Memory is the largest peak of the processes: resident memory on a CPU, allocated memory on a GPU. DeepSpeed
+on a CPU uses the test suite's strategy, which skips Lightning's checks for CUDA. Two CPU processes share the cores that
+a single process has to itself (one thread each), so the results show only the cost of a strategy relative to the others
+and the memory that it saves.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES)
     parser.add_argument("--rounds", type=int, default=3, help="timed rollouts per strategy")
-    parser.add_argument("--quick", action="store_true", help="a model of 0.1 M parameters: does it run?")
+    parser.add_argument("--quick", action="store_true", help="use a model of 0.1M parameters, as a smoke test")
     parser.add_argument("--out", type=Path, help="where to write the table as JSON")
     parser.add_argument("--work", nargs=4, metavar=("NAME", "MODEL", "ROUNDS", "FOLDER"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()

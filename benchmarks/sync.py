@@ -1,10 +1,11 @@
-"""Weight sync into vLLM against memcpy of the same bytes, alternating in one process tree.
+"""Compares weight sync into vLLM with a memory copy of the same bytes, alternating in one process tree.
 
     python benchmarks/sync.py [--rounds 15] [--out sync.json] [--sizes 0.6M 100M]
 
-Each case pushes every parameter of a randomly initialised Qwen2 into an engine, in this process or in processes of
-its own, caches reset included, and copies the same bytes with `Tensor.copy_` into memory that was touched before.
-Medians over the rounds; ratio = time of the copy / time of the sync, 1.0 being the speed of memcpy. CPU, one thread.
+Each case pushes every parameter of a randomly initialized Qwen2 into an engine, in this process or in separate
+processes, including the cache reset, and copies the same bytes with `Tensor.copy_` into memory that was touched before.
+Values are medians over the rounds. The ratio is the time of the copy divided by the time of the sync; 1.0 is the speed
+of memcpy. CPU, one thread.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
-"""One GRPO step of LightRL against one of TRL 1.16: samples per second, peak memory, reward curves.
+"""Compares a GRPO step of LightRL with one of TRL 1.16: samples per second, peak memory, and reward curves.
 
     python benchmarks/tiny_step.py --cases a b c --sweep --steps 20 --out results/tiny_step.json
 
-Same model (Qwen2 architecture, the same random weights), 8 prompts x 8 completions of exactly 64 tokens, the same
-reward function, fused AdamW, learning rate and clipping, the loss of GRPO without KL (TRL's `loss_type="grpo"`), one
-update per rollout, float32, CPU. The tokenizer's end-of-sequence lies outside the model's vocabulary, so no completion
-ends early and neither side pays for it. TRL samples with `generate` (in its trainer's process); LightRL is strictly
-on-policy, with `TransformersEngine`.
+Both sides use the same model (Qwen2 architecture, the same random weights), 8 prompts x 8 completions of exactly 64
+tokens, the same reward function, fused AdamW with the same learning rate and clipping, GRPO's loss without KL (TRL's
+`loss_type="grpo"`), one update per rollout, and float32 on a CPU. The tokenizer's end-of-sequence token is outside the
+model's vocabulary, so no completion ends early. TRL samples with `generate` in its trainer's process. LightRL is
+strictly on-policy with `TransformersEngine`.
 
-Each side is a subprocess that stops at the end of every step until the parent lets it go on, so both live at the same
-time and take turns, step by step: whatever else loads the machine meets both. A step's time is all that passes between
-two optimizer steps: data, weight sync and its check, generation, rewards, update, metrics. The ratio is that of the
-medians. Peak memory is each process's maximal resident set. `--sweep` first runs TRL with several numbers of threads
-and micro-batch sizes by turns, then LightRL with one and two threads, and takes each side's fastest (wall time; CPU
-seconds on a machine that is not idle: `--by cpu`).
+Each side is a subprocess that stops after every step until the parent resumes it. Both exist at the same time and
+alternate, so other work on the machine affects both. A step's time is everything between two optimizer steps: data,
+weight sync and its check, generation, rewards, update, and metrics. The ratio is that of the medians. Peak memory is
+each process's maximum resident set. `--sweep` first runs TRL with several thread counts and micro-batch sizes, then
+LightRL with one and two threads, and uses each side's fastest setting (by wall time, or with `--by cpu` by CPU seconds
+on a busy machine).
 """
 
 from __future__ import annotations
@@ -337,9 +337,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--micro", type=int, default=64, help="rows of TRL's micro-batch, without --sweep")
     parser.add_argument("--micro-tokens", type=int, default=16384, help="tokens of LightRL's micro-batch")
-    parser.add_argument("--sweep", action="store_true", help="look for each side's best settings first")
+    parser.add_argument("--sweep", action="store_true", help="first search for each side's best settings")
     parser.add_argument("--sweep-steps", type=int, default=5)
-    parser.add_argument("--by", choices=["wall", "cpu"], default="wall", help="what the best setting has least of")
+    parser.add_argument(
+        "--by", choices=["wall", "cpu"], default="wall", help="quantity that the best setting minimizes"
+    )
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     rows = {}

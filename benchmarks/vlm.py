@@ -1,22 +1,23 @@
-"""A training step on completions of an image prompt: shared prefix, the plain way, and TRL 1.16's GRPO.
+"""Compares a training step on the completions of an image prompt: shared prefix, padded, and TRL 1.16's GRPO.
 
     python benchmarks/vlm.py --out results/vlm.json
 
-One Qwen2-VL (the same random weights for all), a prompt of an image and a few words, 8 completions of 64 tokens, the
-loss of GRPO without KL, AdamW, float32, CPU. A step is everything from the scored rollout to the changed weights:
-experience, forward, backward, clipping, optimizer. There is no generation in it, so that the sides do the same work.
+All sides use one Qwen2-VL with the same random weights, a prompt of an image and a few words, 8 completions of 64
+tokens, GRPO's loss without KL, and AdamW, in float32 on a CPU. A step is everything from the scored rollout to the
+changed weights: experience, forward, backward, clipping, and optimizer. It excludes generation, so that the sides do
+the same work.
 
-| side | what goes through the model |
+| side | input of the model |
 |---|---|
 | shared_prefix | `GRPOLightningModule`, default layout: image and prompt once, then the 8 completions |
-| padded | `GRPOLightningModule(layout="padded")`: every completion with its prompt, its image encoded anew |
-| trl | `GRPOTrainer.training_step` on TRL's own layout of the same rows, pixels repeated as TRL does it |
+| padded | `GRPOLightningModule(layout="padded")`: every completion with its prompt, the image encoded each time |
+| trl | `GRPOTrainer.training_step` on TRL's own layout of the same sequences, with pixels repeated as in TRL |
 
-Each side is a subprocess that stops after every step until the parent lets it go on; so they live at the same time and
-take turns, and whatever else loads the machine meets all of them. Times are CPU seconds of the process by medians, with
-one thread. Memory is the maximal resident set after the steps less the one before the first. `norm` is the gradient's
-norm in the first step, which shows that all sides compute the same update.
-TRL takes the tokenizer in place of the processor, because Qwen2-VL's processor needs torchvision; pixels are given.
+Each side is a subprocess that stops after every step until the parent resumes it. They exist at the same time and
+alternate, so other work on the machine affects all of them. Times are medians of the process's CPU seconds, with one
+thread. Memory is the maximum resident set after the steps minus the one before the first. `norm` is the gradient norm
+of the first step, which shows that all sides compute the same update. TRL uses the tokenizer instead of the processor,
+because Qwen2-VL's processor needs torchvision; the pixels are the same.
 """
 
 from __future__ import annotations

@@ -1,22 +1,21 @@
-"""One GRPO step of LightRL and of TRL 1.16 on pretrained models: wall time, CPU seconds, and peak memory.
+"""Compares a GRPO step of LightRL with one of TRL 1.16 on pretrained models: wall time, CPU seconds, and peak memory.
 
     python benchmarks/vs_trl.py --cases 48/50 256/50 48/500 --out results/vs_trl.json
     python benchmarks/vs_trl.py --cases 48/50 --features --out results/vs_trl.json    (one feature off at a time)
 
 A case is a model, the maximum length of a completion, and the length of a prompt in tokens. Every side trains the same
-model on the same 8 prompts x 8 completions: sums of reasoning-gym's `chain_sum`, with solved examples before the
-question where the prompt is to be longer. SmolLM2-135M-Instruct is asked in its chat format, Gemma 3 270M (a base
-model) with solved examples. Completions end where the model ends them; TRL and LightRL sample from the same
-distribution, and the table has their mean lengths. The loss is GRPO's without KL, with one update per rollout, AdamW,
-learning rate 1e-6, float32.
+model on the same 8 prompts x 8 completions: sums of reasoning-gym's `chain_sum`, preceded by solved examples if the
+prompt should be longer. SmolLM2-135M-Instruct is prompted in its chat format, Gemma 3 270M (a base model) with solved
+examples. The model decides where completions end. TRL and LightRL sample from the same distribution, and the table has
+their mean lengths. The loss is GRPO's without KL, with one update per rollout, AdamW, learning rate 1e-6, float32.
 
-The sides run one after the other on an otherwise idle machine, each in its own process. A step is all that passes
-between two optimizer steps: data, weight sync and its check, generation, rewards, update, metrics. The first step warms
-up; the figures are medians of the rest. Peak memory is the process's maximal resident set. TRL generates with
-`generate` and runs with each micro-batch size of `--micro`, which the table's best is taken from.
+The sides run one after the other on an otherwise idle machine, each in a separate process. A step is everything between
+two optimizer steps: data, weight sync and its check, generation, rewards, update, and metrics. The first step warms up;
+values are medians of the rest. Peak memory is the process's maximum resident set. TRL generates with `generate` and
+runs with each micro-batch size of `--micro`; the table uses the best one.
 
-`--features` runs LightRL with `TransformersEngine` once more for each feature that a step of this kind profits from,
-with that feature off, and once with all of them off.
+`--features` runs LightRL with `TransformersEngine` once more for each feature that speeds up such a step, with that
+feature off, and once with all of them off.
 """
 
 from __future__ import annotations

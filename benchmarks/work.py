@@ -488,7 +488,7 @@ def draw(result: dict[str, Any], path: Path, dark: bool = False) -> None:
 def main() -> None:
     """Parses arguments, counts, and prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="Model directory or hub ID; defaults to SmolLM2-135M-Instruct")
+    parser.add_argument("--model", help="Model directory or model ID; defaults to SmolLM2-135M-Instruct")
     parser.add_argument("--lengths", type=Path, default=RESULTS / "lengths.json")
     parser.add_argument("--sample", action="store_true", help="sample new lengths and write them")
     parser.add_argument("--layouts", nargs="*", choices=TITLES, default=list(TITLES))
