@@ -8,12 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from lightning.pytorch import seed_everything
 from transformers import AutoTokenizer
 
 from lightrl.algorithms import GRPOLightningModule
-from lightrl.callbacks import WeightSync
 from lightrl.engines.base import StaleWeightsError
 from lightrl.environments.episodes import one_turn, request_seed
 from lightrl.records import Completion, CompletionGroup, Prompts, SamplingParams, Scores
@@ -53,19 +50,6 @@ def test_rows_are_laid_out_by_hand() -> None:
     assert math.isnan(float(rows.rewards[1])) and rows.rewards[[0, 2, 3]].tolist() == [1.0, 0.0, 0.5]
 
 
-def test_rewards_that_differ_by_rounding_have_no_spread() -> None:
-    def spread(*rewards: float) -> bool:
-        prompts = Prompts(token_ids=[[5]], texts=["p"], columns={})
-        request = prompts.request(0, SamplingParams(), 0, len(rewards))
-        sampled = [Completion([8], [-0.5], "a", "stop") for _ in rewards]
-        group = ScoredGroup(prompts, one_turn(CompletionGroup(request, sampled, 0)), Scores(list(rewards), {}))
-        return group.has_spread
-
-    nan = float("nan")
-    assert not spread(0.3, 0.1 + 0.2) and not spread(nan, nan) and not spread(1.0, nan)
-    assert spread(0.0, nan, 1e-4)
-
-
 def test_request_seeds_differ_wherever_something_differs() -> None:
     seeds = {
         request_seed(s, stream, c, r) for s in (0, 1) for stream in ("train", "eval") for c in (0, 8) for r in (0, 1)
@@ -98,34 +82,6 @@ def test_a_bad_reward_function_is_named(function: Any, model_path: str) -> None:
     with pytest.raises(RewardError, match=function.__name__):
         quiet_trainer().fit(GRPOLightningModule(model_path, kl=None), data)
     assert not data.engine.started, "a failed run must leave no engine behind"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"group_size": 1}, "group_size=1"),
-        ({"sampling": SamplingParams(temperature=0.0)}, "sampling.temperature=0"),
-    ],
-)
-def test_counts_that_cannot_work_are_refused(arguments: dict[str, Any], message: str, model_path: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        quiet_trainer().fit(GRPOLightningModule(model_path, kl=None), sums_data(**arguments))
-
-
-def some_rows(completions: list[str], **_: Any) -> list[float | None]:
-    return [None if i % 2 else float(i) for i in range(len(completions))]
-
-
-def test_rows_without_reward_learn_nothing(model_path: str, tmp_path: Path) -> None:
-    seed_everything(0, verbose=False)
-    module = GRPOLightningModule(model_path, kl=None)
-    seen: list[Any] = []
-    original = module.compute_loss
-    module.compute_loss = lambda m: (seen.append(m), original(m))[1]  # type: ignore[method-assign]
-    quiet_trainer(callbacks=[WeightSync()]).fit(module, sums_data(rewards=[some_rows], rollouts_per_epoch=1))
-    for micro in seen:
-        assert bool((micro.advantages[~micro.valid] == 0).all()) and bool(torch.isfinite(micro.advantages).all())
-    assert sum(int((m.advantages != 0).any(1).sum()) for m in seen) == 16
 
 
 @pytest.mark.parametrize(("taken", "position"), [(2, 0), (3, 0), (math.inf, 2)])
