@@ -19,6 +19,9 @@ from lightrl.records import Completion, EngineContext, GenerationRequest, Prompt
 from lightrl.rollout.collector import ScoredGroup
 from lightrl.rollout.learner import EngineSync, RolloutLearner, TrajectoryCheck
 
+NUM_SEQUENCES, NUM_TOKENS = 2, 16
+"""Number of sequences that the weight-sync check compares, and of tokens per sequence. Mixture-of-experts models get
+additional sequences, about eight tokens per expert, if the engine doesn't replay routes."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -45,21 +48,14 @@ class WeightSync(EngineSync):
         tolerance: Maximum mean absolute difference in nats. Defaults to 5e-4 for a float32 engine, 0.05 for float16,
             and 0.5 for bfloat16 (rounding in a pretrained 135M model is 0.05 to 0.16). Setting it disables the two
             further checks.
-        num_sequences: Number of sequences to compare.
-        num_tokens: Number of tokens per sequence, and of tokens sampled after a prompt with media. Mixture-of-experts
-            models get additional sequences, about eight tokens per expert, if the engine doesn't replay routes.
 
     Raises:
         StaleWeightsError: If the log-probs differ by more than the tolerance, from `ensure_synced`.
     """
 
-    def __init__(
-        self, canary: bool = True, tolerance: float | None = None, num_sequences: int = 2, num_tokens: int = 16
-    ) -> None:
+    def __init__(self, canary: bool = True, tolerance: float | None = None) -> None:
         self.canary = canary
         self.tolerance = tolerance
-        self.num_sequences = num_sequences
-        self.num_tokens = num_tokens
         self.last_gap: float | None = None
         """Mean absolute log-prob difference in nats of the last check."""
         self.last_media_gap: float | None = None
@@ -109,7 +105,7 @@ class WeightSync(EngineSync):
         return bool(module.all_max(torch.tensor(float(before not in (None, self._frozen)))))
 
     def _check(self, module: RolloutLearner, engine: Engine) -> None:
-        tokens = self._tokens(module, engine, min(self.num_tokens, engine.max_model_len - 1))
+        tokens = self._tokens(module, engine, min(NUM_TOKENS, engine.max_model_len - 1))
         for placeholder in placeholder_ids(module.actor.lm.config).values():  # has no media here
             tokens[tokens == placeholder] = harmless_id(module.actor.lm.config)
         routes = [module.actor.agreed_routes(tokens)] if engine.replays_routes else []
@@ -145,7 +141,7 @@ class WeightSync(EngineSync):
             module.token_logprobs(torch.zeros((1, 2), dtype=torch.long, device=module.device))
             gap = 0.0
         else:
-            room = min(self.num_tokens, engine.max_model_len - len(request.token_ids))
+            room = min(NUM_TOKENS, engine.max_model_len - len(request.token_ids))
             asked = replace(request, sampling=SamplingParams(max_new_tokens=room, ignore_eos=True), seed=0)
             (group,) = engine.generate_all([asked])
             new = group.completions[0]
@@ -172,11 +168,11 @@ class WeightSync(EngineSync):
         """
         config = module.actor.lm.config.get_text_config()
         generator = torch.Generator().manual_seed(0)
-        known = [token for prompt in self._prompts or () for token in prompt][: self.num_sequences * length]
-        if len(known) == self.num_sequences * length:
-            tokens = torch.tensor(known).view(self.num_sequences, length)
+        known = [token for prompt in self._prompts or () for token in prompt][: NUM_SEQUENCES * length]
+        if len(known) == NUM_SEQUENCES * length:
+            tokens = torch.tensor(known).view(NUM_SEQUENCES, length)
         else:
-            tokens = torch.randint(config.vocab_size, (self.num_sequences, length), generator=generator)
+            tokens = torch.randint(config.vocab_size, (NUM_SEQUENCES, length), generator=generator)
         if engine.replays_routes or not module.actor.has_experts:
             return tokens
         experts = next((n for name in _EXPERTS if (n := getattr(config, name, None))), 0)

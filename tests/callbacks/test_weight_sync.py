@@ -117,19 +117,6 @@ def test_steps_far_below_the_tolerance_leave_no_engine_behind_unseen(model: str)
     assert fit(model, Engine(skip_from=4), lr=3e-7, sync=WeightSync(tolerance=5e-4)).policy_version == 8
 
 
-def test_number_and_length_of_the_canarys_sequences(model: str) -> None:
-    class Lengths(Engine):
-        shapes: tuple[int, ...] = ()
-
-        def logprobs(self, sequences: Any) -> list[list[float]]:
-            self.shapes = tuple(len(s) for s in sequences)
-            return super().logprobs(sequences)
-
-    engine = Lengths()
-    fit(model, engine, sync=WeightSync(num_sequences=3, num_tokens=5))
-    assert engine.shapes == (5, 5, 5)
-
-
 def test_the_check_asks_about_many_tokens_where_the_engine_routes_them(tmp_path: Path) -> None:
     class Routes(Engine):
         shapes: tuple[int, ...] = ()
