@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.vllm
@@ -23,6 +24,7 @@ from lightrl.compat import vllm_grammars as grammars_side  # noqa: E402
 from lightrl.compat import vllm_parsers as parsers_side  # noqa: E402
 from lightrl.compat import vllm_process as process_side  # noqa: E402
 from lightrl.compat import vllm_worker as worker_side  # noqa: E402
+from tests.toys import quickstart_model  # noqa: E402
 
 ROOT = Path(__file__).parents[2] / "lightrl"
 SIDES = (trainer_side, process_side, worker_side, parsers_side, grammars_side)
@@ -131,3 +133,10 @@ def test_the_note_about_numa_nodes_is_dropped_and_other_messages_are_kept(
     monkeypatch.setattr(worker_side, "_bind", bind, raising=False)
     assert worker_side._bind_memory([3]) == 3
     assert capfd.readouterr().err == "numactl failed\n"
+
+
+@pytest.mark.parametrize(("argument", "name"), [("reasoning_parser", "deepseek_r1"), ("tool_parser", "deepseek_v3")])
+def test_a_parser_of_another_family_is_rejected(argument: str, name: str, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(quickstart_model(tmp_path, num_hidden_layers=1))
+    with pytest.raises(ValueError, match=f"^{argument}='{name}'"):
+        getattr(parsers_side, argument)(name, tokenizer)
