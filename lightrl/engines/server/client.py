@@ -139,7 +139,7 @@ class Server:
     def lose(self, reason: str) -> None:
         """Marks the server as dead."""
         if self.lost is None:
-            log.warning("Server %s is gone (%s).", self.url, reason)
+            log.warning("Server %s is down (%s).", self.url, reason)
         self.lost, self.loaded = reason, None
         self._gone.set()
 

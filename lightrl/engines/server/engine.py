@@ -343,7 +343,7 @@ class ServerPool:
         """Returns the error for a pool without usable servers."""
         states = "; ".join(f"{s.url}: {s.lost or 'alive, with different weights'}" for s in self.servers)
         if all(server.lost is not None for server in self.servers):
-            return EngineDiedError(f"All servers are gone. {states}. Restart them and resume the run.")
+            return EngineDiedError(f"All servers are down. {states}. Restart them and resume the run.")
         return StaleWeightsError(f"No live server has the policy's weights. {states}.")
 
     async def begin_push(self) -> None:

@@ -109,7 +109,7 @@ class ServerTeacher:
             finally:
                 server.outstanding -= 1
         said = "; ".join(f"{server.url}: {server.lost}" for server in servers)
-        raise EngineDiedError(f"All servers of the teacher are gone. {said}. Restart them and resume the run.")
+        raise EngineDiedError(f"All servers of the teacher are down. {said}. Restart them and resume the run.")
 
     def close(self) -> None:
         """Disconnects from the servers, which keep running."""
