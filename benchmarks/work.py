@@ -396,7 +396,7 @@ def computed(rows: tuple[Tensor, ...], layout: str, budget: int) -> int:
 
 
 def pushed_bytes(path: str) -> dict[str, int]:
-    """Bytes of a weight sync in float32: all weights, the layers that an adapter is merged into, or the adapter."""
+    """Bytes of a weight sync in float32: all weights, or the adapter."""
     from lightrl.models.loading import load_causal_lm
     from lightrl.models.lora import named_adapter_weights
     from lightrl.models.policy import named_hf_weights
@@ -409,7 +409,6 @@ def pushed_bytes(path: str) -> dict[str, int]:
             found["full"] = sum(x.nbytes for _, x in named_hf_weights(SimpleNamespace(lm=lm)))
         else:
             policy = SimpleNamespace(lm=lm)
-            found["LoRA, merged"] = sum(x.nbytes for _, x in named_hf_weights(policy, trained_only=True))
             found["LoRA, adapter"] = sum(x.nbytes for _, x in named_adapter_weights(policy))
     return found
 

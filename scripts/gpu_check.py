@@ -385,15 +385,6 @@ def vllm_own_process(args: argparse.Namespace) -> dict[str, Any]:
 
 
 @step(VLLM_STEPS)
-def vllm_host_memory(args: argparse.Namespace) -> dict[str, Any]:
-    """Runs two rollouts with weight sync through host memory, as for engines on other GPUs."""
-    from lightrl.engines.vllm.buckets import BucketSender
-
-    BucketSender._shared_gpu = lambda *_: None  # type: ignore[method-assign]
-    return _vllm(args, {"in_process": False})
-
-
-@step(VLLM_STEPS)
 def vllm_sleep_2(args: argparse.Namespace) -> dict[str, Any]:
     """Runs two rollouts with sleep level 2, which discards the weights."""
     return _vllm(args, {"sleep_level": 2, **_share(args)})

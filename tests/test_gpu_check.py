@@ -30,7 +30,6 @@ def test_every_step_runs_on_a_cpu_and_a_failure_stops_none(root: Path, tmp_path:
 VLLM = [
     "vllm_in_process",
     "vllm_own_process",
-    "vllm_host_memory",
     "vllm_sleep_2",
     "vllm_fire",
     "vllm_lora",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lightrl.compat.lazy import lazy_names
+from lightrl.compat.arguments import lazy_names
 
 if TYPE_CHECKING:
     from lightrl.algorithms.distill import DistillLightningModule

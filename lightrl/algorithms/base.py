@@ -25,10 +25,8 @@ from lightrl.algorithms.settings import (
     with_schedule,
 )
 from lightrl.compat.lightning import run_seed
-from lightrl.distributed import states, strategies
-from lightrl.distributed.reduction import MetricSums
-from lightrl.distributed.states import fingerprint
-from lightrl.models.loading import return_router_logits
+from lightrl.distributed import strategies
+from lightrl.distributed.strategies import MetricSums, fingerprint
 from lightrl.models.policy import PolicyModel, ValueModel, named_hf_weights
 from lightrl.models.spec import ModelSpec, RewardModelSpec
 from lightrl.objectives.estimators import AdvantageEstimator
@@ -174,6 +172,8 @@ class RLLightningModule(RolloutLearner, SavesPretrained):
         shared = critic is not None and critic.shared
         self.actor = PolicyModel.from_spec(spec, trainable=True, in_shards=in_shards, value_head=shared)
         if self.extra_losses.aux_loss_coef:
+            from lightrl.models.routing import return_router_logits
+
             return_router_logits(self.actor.lm)
         own_critic = None if critic is None or shared else critic.model or spec
         self.critic = None if own_critic is None else ValueModel.from_spec(own_critic, in_shards=in_shards)
@@ -308,13 +308,13 @@ class RLLightningModule(RolloutLearner, SavesPretrained):
         """Sets the weight of the entropy bonus, effective from the next rollout."""
         self.entropy_coef = coef
 
-    def named_policy_weights(self, *, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Yields (Hugging Face name, full tensor) of all actor parameters, or of trained ones, with LoRA merged.
+    def named_policy_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields (Hugging Face name, full tensor) of all actor parameters, with LoRA merged.
 
         Collective under FSDP2 and ZeRO-3: every rank must iterate to the end. Tied parameters are yielded once.
         """
         gather = strategies.gather_parameter(self._strategy())
-        return named_hf_weights(self.actor, gather, trained_only=trained_only)
+        return named_hf_weights(self.actor, gather)
 
     def policy_adapter(self) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any]]:
         """Returns the actor's LoRA adapter in PEFT format: an iterator of (name, full tensor), and its config."""
@@ -408,7 +408,7 @@ class RLLightningModule(RolloutLearner, SavesPretrained):
             "outside_changes": int(self.outside_changes),
             "num_skipped_updates": int(self.num_skipped_updates),
             "skipped_in_a_row": int(self.skipped_in_a_row),
-            "rng": states.collect_random_states(),
+            "rng": strategies.collect_random_states(),
             "optimizers": self._optimizer_names(),
         }
 
@@ -447,5 +447,5 @@ class RLLightningModule(RolloutLearner, SavesPretrained):
                 "optimizer, or start a new run from the checkpoint's weights (lightrl export)."
             )
         if self._restored_rng is not None:
-            states.restore_random_states(self._restored_rng)
+            strategies.restore_random_states(self._restored_rng)
             self._restored_rng = None

@@ -13,7 +13,7 @@ from lightrl.algorithms.experience import TrajectoryLayout
 from lightrl.algorithms.ppo import policy_forward
 from lightrl.algorithms.variants import CriticFreeLightningModule
 from lightrl.distributed import strategies
-from lightrl.distributed.reduction import MetricSums
+from lightrl.distributed.strategies import MetricSums
 from lightrl.engines.server.teacher import ServerTeacher
 from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import ModelSpec

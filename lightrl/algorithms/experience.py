@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightrl.algorithms.settings import Shaping
-from lightrl.distributed.reduction import MetricSums
+from lightrl.distributed.strategies import MetricSums
 from lightrl.objectives.estimators import AdvantageEstimator, AdvantageInput, Credit
 from lightrl.objectives.loss_terms import Aggregation, KLInReward, KLPenalty, LossInput, PolicyLoss
 from lightrl.ops.advantages import AllSum, explained_variance, group_stats, masked_whiten

@@ -50,8 +50,8 @@ from lightrl.algorithms.settings import (
     step_schedulers,
 )
 from lightrl.compat.lightning import forget_step_metrics
-from lightrl.distributed import states, strategies
-from lightrl.distributed.reduction import MetricSums
+from lightrl.distributed import strategies
+from lightrl.distributed.strategies import MetricSums
 from lightrl.models.policy import PolicyModel, ValueModel
 from lightrl.models.spec import ModelSpec, RewardModelSpec
 from lightrl.objectives.estimators import GAE, AdvantageEstimator
@@ -301,7 +301,7 @@ class PPOLightningModule(RLLightningModule):
         """
         count = self._count_minibatches(experience)
         for epoch in range(self.ppo_epochs):
-            seed = states.derived_seed(self.seed, int(self.trainer.global_step), epoch)
+            seed = strategies.derived_seed(self.seed, int(self.trainer.global_step), epoch)
             yield from cut_minibatches(experience, count, seed=seed)
 
     def micro_batches(self, minibatch: Experience) -> Iterator[MicroBatch]:

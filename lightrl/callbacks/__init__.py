@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lightrl.checkpoints.rollout_checkpoint import RolloutCheckpoint
-from lightrl.compat.lazy import lazy_names
+from lightrl.compat.arguments import lazy_names
 from lightrl.rollout.host import WeightSync
 
 if TYPE_CHECKING:

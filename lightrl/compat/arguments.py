@@ -1,14 +1,12 @@
-"""Argument validation, import paths, and optional packages."""
+"""Argument validation, import paths, lazy namespaces, and optional packages."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import math
-import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -17,55 +15,23 @@ DISTRIBUTION = "lightrl-llm"
 """Name of the package on PyPI. The name `lightrl` belongs to another project there."""
 MAX_REWARD = 1e16
 """Maximum magnitude of a reward. The sum of squares of a batch, as in a standard deviation, still fits in float32."""
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 T = TypeVar("T")
 
 
-def at_least(name: str, value: T, low: float, note: str = "", *, or_none: str | None = None) -> T:
-    """Returns the value if it is finite and at least `low`.
+def one_of(name: str, value: T, *choices: T) -> T:
+    """Returns the value if it is one of the choices.
 
     Args:
-        name: Argument name in the message, such as `CompletionLogger.num_samples`.
-        value: Number to check.
-        low: Minimum value.
-        note: End of the message.
-        or_none: Meaning of None, such as "for no limit". Defaults to rejecting None.
+        name: Argument name in the message, such as `OffPolicyCorrection.level`.
+        value: Value to check.
+        choices: Allowed values.
 
     Raises:
-        ValueError: The value is not allowed. The message has the argument, its value, and the allowed values.
+        ValueError: The value is not allowed.
     """
-    return _checked(name, value, lambda x: x >= low, f"at least {low:g}{note}", or_none)
-
-
-def above(name: str, value: T, low: float = 0, note: str = "", *, or_none: str | None = None) -> T:
-    """Returns the value if it is finite and above `low`. See `at_least`."""
-    return _checked(name, value, lambda x: x > low, f"above {low:g}{note}", or_none)
-
-
-def fraction(name: str, value: T, bounds: str = "[0, 1]", note: str = "", *, or_none: str | None = None) -> T:
-    """Returns the value if it is from 0 to 1, with the ends as in the brackets of `bounds`. See `at_least`."""
-
-    def inside(x: float) -> bool:
-        return (x >= 0 if bounds[0] == "[" else x > 0) and (x <= 1 if bounds[-1] == "]" else x < 1)
-
-    return _checked(name, value, inside, f"in {bounds}{note}", or_none)
-
-
-def one_of(name: str, value: T, *choices: T) -> T:
-    """Returns the value if it is one of the choices. See `at_least`."""
-    return _checked(name, value, lambda x: x in choices, f"one of {', '.join(map(repr, choices))}", None)
-
-
-def _checked(name: str, value: T, ok: Callable[[Any], bool], allowed: str, or_none: str | None) -> T:
-    if value is None and or_none is not None:
-        return value
-    try:
-        fine = ok(value) and not (isinstance(value, float) and math.isinf(value))
-    except TypeError:  # the type doesn't support comparison
-        fine = False
-    if not fine:
-        raise ValueError(f"{name}={value!r}: must be {allowed}{'' if or_none is None else f', or None {or_none}'}.")
+    if value not in choices:
+        raise ValueError(f"{name}={value!r}: must be one of {', '.join(map(repr, choices))}.")
     return value
 
 
@@ -86,22 +52,6 @@ def bearer_token(name: str, token: str | None) -> str | None:
     if token and not re.fullmatch(r"[!-~]+", token):
         raise ValueError(f"{name}: has a space, a line break, or a non-ASCII character. Export it without.")
     return token or None
-
-
-def require_model_folder(path: str) -> None:
-    """Rejects a path that is neither a model directory nor a model ID, before any heavy work.
-
-    Raises:
-        ValueError: The path is a file, a directory without a config.json, or looks like a missing directory.
-    """
-    folder = Path(path).expanduser()
-    if folder.is_dir() and path:
-        if not (folder / "config.json").is_file():
-            raise ValueError(f"Model directory {path!r} has no config.json. Use one written by `save_pretrained`.")
-    elif folder.exists() or not HUB_NAME.fullmatch(path) or ("/" in path and os.path.isdir(folder.parent)):
-        raise ValueError(
-            f"Model directory {path!r} does not exist. Use an existing directory, or a model ID (organization/name)."
-        )
 
 
 def imported(what: str, path: str) -> Any:
@@ -143,3 +93,22 @@ def _run_file(file: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def lazy_names(package: str, modules: Sequence[str], names: Sequence[str]) -> Callable[[str], Any]:
+    """Creates a package's `__getattr__` (PEP 562), which imports a module when one of its names is first used.
+
+    Args:
+        package: Name of the package.
+        modules: Modules in search order, those with the fewest imports first.
+        names: Public names, the package's `__all__`.
+    """
+
+    def getattribute(name: str) -> Any:
+        for module in modules if name in names else ():
+            found = getattr(importlib.import_module(f"{package}.{module}"), name, None)
+            if found is not None:
+                return found
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    return getattribute

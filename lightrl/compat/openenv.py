@@ -17,7 +17,7 @@ PRIVATE = {
 """Undocumented names of openenv 0.10, and what they are used for."""
 
 
-class ServerError(RuntimeError):
+class OpenEnvError(RuntimeError):
     """Raised for an error response from the server.
 
     Attributes:
@@ -32,7 +32,7 @@ class ServerError(RuntimeError):
 
 
 def make_client(url: str, timeout: float) -> Any:
-    """Creates a client of an OpenEnv server that raises `ServerError`.
+    """Creates a client of an OpenEnv server that raises `OpenEnvError`.
 
     Args:
         url: URL of the server.
@@ -46,7 +46,7 @@ def make_client(url: str, timeout: float) -> Any:
             response: dict[str, Any] = await self._receive()
             if response.get("type") == "error":
                 data = response.get("data", {})
-                raise ServerError(data.get("message", ""), data.get("code", ""), data.get("errors") or ())
+                raise OpenEnvError(data.get("message", ""), data.get("code", ""), data.get("errors") or ())
             return response
 
         async def _ensure_connected(self) -> None:

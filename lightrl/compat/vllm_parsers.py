@@ -34,24 +34,15 @@ def _without_vllm(argument: str, name: str) -> ValueError:
     )
 
 
-def _require_fitting(argument: str, name: str, make: Callable[[], Any]) -> None:
-    """Rejects a parser whose tokens the tokenizer lacks, since it couldn't parse anything."""
-    try:
-        make()
-    except Exception as error:  # parsers may raise any error
-        raise ValueError(
-            f"{argument}={name!r}: doesn't match the policy's tokenizer ({error}). Use the parser of the model's "
-            "family, or remove the argument."
-        ) from error
-
-
 def tool_parser(
     name: str, tokenizer: Any
 ) -> Callable[[str, Sequence[dict[str, Any]]], tuple[str, list[tuple[str, str]]]]:
     """Returns a function from text and tools to the text without calls, and each call's name and JSON arguments.
 
     Raises:
-        ValueError: vLLM is not installed, or has no parser of that name.
+        ValueError: vLLM is not installed.
+        KeyError: vLLM has no parser of that name.
+        RuntimeError: The tokenizer lacks its tokens.
     """
     try:
         from vllm.tool_parsers import ToolParserManager
@@ -60,12 +51,8 @@ def tool_parser(
     # The parsers log a traceback for each malformed call, which are frequent during training; they are counted instead.
     for place in ("vllm.tool_parsers", "vllm.parser"):
         logging.getLogger(place).setLevel(logging.CRITICAL)
-    if name not in ToolParserManager.list_registered():
-        raise ValueError(
-            f"tool_parser={name!r}: unknown to vLLM. Use one of {', '.join(ToolParserManager.list_registered())}."
-        )
     cls = ToolParserManager.get_tool_parser(name)
-    _require_fitting("tool_parser", name, lambda: cls(tokenizer, None))
+    cls(tokenizer, None)  # raises an error if the tokenizer lacks its tokens
     before: tuple[list[dict[str, Any]], Any] = ([], _request([]))  # creating one takes longer than parsing
 
     def parse(text: str, tools: Sequence[dict[str, Any]]) -> tuple[str, list[tuple[str, str]]]:
@@ -114,17 +101,16 @@ def reasoning_parser(name: str, tokenizer: Any) -> Callable[[str], tuple[str | N
     """Returns a function from text to its reasoning (None if there is none) and the remaining text.
 
     Raises:
-        ValueError: vLLM is not installed, or has no parser of that name.
+        ValueError: vLLM is not installed.
+        KeyError: vLLM has no parser of that name.
+        RuntimeError: The tokenizer lacks its tokens.
     """
     try:
         from vllm.reasoning import ReasoningParserManager
     except ImportError as error:
         raise _without_vllm("reasoning_parser", name) from error
-    known = ReasoningParserManager.list_registered()
-    if name not in known:
-        raise ValueError(f"reasoning_parser={name!r}: unknown to vLLM. Use one of {', '.join(known)}.")
     cls = ReasoningParserManager.get_reasoning_parser(name)
-    _require_fitting("reasoning_parser", name, lambda: cls(tokenizer))
+    cls(tokenizer)  # raises an error if the tokenizer lacks its tokens
 
     def parse(text: str) -> tuple[str | None, str]:
         reasoning, content = cls(tokenizer).extract_reasoning(text, _request([]))

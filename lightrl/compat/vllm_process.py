@@ -35,8 +35,7 @@ PRIVATE = {
 }
 """Private and undocumented names of vLLM ("module:attribute"), and what they are used for."""
 
-POLL_SECONDS = 0.5
-"""Interval of checks whether the engine is alive."""
+_POLL_SECONDS = 0.5  # interval of checks whether the engine is alive
 _CLOSE_SECONDS = 4.0
 _KILL_SECONDS = 2.0
 
@@ -114,14 +113,12 @@ class SeparateAdapter(VLLMAdapter):
         cores = [process.pid for process in manager.processes] if manager is not None else []
         return sorted({*cores, *self.rpc("lightrl_pid")})
 
-    def watch(self, seconds: float | None = None) -> Callable[[], None]:
+    def _watch(self) -> Callable[[], None]:
         """Returns a function to call periodically while waiting.
 
-        It raises an error if an engine process has died, and `LostEngineError` after `seconds`. Defaults to the
-        engine's `progress_timeout`.
+        It raises an error if an engine process has died, and `LostEngineError` after `progress_timeout`.
         """
-        limit = self.progress_timeout if seconds is None else seconds
-        begin = time.monotonic()
+        limit, begin = self.progress_timeout, time.monotonic()
 
         def look() -> None:
             self.client.ensure_alive()
@@ -139,10 +136,10 @@ class SeparateAdapter(VLLMAdapter):
         client = self.client
 
         def get_output() -> Any:
-            look = self.watch()
+            look = self._watch()
             while True:
                 try:
-                    output = client.outputs_queue.get(timeout=POLL_SECONDS)
+                    output = client.outputs_queue.get(timeout=_POLL_SECONDS)
                     break
                 except queue.Empty:
                     look()
@@ -155,18 +152,18 @@ class SeparateAdapter(VLLMAdapter):
         client.get_output = get_output
         client.call_utility = lambda method, *args: self._submit_utility(method, *args)()
 
-    def _submit_utility(self, method: str, *args: Any) -> Callable[..., Any]:
+    def _submit_utility(self, method: str, *args: Any) -> Callable[[], Any]:
         from vllm.v1.engine import EngineCoreRequestType
 
         client, future, call_id = self.client, Future[Any](), uuid.uuid1().int >> 64
         client.utility_results[call_id] = future
         client._send_input(EngineCoreRequestType.UTILITY, (0, call_id, method, args))
 
-        def wait(seconds: float | None = None) -> Any:
-            look = self.watch(seconds)
+        def wait() -> Any:
+            look = self._watch()
             while True:
                 try:
-                    return future.result(timeout=POLL_SECONDS)
+                    return future.result(timeout=_POLL_SECONDS)
                 except FutureTimeoutError:
                     if future.done():
                         raise
@@ -174,15 +171,15 @@ class SeparateAdapter(VLLMAdapter):
 
         return wait
 
-    def submit(self, method: str, *args: Any) -> Callable[..., list[Any]]:
-        """Starts a worker method. The returned function waits for the results, at most the given seconds."""
+    def submit(self, method: str, *args: Any) -> Callable[[], list[Any]]:
+        """Starts a worker method. The returned function waits for the results."""
         wait = self._submit_utility("collective_rpc", method, None, args, None)
 
-        def answer(seconds: float | None = None) -> list[Any]:
+        def answer() -> list[Any]:
             from vllm.v1.engine.exceptions import EngineDeadError
 
             try:
-                return list(wait(seconds))
+                return list(wait())
             except LostEngineError:
                 raise
             except Exception as error:  # our worker methods don't raise, so a failed call has lost its worker
@@ -192,6 +189,13 @@ class SeparateAdapter(VLLMAdapter):
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
         return self.submit(method, *args)()
+
+    def add(self, request_id: str, prompt: Mapping[str, Any], params: Any) -> None:
+        try:
+            super().add(request_id, prompt, params)
+        except Exception:
+            self.client.ensure_alive()  # vLLM closes the sockets of a dead core
+            raise
 
     def pause(self) -> list[Any]:
         finished: list[Any] = []

@@ -1,17 +1,20 @@
-"""Differences between Lightning's strategies in manual optimization.
+"""Differences between Lightning's strategies in manual optimization, and what ranks share: metrics and random states.
 
-They arise because one optimizer step has several backward passes. DDP must defer its reduction to the last one, FSDP2
-has a switch for it, and DeepSpeed ZeRO silently loses gradients unless the reduction is coalesced. Modules call these
-functions, so they don't depend on strategies.
+The differences arise because one optimizer step has several backward passes. DDP must defer its reduction to the last
+one, FSDP2 has a switch for it, and DeepSpeed ZeRO silently loses gradients unless the reduction is coalesced. Modules
+call these functions, so they don't depend on strategies.
 """
 
 from __future__ import annotations
 
+import hashlib
+import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
@@ -331,3 +334,128 @@ def gather_objects(own: Any, group: Any = None) -> list[Any]:
 def has_process_group() -> bool:
     """Whether ranks can communicate. False in a single process."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+# ---- metrics ----------------------------------------------------------------------------------------------------
+
+
+class MetricSums:
+    """Collects metrics as sums and counts, so that means don't depend on batch splits.
+
+    Names ending in `_max` or `_min` are reduced by maximum or minimum, all others by mean.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._counts: dict[str, Tensor] = {}
+        self._maxima: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def add(self, metrics: Mapping[str, Tensor | float], mask: Tensor | None = None) -> None:
+        """Adds one micro-batch.
+
+        Args:
+            metrics: Metrics by name. (B, T) values are averaged over `mask`, other shapes over all elements.
+            mask: (B, T) bool.
+        """
+        for name, value in metrics.items():
+            values = torch.as_tensor(value, dtype=torch.float32).detach().double()
+            chosen = mask if mask is not None and values.shape == mask.shape else torch.ones_like(values).bool()
+            # No indexing by the mask: the size of the result is known only on the device, so it would synchronize.
+            if name.endswith(("_max", "_min")):
+                values = -values if name.endswith("_min") else values  # minima are maxima of negated values
+                low = values.new_full((1,), -float("inf"))
+                top = torch.cat([torch.where(chosen, values, low).reshape(-1), low]).max()
+                self._maxima[name] = torch.maximum(self._maxima.get(name, top), top)
+            else:
+                total = torch.where(chosen, values, 0.0).sum()
+                self._sums[name] = self._sums.get(name, torch.zeros_like(total)) + total
+                self._counts[name] = self._counts.get(name, torch.zeros_like(total)) + chosen.sum()
+
+    def reduce(
+        self, all_sum: Callable[[Tensor], Tensor], all_max: Callable[[Tensor], Tensor], device: torch.device
+    ) -> dict[str, float]:
+        """Returns means and maxima over all ranks. Collective.
+
+        Ranks may have added different names, such as a reward function that only some examples need. They first agree
+        on the union of names.
+        """
+        known = gather_objects((sorted(self._sums), sorted(self._maxima)))
+        out: dict[str, float] = {}
+        zero, low = torch.zeros((), dtype=torch.float64), torch.full((), -float("inf"), dtype=torch.float64)
+        names = sorted({name for sums, _ in known for name in sums})
+        if names:
+            pairs = [(self._sums.get(n, zero), self._counts.get(n, zero)) for n in names]
+            stacked = torch.stack([torch.stack([total.to(device), count.to(device)]) for total, count in pairs])
+            for name, (total, count) in zip(names, all_sum(stacked).tolist(), strict=True):
+                if count:
+                    out[name] = total / count
+        names = sorted({name for _, maxima in known for name in maxima})
+        if names:
+            stacked = torch.stack([self._maxima.get(n, low).to(device) for n in names])
+            tops = zip(names, all_max(stacked).tolist(), strict=True)
+            signs = {name: -1.0 if name.endswith("_min") else 1.0 for name in names}
+            out.update({name: signs[name] * top for name, top in tops if top > -float("inf")})
+        return out
+
+
+# ---- fingerprints and random states ------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def fingerprint(model: nn.Module | Iterable[nn.Parameter]) -> int:
+    """Returns a number that changes with any parameter's value or position, from the bits that this rank holds.
+
+    Unlike tensor version counters, it detects writes through `.data`. Each row's and column's sum is multiplied by its
+    index, so swapped values also change it. Reading all weights costs less than copying half of them, and synchronizes
+    once per device.
+    """
+    sums: dict[torch.device, list[Tensor]] = {}
+    for number, parameter in enumerate(model.parameters() if isinstance(model, nn.Module) else model):
+        own = local_shard(parameter).contiguous()
+        if not own.numel():
+            continue
+        rows = own.view(len(own), -1) if own.ndim > 1 else own.view(1, -1)
+        whole = rows.shape[1] * rows.element_size() % 8 == 0 and rows.data_ptr() % 8 == 0
+        bits = rows.view(torch.int64 if whole else torch.uint8)
+        value = sum(_weighed(bits.sum(dim, dtype=torch.int64)) for dim in (0, 1))
+        sums.setdefault(own.device, []).append(value * (2 * number + 1))  # type: ignore[arg-type]
+    return sum(int(torch.stack(parts).sum()) for parts in sums.values())
+
+
+def _weighed(sums: Tensor) -> Tensor:
+    return (sums * torch.arange(1, len(sums) + 1, device=sums.device)).sum()
+
+
+def derived_seed(*numbers: int) -> int:
+    """Derives a 56-bit seed from several numbers."""
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "big")
+
+
+def collect_random_states() -> list[dict[str, Any]]:
+    """Returns the states of Python's, NumPy's, and torch's random generators, one entry per rank. Collective."""
+    name, keys, *rest = np.random.get_state(legacy=True)  # type: ignore[misc]
+    version, numbers, gauss = random.getstate()
+    own: dict[str, Any] = {
+        "python": [version, list(numbers), gauss],
+        "numpy": [str(name), torch.from_numpy(np.asarray(keys).astype(np.int64)), *map(float, rest)],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+    }
+    return gather_objects(own)
+
+
+def restore_random_states(states: list[dict[str, Any]]) -> None:
+    """Restores this rank's random states. A rank missing in the checkpoint keeps its current states."""
+    rank = torch.distributed.get_rank() if has_process_group() else 0
+    if rank >= len(states):
+        return
+    state = states[rank]
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), int(position), int(has_gauss), cached))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

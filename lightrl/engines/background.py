@@ -7,14 +7,10 @@ import contextlib
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-
-WAIT_SECONDS = 0.5
-"""Polling interval of `patient_result`."""
 
 
 def in_background(work: Callable[[], object], name: str) -> threading.Thread:
@@ -94,16 +90,6 @@ class FairLock(AbstractContextManager[None]):
             self._lock.release()
 
 
-def patient_result(future: Future[T]) -> T:
-    """Waits for a future's result in short intervals, so that Ctrl-C is handled promptly."""
-    while True:
-        try:
-            return future.result(timeout=WAIT_SECONDS)
-        except FutureTimeoutError:  # Python 3.10 has another TimeoutError
-            if future.done():
-                return future.result()
-
-
 class BackgroundLoop:
     """An event loop in a daemon thread. Starts on first use, also after `close`.
 
@@ -132,7 +118,7 @@ class BackgroundLoop:
         """Runs a coroutine on the loop and returns its result. Cancels it if the wait is interrupted."""
         future = self.submit(coroutine)
         try:
-            return patient_result(future)
+            return future.result()
         except BaseException:
             future.cancel()
             raise

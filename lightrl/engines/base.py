@@ -64,9 +64,6 @@ class Engine(ABC):
     replays_routes: bool = False
     """Whether the model has experts and `logprobs` accepts the `routes` of sequences. Known after `start`."""
 
-    takes_parts: bool = False
-    """Whether `load_weights` supports `partial=True`."""
-
     pushes: Literal["parameters", "checkpoint", "adapter"] = "parameters"
     """Weight format of a push: "parameters" of the transformers model; "checkpoint", the names and shapes of checkpoint
     files, with separate matrices per expert; or "adapter", a LoRA adapter for the engine's base weights."""
@@ -205,9 +202,7 @@ class Engine(ABC):
     # ---- weights -----------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def load_weights(
-        self, named_tensors: Iterable[tuple[str, Tensor]], *, policy_version: int, partial: bool = False
-    ) -> None:
+    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, policy_version: int) -> None:
         """Replaces the weights and drops caches of the old ones (prefix, encoder).
 
         Pending requests continue with the new weights. Their KV cache is recomputed, or kept with
@@ -217,7 +212,6 @@ class Engine(ABC):
             named_tensors: Iterator of (name, full tensor) in the format of `pushes`. A tensor may be freed or
                 overwritten when the next one is requested. Tied parameters appear once.
             policy_version: Value of `self.policy_version` afterwards.
-            partial: Whether missing parameters keep their values. Requires `takes_parts`.
         """
 
     def load_adapter(

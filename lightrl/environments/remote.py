@@ -209,7 +209,7 @@ class OpenEnvironment(Environment):
             result = await self._client.step(self.action(reply))
         except ValueError as error:
             return self._told(str(error))
-        except openenv.ServerError as error:
+        except openenv.OpenEnvError as error:
             if error.code == "SESSION_ERROR" and "ValueError" in str(error):
                 self._invalid += 1  # an action validator raised, which ends the session in OpenEnv 0.10
                 return Step(done=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from fnmatch import fnmatch
 from types import MethodType
 from typing import Any
@@ -13,13 +12,11 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     PreTrainedModel,
 )
 
-from lightrl.compat.transformers import model_class, router_modules, with_from_config
+from lightrl.compat.transformers import model_class, router_modules
 from lightrl.models.spec import ModelSpec
-from lightrl.models.turns import placeholder_ids
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 CONFIG_KEYS = ("trust_remote_code", "revision", "token", "cache_dir", "local_files_only", "subfolder", "code_revision")
@@ -45,17 +42,12 @@ def load_causal_lm(spec: ModelSpec, *, trainable: bool, in_shards: bool = False)
     """
     if trainable and spec.live is not None:
         return _prepared(spec.live, spec, trainable=True)
-    return load_model(spec, causal_class(_config(spec)), trainable=trainable, in_shards=in_shards)
+    return load_model(spec, causal_class(model_config(spec)), trainable=trainable, in_shards=in_shards)
 
 
 def load_backbone(spec: ModelSpec, *, trainable: bool, in_shards: bool = False) -> PreTrainedModel:
     """Loads the model without its language head, for a critic. See `load_causal_lm` for arguments and result."""
     return load_model(spec, AutoModel, trainable=trainable, in_shards=in_shards)
-
-
-def load_scalar(spec: ModelSpec, *, trainable: bool) -> PreTrainedModel:
-    """Loads a model with a single-output head, which may be missing if it is trained. See `load_causal_lm`."""
-    return load_model(spec, scalar_class(_config(spec)), trainable=trainable, new_head=True, num_labels=1)
 
 
 def load_model(
@@ -72,7 +64,7 @@ def load_model(
     Raises:
         ValueError: Files lack weights or have non-finite ones. With `new_head`, those of a trained head may be missing.
     """
-    config = _config(spec)
+    config = model_config(spec)
     for name, value in overrides.items():
         setattr(config, name, value)
     dtype = getattr(torch, spec.dtype or "float32")
@@ -94,7 +86,8 @@ def load_model(
     return _prepared(model, spec, trainable=trainable)
 
 
-def _config(spec: ModelSpec) -> Any:
+def model_config(spec: ModelSpec) -> Any:
+    """Returns the config of a model, without its weights."""
     return AutoConfig.from_pretrained(spec.path, **{k: v for k, v in spec.kwargs.items() if k in CONFIG_KEYS})
 
 
@@ -186,18 +179,6 @@ def _freeze(model: nn.Module, patterns: list[str]) -> None:
         raise ValueError(f"freeze={sorted(unused)}: matches no parameter or module. Use `*` as a wildcard.")
 
 
-def return_router_logits(lm: PreTrainedModel) -> None:
-    """Makes a mixture-of-experts model return router logits, from which its load-balancing loss is computed.
-
-    Raises:
-        ValueError: The model has no such loss (DeepSeek models balance experts themselves).
-    """
-    config: Any = lm.config.get_text_config()
-    if not hasattr(sys.modules[type(lm).__module__], "load_balancing_loss_func"):
-        raise ValueError(f"aux_loss_coef: {config.model_type} defines no load-balancing loss. Set it to 0.")
-    config.output_router_logits = True
-
-
 # ---- classes -----------------------------------------------------------------------------------------------------
 
 
@@ -207,23 +188,6 @@ def causal_class(config: Any) -> Any:
 
     classes = (AutoModelForImageTextToText, AutoModelForMultimodalLM)
     return next((c for c in classes if model_class(c, config)), AutoModelForCausalLM)
-
-
-def scalar_class(config: Any) -> Any:
-    """Returns the class with a classification head.
-
-    transformers has none for vision-language models. The class created here uses the same names as those for text: the
-    backbone `model`, read at the last token, and the linear layer `score`.
-    """
-    auto = AutoModelForSequenceClassification
-    body = model_class(AutoModel, config)
-    if model_class(auto, config) or not placeholder_ids(config) or body is None:
-        return auto
-    from transformers.modeling_layers import GenericForSequenceClassification
-
-    base = next(c for c in body.__mro__[1:] if issubclass(c, PreTrainedModel))
-    name = f"{body.__name__.removesuffix('Model')}ForSequenceClassification"
-    return with_from_config(name, (GenericForSequenceClassification, base), model_class(causal_class(config), config))
 
 
 # ---- length and rotary embeddings --------------------------------------------------------------------------------

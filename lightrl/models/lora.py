@@ -75,14 +75,12 @@ def as_reference(model: nn.Module) -> Iterator[None]:
                 parameter.requires_grad_(flag)
 
 
-def named_merged_weights(policy: Any, gather: Gather, *, trained_only: bool) -> Iterator[tuple[str, Tensor]]:
+def named_merged_weights(policy: Any, gather: Gather) -> Iterator[tuple[str, Tensor]]:
     """`named_hf_weights` of a policy with adapters."""
     layers = adapter_layers(policy.lm)
     for name, parameter in policy.lm.named_parameters():
         path, _, leaf = name.rpartition(".")
         owner = path.removesuffix(".base_layer")
-        if trained_only and not parameter.requires_grad and (owner == path or leaf != "weight"):
-            continue
         if not path.endswith(".base_layer"):
             if ".lora_" not in name:
                 with gather(parameter) as full:

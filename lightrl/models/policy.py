@@ -237,9 +237,7 @@ class ValueModel(_StreamModel):
 
 
 @torch.no_grad()
-def named_hf_weights(
-    policy: Any, gather: Gather | None = None, *, trained_only: bool = False
-) -> Iterator[tuple[str, Tensor]]:
+def named_hf_weights(policy: Any, gather: Gather | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yields all parameters of the policy's language model under their Hugging Face names, LoRA merged, one at a time.
 
     `W + alpha / r * B A` is computed for one layer at a time, without changing the module. Tied parameters are yielded
@@ -249,7 +247,6 @@ def named_hf_weights(
         policy: `PolicyModel` (or any object with `lm`).
         gather: Returns a context manager around the full tensor of a sharded parameter. If it is collective, every rank
             must iterate to the end. Defaults to none, for unsharded parameters.
-        trained_only: Skip frozen parameters without an adapter, which can't have changed.
 
     Yields:
         (name, full tensor). The tensor may be a parameter itself, and is valid until the next one is requested.
@@ -258,12 +255,11 @@ def named_hf_weights(
     if any(hasattr(module, "base_layer") for module in policy.lm.modules()):
         from lightrl.models.lora import named_merged_weights
 
-        yield from named_merged_weights(policy, gather, trained_only=trained_only)
+        yield from named_merged_weights(policy, gather)
         return
     for name, parameter in policy.lm.named_parameters():
-        if parameter.requires_grad or not trained_only:
-            with gather(parameter) as full:
-                yield name, full
+        with gather(parameter) as full:
+            yield name, full
 
 
 def new_value_head(model: Any) -> nn.Linear:

@@ -8,14 +8,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoTokenizer
+from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
+from lightrl.compat.transformers import model_class, with_from_config
 from lightrl.models.backbone import Backbone
-from lightrl.models.loading import load_scalar
+from lightrl.models.loading import causal_class, load_model, model_config
 from lightrl.models.packing.micro_batches import micro_batches, told_apart
 from lightrl.models.policy import read_values, transformer_blocks
 from lightrl.models.spec import Layout, ModelSpec, RewardModelSpec
-from lightrl.models.turns import text_ids
+from lightrl.models.turns import placeholder_ids, text_ids
 from lightrl.records import pad_rows
 
 
@@ -210,6 +211,28 @@ class RewardModel(nn.Module):
     def blocks(self) -> list[nn.Module]:
         """Returns the transformer blocks, as FSDP2 shards them."""
         return transformer_blocks(self.model)
+
+
+def load_scalar(spec: ModelSpec, *, trainable: bool) -> PreTrainedModel:
+    """Loads a model with a single-output head, which may be missing if it is trained. See `load_causal_lm`."""
+    return load_model(spec, scalar_class(model_config(spec)), trainable=trainable, new_head=True, num_labels=1)
+
+
+def scalar_class(config: Any) -> Any:
+    """Returns the class with a classification head.
+
+    transformers has none for vision-language models. The class created here uses the same names as those for text: the
+    backbone `model`, read at the last token, and the linear layer `score`.
+    """
+    auto = AutoModelForSequenceClassification
+    body = model_class(AutoModel, config)
+    if model_class(auto, config) or not placeholder_ids(config) or body is None:
+        return auto
+    from transformers.modeling_layers import GenericForSequenceClassification
+
+    base = next(c for c in body.__mro__[1:] if issubclass(c, PreTrainedModel))
+    name = f"{body.__name__.removesuffix('Model')}ForSequenceClassification"
+    return with_from_config(name, (GenericForSequenceClassification, base), model_class(causal_class(config), config))
 
 
 def own_ends(token_ids: Tensor, mask: Tensor, groups: Tensor) -> Tensor:

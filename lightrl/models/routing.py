@@ -15,6 +15,7 @@ the engine reuses S when it recomputes the tokens of earlier turns.
 
 from __future__ import annotations
 
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar, Token
 from functools import partial
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
 
 from lightrl.compat.transformers import router_modules
 
@@ -142,3 +144,15 @@ class Routers:
 def recompute_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """`context_fn` of torch's checkpointing: recomputation, on any thread, uses the same experts."""
     return nullcontext(), _pass.get() or nullcontext()
+
+
+def return_router_logits(lm: PreTrainedModel) -> None:
+    """Makes a mixture-of-experts model return router logits, from which its load-balancing loss is computed.
+
+    Raises:
+        ValueError: The model has no such loss (DeepSeek models balance experts themselves).
+    """
+    config: Any = lm.config.get_text_config()
+    if not hasattr(sys.modules[type(lm).__module__], "load_balancing_loss_func"):
+        raise ValueError(f"aux_loss_coef: {config.model_type} defines no load-balancing loss. Set it to 0.")
+    config.output_router_logits = True

@@ -47,7 +47,7 @@ class ModelSpec:
         lora: Train a low-rank adapter. Defaults to training the weights.
         gradient_checkpointing: Recompute activations in the backward pass. Saves memory, about a third slower.
         freeze: Parts not to train, as module names or patterns of full parameter names. "visual" freezes everything
-            inside the module; "*embed_tokens*" uses `*` as a wildcard. Sent to the engine only with the first sync.
+            inside the module; "*embed_tokens*" uses `*` as a wildcard.
         layout: Layout of sequences in a forward pass. `shared_prefix` computes each shared prefix in a micro-batch
             once, `packed` removes padding, and `padded` is the plain rectangle. `auto` uses the most efficient one that
             the model supports.

@@ -25,7 +25,6 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from lightrl.compat.arguments import at_least
 from lightrl.objectives.loss_terms import (
     LossInput,
     Metrics,
@@ -162,7 +161,11 @@ class CISPO(PolicyLoss):
     engine_use = "unused"
 
     def __init__(self, ratio_max: float = 5.0, ratio_min: float = 0.0) -> None:
-        self.ratio_max = at_least("CISPO.ratio_max", ratio_max, 1, "; it bounds pi / pi_old, not its excess over 1")
+        if not ratio_max >= 1:
+            raise ValueError(
+                f"CISPO.ratio_max={ratio_max!r}: bounds pi / pi_old, not its excess over 1. Set it to at least 1."
+            )
+        self.ratio_max = ratio_max
         self.ratio_min = ratio_min
 
     def __call__(self, given: LossInput) -> tuple[Tensor, Metrics]:

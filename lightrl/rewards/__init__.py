@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightrl.compat.lazy import lazy_names
+from lightrl.compat.arguments import lazy_names
 
 if TYPE_CHECKING:
     from lightrl.rewards.answers import extract_boxed, extract_gsm8k, extract_number

@@ -17,7 +17,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from lightrl.engines.background import all_of, patient_result
+from lightrl.engines.background import all_of
 from lightrl.engines.base import EngineDiedError
 from lightrl.environments.episodes import EnvironmentFailedError, Task
 from lightrl.ops.advantages import group_stats
@@ -256,7 +256,7 @@ class Collection:
         """Waits for all groups and returns them in the order of the tasks. An error or Ctrl-C cancels them."""
         try:
             with _quick_switches() if self._episode.multi_turn else contextlib.nullcontext():
-                return patient_result(self._future)
+                return self._future.result()
         except BaseException:
             self.cancel()
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightrl.compat.transformers import as_saved
-from lightrl.distributed.states import fingerprint
+from lightrl.distributed.strategies import fingerprint
 from lightrl.engines.base import TOLERANCE, Engine, StaleWeightsError
 from lightrl.models.turns import harmless_id, placeholder_ids
 from lightrl.records import Completion, EngineContext, GenerationRequest, Prompts, SamplingParams
@@ -78,28 +78,25 @@ class WeightSync(EngineSync):
         """Pushes the weights if the versions differ. Collective."""
         if engine.policy_version == module.policy_version:
             return
-        moved = self._frozen_moved(module)
         with torch.no_grad():
             if engine.pushes == "adapter":
-                if moved:
+                if self._base_moved(module):
                     raise ValueError(
                         f"lora: the base weights have changed, but {type(engine).__name__} receives only the adapter. "
                         'Set lora_sync="merged".'
                     )
                 engine.load_adapter(*module.policy_adapter(), policy_version=module.policy_version)
-            elif engine.takes_parts and engine.policy_version >= 0 and not moved and _some_frozen(module):
-                # An earlier push included the frozen weights.
-                trained = _named_for(engine, module, module.named_policy_weights(trained_only=True))
-                engine.load_weights(trained, policy_version=module.policy_version, partial=True)
             else:
-                weights = _named_for(engine, module, module.named_policy_weights())
+                weights = module.named_policy_weights()
+                if engine.pushes == "checkpoint":
+                    weights = as_saved(module.actor.lm, weights)
                 engine.load_weights(weights, policy_version=module.policy_version)
             if self.canary:
                 self._check(module, engine)
                 self._check_media(module, engine)
 
-    def _frozen_moved(self, module: RolloutLearner) -> bool:
-        """Whether frozen weights have changed since the last push. Collective."""
+    def _base_moved(self, module: RolloutLearner) -> bool:
+        """Whether the base weights of adapters have changed since the last push. Collective."""
         named, before = module.actor.lm.named_parameters(), self._frozen
         self._frozen = fingerprint(p for name, p in named if not p.requires_grad and "lora_" not in name)
         return bool(module.all_max(torch.tensor(float(before not in (None, self._frozen)))))
@@ -204,18 +201,6 @@ def _logprobs(module: RolloutLearner, request: GenerationRequest, completion: Co
         )
     logprobs: torch.Tensor = out.logprobs[0, start:].cpu()
     return logprobs
-
-
-def _named_for(
-    engine: Engine, module: RolloutLearner, weights: Iterator[tuple[str, torch.Tensor]]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Renames the policy's weights to the engine's parameter names."""
-    return as_saved(module.actor.lm, weights) if engine.pushes == "checkpoint" else weights
-
-
-def _some_frozen(module: RolloutLearner) -> bool:
-    """Whether the policy has frozen weights."""
-    return not all(parameter.requires_grad for parameter in module.actor.lm.parameters())
 
 
 log = logging.getLogger(__name__)

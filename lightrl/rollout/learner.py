@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from lightrl.distributed.states import fingerprint
+from lightrl.distributed.strategies import fingerprint
 from lightrl.engines.base import Engine
 from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import ModelSpec
@@ -53,13 +53,10 @@ class RolloutLearner(LightningModule, ABC):
         self._noted = self.policy_version, now[1]
 
     @abstractmethod
-    def named_policy_weights(self, *, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def named_policy_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yields (Hugging Face name, full tensor) for each actor parameter, with LoRA merged.
 
         Collective if the weights are sharded: every rank must iterate to the end. Tied parameters appear once.
-
-        Args:
-            trained_only: Whether to skip frozen parameters.
         """
 
     @abstractmethod

@@ -14,7 +14,7 @@ from lightrl.algorithms import CriticSpec, PPOLightningModule
 from lightrl.algorithms.batches import cut_minibatches
 from lightrl.algorithms.experience import TrajectoryLayout, shape_rewards
 from lightrl.algorithms.settings import ExtraLosses, Updates
-from lightrl.distributed.reduction import MetricSums
+from lightrl.distributed.strategies import MetricSums
 from lightrl.objectives import RLOO, KLInLoss, PPOClip, SequenceMean, TokenMean
 from lightrl.records import Experience, Rollouts
 from tests.algorithms.test_product import AGGREGATIONS, ESTIMATORS, LOSSES

@@ -33,12 +33,12 @@ class Engine(TransformersEngine):
         self.pushed: list[int] = []
         self.asked = 0
 
-    def load_weights(self, named_tensors: Any, *, policy_version: int, partial: bool = False) -> None:
+    def load_weights(self, named_tensors: Any, *, policy_version: int) -> None:
         self.pushed.append(policy_version)
         old = dict(self._model.state_dict()) if self.leave_out and policy_version else {}
         kept = {k: v.clone() for k, v in old.items() if self.leave_out and self.leave_out in k}
         if policy_version < self.skip_from:
-            super().load_weights(named_tensors, policy_version=policy_version, partial=partial)
+            super().load_weights(named_tensors, policy_version=policy_version)
         with torch.no_grad():
             for name, tensor in kept.items():
                 self._model.state_dict()[name].copy_(tensor)

@@ -58,7 +58,7 @@ class LoggingModule(RolloutLearner):
     def policy_version(self) -> int:
         return 0
 
-    def named_policy_weights(self, *, trained_only: bool = False) -> Any:
+    def named_policy_weights(self) -> Any:
         return iter(())
 
     def policy_adapter(self) -> Any:

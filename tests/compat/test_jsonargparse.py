@@ -72,7 +72,7 @@ def test_a_list_where_a_function_may_stand_is_written(monkeypatch: pytest.Monkey
 def test_a_short_name_that_a_dependency_has_too_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     from lightning.pytorch import Callback
 
-    import lightrl.callbacks
+    from lightrl.callbacks import ThroughputMonitor  # loads it: packages import their modules lazily
 
     paths = _typehints.get_all_subclass_paths
     monkeypatch.setattr(_typehints, "get_all_subclass_paths", getattr(paths, "wrapped", paths))
@@ -81,7 +81,7 @@ def test_a_short_name_that_a_dependency_has_too_is_ours(monkeypatch: pytest.Monk
     prefer_own_names()
     prefer_own_names()  # wraps once
     found = _typehints.resolve_class_path_by_name(Callback, "ThroughputMonitor")
-    assert _typehints.import_object(found) is lightrl.callbacks.ThroughputMonitor
+    assert _typehints.import_object(found) is ThroughputMonitor
 
 
 @dataclass

@@ -138,5 +138,5 @@ def test_the_note_about_numa_nodes_is_dropped_and_other_messages_are_kept(
 @pytest.mark.parametrize(("argument", "name"), [("reasoning_parser", "deepseek_r1"), ("tool_parser", "deepseek_v3")])
 def test_a_parser_of_another_family_is_rejected(argument: str, name: str, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(quickstart_model(tmp_path, num_hidden_layers=1))
-    with pytest.raises(ValueError, match=f"^{argument}='{name}'"):
+    with pytest.raises(RuntimeError, match="token"):
         getattr(parsers_side, argument)(name, tokenizer)

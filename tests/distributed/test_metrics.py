@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightrl.distributed.reduction import MetricSums
+from lightrl.distributed.strategies import MetricSums
 from tests import forks
 
 CPU = torch.device("cpu")

@@ -53,7 +53,7 @@ class Learner:
         lm = policy(self.policy_version)
         return SimpleNamespace(lm=lm, has_experts=False, parameters=lm.parameters)
 
-    def named_policy_weights(self, trained_only: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_policy_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(policy(self.policy_version).named_parameters())
 
     def token_logprobs(self, tokens: torch.Tensor) -> torch.Tensor:

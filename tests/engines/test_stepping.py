@@ -67,7 +67,7 @@ class Counting(SteppingEngine):
     def logprobs(self, sequences: Any, routes: Any = ()) -> list[list[float]]:
         return []
 
-    def load_weights(self, named_tensors: Any, *, policy_version: int, partial: bool = False) -> None:
+    def load_weights(self, named_tensors: Any, *, policy_version: int) -> None:
         with self.lock:
             self.policy_version = policy_version
 

@@ -29,7 +29,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from lightrl.engines.transformers.cpu_decoder import CPUDecoder, copy_by_rows
+from lightrl.engines.transformers.cpu_decoder import CPUDecoder
 from lightrl.engines.transformers.decoders import CacheDecoder
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.engines.transformers.sampling import completion_uniforms, distribution, sample
@@ -397,36 +397,6 @@ def test_load_weights(folders: dict[str, str], kind: str) -> None:
     mine, theirs = run(engine, PROMPTS, sampling), run(source, PROMPTS, sampling)
     assert tokens_of(mine) == tokens_of(theirs)
     assert {group.policy_version for group in mine} == {4}
-
-
-def test_weights_are_views_of_joint_matrices(engines: dict[str, TransformersEngine]) -> None:
-    """What is loaded into the modules in place is what the decoder multiplies by; no weight is held twice."""
-    for kind in ("qwen2", "llama", "qwen3"):
-        model, lean = engines[kind]._model, engines[kind]._cpu_model
-        assert lean is not None
-        attention, mlp = model.model.layers[1].self_attn, model.model.layers[1].mlp
-        parts = {
-            "attention_in": [attention.q_proj, attention.k_proj, attention.v_proj],
-            "attention_out": [attention.o_proj],
-            "mlp_in": [mlp.gate_proj, mlp.up_proj],
-            "mlp_out": [mlp.down_proj],
-        }
-        for name, projections in parts.items():
-            weight, bias = getattr(lean.layers[1], name)
-            assert weight.is_contiguous()
-            assert torch.equal(weight.t(), torch.cat([p.weight for p in projections]))
-            storages = {p.weight.untyped_storage().data_ptr() for p in projections}
-            assert storages == {weight.untyped_storage().data_ptr()}
-            assert (bias is None) == (projections[0].bias is None)
-            assert bias is None or torch.equal(bias, torch.cat([p.bias for p in projections]))
-
-
-def test_copy_by_rows() -> None:
-    """More rows than one piece has, into transposed and other matrices, from another type."""
-    source = torch.randn(150, 30, dtype=torch.float64)
-    for target in (torch.zeros(30, 200)[:, 20:170].t(), torch.zeros(150, 30)):
-        copy_by_rows(target, source)
-        assert torch.equal(target, source.float())
 
 
 def test_rows_of_different_ages_end_at_the_limit(

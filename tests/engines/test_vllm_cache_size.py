@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from lightrl.algorithms import GRPOLightningModule
 from lightrl.data.prompts import PromptMixture, PromptSource
 from lightrl.engines import EngineContext, VLLMEngine
-from lightrl.engines.vllm import setup
+from lightrl.engines.vllm import conversion
 from lightrl.models.spec import ModelSpec
 from lightrl.records import SamplingParams
 from lightrl.rollout import Evaluation
@@ -33,8 +33,8 @@ def qwen(tmp_path: Path) -> str:
 
 def sized(model: str, free: int, monkeypatch: pytest.MonkeyPatch, **context: Any) -> tuple[int, int]:
     """(max_model_len, tokens that the cache holds) of an engine with all defaults."""
-    monkeypatch.setattr(setup, "_free_memory", lambda: free)
-    arguments = setup.arguments(VLLMEngine(), EngineContext(model, max_new_tokens=64, **context), cuda=False)
+    monkeypatch.setattr(conversion, "_free_memory", lambda: free)
+    arguments = conversion.arguments(VLLMEngine(), EngineContext(model, max_new_tokens=64, **context), cuda=False)
     return arguments["max_model_len"], arguments["kv_cache_memory_bytes"] // TOKEN
 
 

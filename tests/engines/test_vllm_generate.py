@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from lightrl.engines.vllm.conversion import HARMLESS_EXTRA
 from lightrl.engines.vllm.engine import completion_seed
-from lightrl.engines.vllm.requests import HARMLESS_EXTRA
 from lightrl.records import CompletionGroup, GenerationRequest, Prompts, SamplingParams
 from tests.engines.conftest import EOS, ask, load
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightrl.engines import EngineContext, VLLMEngine
-from lightrl.engines.vllm import setup
+from lightrl.engines.vllm import conversion
 from lightrl.records import Prompts, SamplingParams
 from tests import forks
 from tests.engines.conftest import ask, build_model, change
@@ -91,7 +91,7 @@ def test_contradictions_are_refused(arguments: dict, message: str) -> None:
 
 def test_engine_arguments_win_and_flags_arrive(tied_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     context = EngineContext(str(tied_folder), dtype="bfloat16", max_prompt_tokens=10, max_new_tokens=20, seed=2**40)
-    plain = setup.arguments(VLLMEngine(), context, cuda=False)
+    plain = conversion.arguments(VLLMEngine(), context, cuda=False)
     assert plain["model"] == str(tied_folder) and plain["dtype"] == "bfloat16" and plain["max_model_len"] == 30
     assert plain["enforce_eager"] and "kv_cache_memory_bytes" in plain and "load_format" not in plain
     engine = VLLMEngine(
@@ -100,14 +100,14 @@ def test_engine_arguments_win_and_flags_arrive(tied_folder: Path, monkeypatch: p
     )  # fmt: skip
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
     with pytest.raises(ValueError, match="fire_temperature"):
-        setup.arguments(engine, replace(context, fire=True), cuda=True)
+        conversion.arguments(engine, replace(context, fire=True), cuda=True)
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    chosen = setup.arguments(engine, replace(context, fire=True), cuda=True)
+    chosen = conversion.arguments(engine, replace(context, fire=True), cuda=True)
     assert (chosen["dtype"], chosen["max_model_len"]) == ("float32", 99)
     assert chosen["gpu_memory_utilization"] == 0.3 and "kv_cache_memory_bytes" not in chosen
     assert chosen["enable_sleep_mode"] and chosen["logits_processors"] and chosen["max_num_seqs"] == 4
     assert chosen["enforce_eager"] is False
-    dummy = setup.arguments(VLLMEngine(), EngineContext(str(tied_folder), random_init=True), cuda=False)
+    dummy = conversion.arguments(VLLMEngine(), EngineContext(str(tied_folder), random_init=True), cuda=False)
     assert dummy["load_format"] == "dummy"
 
 

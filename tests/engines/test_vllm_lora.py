@@ -12,7 +12,7 @@ import torch
 from lightrl.algorithms import GRPOLightningModule
 from lightrl.callbacks import WeightSync
 from lightrl.engines import EngineContext, VLLMEngine
-from lightrl.engines.vllm import setup
+from lightrl.engines.vllm import conversion
 from lightrl.models.lora import adapter_config, add_lora, named_adapter_weights
 from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import LoraSpec, ModelSpec
@@ -132,9 +132,9 @@ def test_a_run_pushes_the_adapter_only(engine: VLLMEngine, tied_folder: Path, mo
 
 def test_merged_where_asked_and_refusals(tied_folder: Path) -> None:
     context = EngineContext(str(tied_folder), lora_rank=SPEC.r)
-    arguments = setup.arguments(VLLMEngine(), context, cuda=False)
+    arguments = conversion.arguments(VLLMEngine(), context, cuda=False)
     assert (arguments["enable_lora"], arguments["max_lora_rank"]) == (True, 8)
-    assert "enable_lora" not in setup.arguments(VLLMEngine(lora_sync="merged"), context, cuda=False)
-    assert "enable_lora" not in setup.arguments(VLLMEngine(), EngineContext(str(tied_folder)), cuda=False)
+    assert "enable_lora" not in conversion.arguments(VLLMEngine(lora_sync="merged"), context, cuda=False)
+    assert "enable_lora" not in conversion.arguments(VLLMEngine(), EngineContext(str(tied_folder)), cuda=False)
     with pytest.raises(ValueError, match=r'sleep_level=2 with lora_sync="adapter"'):
-        setup.arguments(VLLMEngine(sleep_level=2), context, cuda=False)
+        conversion.arguments(VLLMEngine(sleep_level=2), context, cuda=False)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightrl.engines import EngineContext, VLLMEngine
-from lightrl.engines.vllm import setup
+from lightrl.engines.vllm import conversion
 
 
 def context(rank: int) -> EngineContext:
@@ -21,26 +21,28 @@ def context(rank: int) -> EngineContext:
 def test_each_rank_has_a_tensor_parallel_group_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = VLLMEngine(in_process=False, tensor_parallel_size=2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    groups = [setup.environment(engine, context(rank), cuda=True)[0]["CUDA_VISIBLE_DEVICES"] for rank in range(2)]
+    groups = [conversion.environment(engine, context(rank), cuda=True)[0]["CUDA_VISIBLE_DEVICES"] for rank in range(2)]
     assert groups == ["4,5", "6,7"]
-    assert setup.arguments(engine, context(1), cuda=True)["tensor_parallel_size"] == 2
+    assert conversion.arguments(engine, context(1), cuda=True)["tensor_parallel_size"] == 2
 
 
 def test_an_engine_in_the_trainers_process_is_on_its_device() -> None:
-    forced, _ = setup.environment(VLLMEngine(), context(1), cuda=True)
+    forced, _ = conversion.environment(VLLMEngine(), context(1), cuda=True)
     assert (forced["RANK"], forced["LOCAL_RANK"], forced["WORLD_SIZE"]) == ("1", "1", "2")
-    assert setup.arguments(VLLMEngine(), context(1), cuda=True)["distributed_executor_backend"] == "external_launcher"
+    assert (
+        conversion.arguments(VLLMEngine(), context(1), cuda=True)["distributed_executor_backend"] == "external_launcher"
+    )
 
 
 def test_an_engine_takes_the_trainers_gpu_and_not_the_one_of_its_rank() -> None:
     one = EngineContext("model", device="cuda:3")  # Trainer(devices=[3]): rank 0 on GPU 3
-    assert setup.environment(VLLMEngine(), one, cuda=True)[0]["LOCAL_RANK"] == "3"
+    assert conversion.environment(VLLMEngine(), one, cuda=True)[0]["LOCAL_RANK"] == "3"
 
 
 def test_devices_say_where_engines_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "8,9,10,11,12,13")
     engine = VLLMEngine(in_process=False, tensor_parallel_size=2, devices=[2, 3, 5, 4])
-    groups = [setup.environment(engine, context(rank), cuda=True)[0]["CUDA_VISIBLE_DEVICES"] for rank in range(2)]
+    groups = [conversion.environment(engine, context(rank), cuda=True)[0]["CUDA_VISIBLE_DEVICES"] for rank in range(2)]
     assert groups == ["10,11", "13,12"]
 
 
@@ -76,7 +78,7 @@ def test_what_pushes_would_miss_is_refused_before_a_model_loads(
     ],
 )
 def test_the_memory_share_leaves_room_for_a_trainer_on_the_same_gpu(engine: VLLMEngine, share: float) -> None:
-    assert setup.arguments(engine, context(0), cuda=True)["gpu_memory_utilization"] == share
+    assert conversion.arguments(engine, context(0), cuda=True)["gpu_memory_utilization"] == share
 
 
 @pytest.mark.parametrize(("level", "tags"), [(1, None), (2, ["weights"])])
@@ -89,7 +91,7 @@ def test_the_trainers_unused_memory_is_given_back_before_an_engine_wakes(
     engine = VLLMEngine(in_process=False, sleep_level=level)
     engine._on_cuda = True
     stand_in: Any = SimpleNamespace(sleep=told.append, wake=told.append)
-    engine._adapter, engine._sender = stand_in, SimpleNamespace(forget=lambda: None)  # type: ignore[assignment]
+    engine._adapter = stand_in  # type: ignore[assignment]
     engine.sleep()
     engine.wake()
     engine._wake_cache()  # as a push does, after the weights

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightrl.engines.vllm.buckets import BucketSender, _Bucket
+from lightrl.engines.vllm.weights import _Bucket
 from lightrl.records import Prompts, SamplingParams
 from tests.engines.conftest import ask, change, load, reference_logprobs
 
@@ -98,7 +98,7 @@ def test_a_parameter_left_out_is_named(engine, tied_folder: Path, left_out: str,
     model = load(tied_folder)
     engine.load_weights(model.named_parameters(), policy_version=1)
     if first:
-        engine._sender.forget()
+        engine._pushed = None
     kept = [(name, tensor) for name, tensor in model.named_parameters() if left_out not in name]
     with pytest.raises(ValueError, match=named if first else left_out.replace(".", r"\.")):
         engine.load_weights(kept, policy_version=2)
@@ -117,7 +117,7 @@ def test_an_unknown_parameter_is_named(engine, tied_folder: Path) -> None:
 def test_nan_in_the_policy_is_told(engine, tied_folder: Path) -> None:
     model = load(tied_folder)
     engine.load_weights(model.named_parameters(), policy_version=1)
-    engine._sender.forget()
+    engine._pushed = None
     with torch.no_grad():
         model.model.norm.weight[3] = float("nan")
     with pytest.raises(ValueError, match=r"model\.norm\.weight"):
@@ -140,59 +140,17 @@ def test_sleep_level_2_asks_for_a_push(engine, tied_folder: Path) -> None:
         engine.sleep_level = 0
 
 
-class Listener:
-    """The channel's end of a bucket: notes what it is told."""
-
-    def __init__(self) -> None:
-        self.told: list[str] = []
-
-    def send(self, kind: str, *_: object) -> int:
-        self.told.append(kind)
-        return 0
-
-    def wait(self, number: int) -> None: ...
-
-
-def test_buckets_are_page_locked_on_both_sides_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightrl.compat.vllm_process_worker import SeparateWorkerExtension
-
-    locked: dict[int, int] = {}
-    runtime = SimpleNamespace(
-        cudaHostRegister=lambda address, nbytes, _: locked.update({address: nbytes}) or 0,
-        cudaHostUnregister=lambda address: locked.pop(address),
-    )
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    adapter: Any = SimpleNamespace(rpc=lambda name: ["cpu"] if name == "lightrl_device" else [False])
-    sender, channel, worker = BucketSender(adapter), Listener(), SeparateWorkerExtension()
-    monkeypatch.setattr(channel, "send", lambda kind, slot, path, nbytes: worker._lightrl_attach(slot, path, nbytes))
-    for bucket in sender.buckets:
-        bucket.allocate(channel, 4096, None)  # type: ignore[arg-type]
-    memories = [bucket.memory for bucket in sender.buckets] + [*worker._lightrl_slots().values()]
-    assert locked == {memory.data_ptr(): 4096 for memory in memories} and len(locked) == 4
-    del memories, bucket
-    sender.buckets[0].allocate(channel, 8192, None)  # type: ignore[arg-type]
-    assert sorted(locked.values()) == [4096, 4096, 8192, 8192]
-    del sender
-    assert sorted(locked.values()) == [4096, 8192]  # the worker's
-    worker._lightrl_slots().clear()
-    assert not locked
-
-
 def test_workers_are_told_of_a_bucket_when_its_copies_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """With tensors that know their device but hold nothing."""
-    channel, order = Listener(), []
-    channel.told = order
+    order: list[str] = []
+    adapter: Any = SimpleNamespace(submit=lambda name, *_: order.append(name) or list)
     monkeypatch.setattr(
         torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: order.append(str(device)))
     )
     with FakeTensorMode():
-        bucket = _Bucket(0)
+        bucket = _Bucket(adapter, 0)
         bucket.memory = torch.empty(4096, dtype=torch.uint8)
         for name, device in (("a", "cuda:0"), ("b", "cuda:0"), ("c", "cpu")):
             bucket.put(name, torch.empty(4, 4, device=device), torch.bfloat16, 32)
-        bucket.send(channel)  # type: ignore[arg-type]
-        assert order == ["cuda:0", "load"]
-        bucket.put("d", torch.empty(4, 4), torch.bfloat16, 32)
-        bucket.send(channel)  # type: ignore[arg-type]
-        assert order == ["cuda:0", "load", "load"]
+        bucket.send()
+    assert order == ["cuda:0", "lightrl_load_bucket"]

@@ -92,7 +92,7 @@ def test_sabotaged_weights_are_caught(
 def test_a_skipped_sync_is_caught(lent: Any, tied_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = lent.load_weights
 
-    def only_first(weights: Weights, *, policy_version: int, partial: bool = False) -> None:
+    def only_first(weights: Weights, *, policy_version: int) -> None:
         if policy_version == 0:
             honest(weights, policy_version=0)
         lent.policy_version = policy_version

@@ -11,7 +11,7 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lightrl.engines.transformers.engine import TransformersEngine
-from lightrl.engines.vllm import setup
+from lightrl.engines.vllm import conversion
 from lightrl.engines.vllm.engine import VLLMEngine
 from lightrl.models.loading import load_causal_lm
 from lightrl.models.policy import PolicyModel
@@ -126,7 +126,7 @@ def test_engines_use_the_trainers_factors(tmp_path: Path, model_dir: Path) -> No
 
     vllm = VLLMEngine()  # picks by max_model_len
     vllm.check(context)
-    assert setup.arguments(vllm, context, cuda=False)["max_model_len"] == 16
+    assert conversion.arguments(vllm, context, cuda=False)["max_model_len"] == 16
     with pytest.raises(ValueError, match="max_model_len"):
         VLLMEngine(max_model_len=ORIGINAL + 1).check(context)
 

@@ -20,7 +20,7 @@ from lightrl.callbacks import RolloutWriter
 from lightrl.callbacks.rollout_writer import load_rollouts
 from lightrl.engines.base import EngineContext
 from lightrl.engines.transformers.engine import TransformersEngine
-from lightrl.engines.vllm.requests import completion
+from lightrl.engines.vllm.conversion import completion
 from lightrl.models.loading import load_causal_lm
 from lightrl.models.packing.streams import make_stream
 from lightrl.models.policy import PolicyModel

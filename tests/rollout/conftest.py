@@ -59,7 +59,7 @@ class ScriptedEngine(Engine):
     def logprobs(self, sequences: Any, routes: Any = ()) -> list[list[float]]:
         return [[0.0] * (len(sequence) - 1) for sequence in sequences]
 
-    def load_weights(self, named_tensors: Any, *, policy_version: int, partial: bool = False) -> None:
+    def load_weights(self, named_tensors: Any, *, policy_version: int) -> None:
         self.policy_version = policy_version
 
     def close(self) -> None:

@@ -13,9 +13,9 @@ from transformers import Qwen2VLForConditionalGeneration
 
 from examples.vlm.make_model import main, make_config, make_tokenizer
 from lightrl.models.folders import save_hf_folder
-from lightrl.models.loading import load_causal_lm, load_scalar
+from lightrl.models.loading import load_causal_lm
 from lightrl.models.policy import ValueModel
-from lightrl.models.reward import RewardModel
+from lightrl.models.reward import RewardModel, load_scalar
 from lightrl.models.spec import ModelSpec, RewardModelSpec
 from lightrl.records import Rollouts
 from tests.callbacks.toys import make_rollouts

@@ -24,8 +24,8 @@ class OtherTower(TransformersEngine):
 
     asked = 0
 
-    def load_weights(self, named_tensors: Any, *, policy_version: int, partial: bool = False) -> None:
-        super().load_weights(named_tensors, policy_version=policy_version, partial=partial)
+    def load_weights(self, named_tensors: Any, *, policy_version: int) -> None:
+        super().load_weights(named_tensors, policy_version=policy_version)
         with torch.no_grad():
             for name, parameter in self._model.named_parameters():
                 if "vision" in name:

@@ -209,9 +209,7 @@ class ServerEngine(Engine):
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
-    def load_weights(
-        self, named_tensors: Iterable[tuple[str, Tensor]], *, policy_version: int, partial: bool = False
-    ) -> None:
+    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, policy_version: int) -> None:
         """See `Engine.load_weights`. Includes recovered servers and skips unresponsive ones.
 
         Raises:

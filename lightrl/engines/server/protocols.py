@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightrl.engines.server.client import Server, ServerError
-from lightrl.engines.vllm.requests import completion_seed, plain_sampling
+from lightrl.engines.vllm.conversion import completion_seed, plain_sampling
 from lightrl.records import Completion, GenerationRequest, SamplingParams
 
 

@@ -22,7 +22,7 @@ from lightrl.engines.background import BackgroundLoop
 from lightrl.engines.base import EngineDiedError
 from lightrl.engines.server.client import Server, ServerError, ServerLostError
 from lightrl.engines.server.protocols import ServerProtocol
-from lightrl.engines.vllm.setup import free_port
+from lightrl.engines.vllm.conversion import free_port
 
 _BUCKET_BYTES = 1 << 30
 

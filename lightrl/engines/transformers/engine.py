@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_LOGPROB_TOKENS = 4096  # tokens (with padding) per forward pass of `logprobs`
-
 
 class TransformersEngine(SteppingEngine):
     """Samples with transformers models in the trainer's process.
@@ -49,7 +47,6 @@ class TransformersEngine(SteppingEngine):
     """
 
     records_support = True
-    takes_parts = True
 
     def __init__(
         self,
@@ -189,30 +186,17 @@ class TransformersEngine(SteppingEngine):
 
     def logprobs(self, sequences: Sequence[Sequence[int]], routes: Sequence[Routes | None] = ()) -> list[list[float]]:
         self._require_started()
-        answers: list[list[float]] = [[] for _ in sequences]
-        order = sorted((i for i, s in enumerate(sequences) if len(s) > 1), key=lambda i: len(sequences[i]))
-        while order:
-            width = len(sequences[order[-1]])
-            chunk = [order.pop() for _ in range(min(len(order), max(1, _LOGPROB_TOKENS // width)))]
-            rows = [list(sequences[i]) for i in chunk]
-            ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=self._model.device)
-            mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=ids.device)
-            experts = (
-                Routes.at([routes[i] for i in chunk], torch.arange(ids.numel(), device=ids.device), width)
-                if routes
-                else None
-            )
+        answers: list[list[float]] = []
+        for number, sequence in enumerate(sequences):
+            ids = torch.tensor([list(sequence)], device=self._model.device)
+            experts = Routes.at(routes[number : number + 1], torch.arange(ids.numel(), device=ids.device), ids.numel())
             replay = nullcontext() if self._routers is None or experts is None else self._routers.replaying(experts)
             with self.lock, torch.inference_mode(), replay:
-                logits = self._model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1].float()
-            picked = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0].tolist()
-            for i, row in zip(chunk, picked, strict=True):
-                answers[i] = row[: len(sequences[i]) - 1]
+                logits = self._model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+            answers.append(logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0].tolist())
         return answers
 
-    def load_weights(
-        self, named_tensors: Iterable[tuple[str, Tensor]], *, policy_version: int, partial: bool = False
-    ) -> None:
+    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, policy_version: int) -> None:
         """See `Engine.load_weights`.
 
         Raises:
@@ -221,12 +205,12 @@ class TransformersEngine(SteppingEngine):
         self._require_started()
         with self.lock:
             self.policy_version = -1
-            self._load(named_tensors, partial)
+            self._load(named_tensors)
             if self._generation is not None:
                 self._generation.changed(policy_version, keep_cache=self._keep_cache)
             self.policy_version = policy_version
 
-    def _load(self, named_tensors: Iterable[tuple[str, Tensor]], partial: bool) -> None:
+    def _load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         own = dict(self._model.named_parameters(remove_duplicate=False))
         buffers = dict(self._model.named_buffers())
         missing = {id(parameter): name for name, parameter in self._model.named_parameters()}
@@ -239,8 +223,6 @@ class TransformersEngine(SteppingEngine):
                 else:
                     (copy_by_rows if target.ndim == 2 else Tensor.copy_)(target, tensor)
                     missing.pop(id(target), None)
-        if partial:
-            missing.clear()
         faults = {"missing": list(missing.values()), "unknown": unknown}
         if any(faults.values()):
             listed = "; ".join(f"{what}: {', '.join(names)}" for what, names in faults.items() if names)

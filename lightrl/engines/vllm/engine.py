@@ -1,7 +1,7 @@
 """The embedded vLLM engine, which runs in the trainer's process or in separate ones.
 
-`lightrl.compat.vllm` and `vllm_worker` wrap vLLM's internals. `setup` determines the startup arguments, `requests`
-converts requests and outputs, and `weights` pushes weights to the workers. `start` imports vLLM.
+`lightrl.compat.vllm` and `vllm_worker` wrap vLLM's internals. `conversion` has the startup arguments and converts
+requests and outputs. `weights` pushes to separate processes. `start` imports vLLM.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import count, pairwise
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from torch import Tensor
 
 from lightrl.engines.base import EngineDiedError, SteppingEngine
-from lightrl.engines.vllm import setup
-from lightrl.engines.vllm.requests import (
+from lightrl.engines.vllm import conversion
+from lightrl.engines.vllm.conversion import (
     HARMLESS_EXTRA,
     check_prompt,
     completion,
@@ -32,7 +33,8 @@ from lightrl.records import Completion, CompletionGroup, EngineContext, Generati
 
 if TYPE_CHECKING:
     from lightrl.compat.vllm import VLLMAdapter
-    from lightrl.engines.vllm.weights import AdapterFolder, WeightSender
+    from lightrl.compat.vllm_process import SeparateAdapter
+    from lightrl.engines.vllm.weights import AdapterFolder, BucketSender
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +118,8 @@ class VLLMEngine(SteppingEngine):
         self.progress_timeout = progress_timeout
         self.engine_args = dict(engine_args or {})
         self._adapter: VLLMAdapter | None = None
-        self._sender: WeightSender | None = None
+        self._buckets: BucketSender | None = None  # of separate processes
+        self._pushed: frozenset[str] | None = None  # names of the last push, or None if all must be checked
         self._adapter_folder: AdapterFolder | None = None
         self._finished: dict[str, Any] = {}
         self._switches: dict[str, list[tuple[int, int]]] = {}  # per request: (tokens before, version after)
@@ -130,7 +133,7 @@ class VLLMEngine(SteppingEngine):
     # -- life ------------------------------------------------------------------------------------------------------
 
     def check(self, context: EngineContext) -> None:
-        setup.check(self, context)
+        conversion.check(self, context)
 
     def check_overlap(self, *, in_flight: bool) -> None:
         if self.in_process:
@@ -153,11 +156,9 @@ class VLLMEngine(SteppingEngine):
     def start(self, context: EngineContext) -> None:
         if self._adapter is not None:
             return
-        from lightrl.engines.vllm.weights import WeightSender
-
         cuda = context.device.startswith("cuda")
-        forced, defaults = setup.environment(self, context, cuda)
-        arguments = setup.arguments(self, context, cuda)
+        forced, defaults = conversion.environment(self, context, cuda)
+        arguments = conversion.arguments(self, context, cuda)
         if self.in_process:
             from lightrl.compat.vllm import VLLMAdapter
 
@@ -174,13 +175,11 @@ class VLLMEngine(SteppingEngine):
         self._asleep, self._cache_asleep = 0, False
         self.policy_version, self.dtype = -1, str(arguments["dtype"]).removeprefix("torch.")
         self.device = context.device if self.in_process else "cpu"
-        self.pushes = "adapter" if setup.adapter_rank(self, context) else "checkpoint"
-        try:
-            self._sender = WeightSender(self._adapter)
-        except BaseException:
-            self.close()
-            raise
-        self.takes_parts = self._sender.takes_parts
+        self.pushes = "adapter" if conversion.adapter_rank(self, context) else "checkpoint"
+        if not self.in_process:
+            from lightrl.engines.vllm.weights import BucketSender
+
+            self._buckets = BucketSender(cast("SeparateAdapter", self._adapter))
 
     @property
     def started(self) -> bool:
@@ -199,11 +198,11 @@ class VLLMEngine(SteppingEngine):
         stuck = not self.end_driver()
         if stuck and self.in_process:
             log.warning("VLLMEngine hangs in a step; its thread is leaked.")
-            self._adapter = self._sender = None
+            self._adapter = None
         self._release(dead=stuck)
 
     def _release(self, *, dead: bool) -> None:
-        adapter, self._adapter, self._sender = self._adapter, None, None
+        adapter, self._adapter, self._buckets, self._pushed = self._adapter, None, None, None
         folder, self._adapter_folder = self._adapter_folder, None
         self.policy_version, self._finished, self._groups, self._places = -1, {}, {}, {}
         try:
@@ -367,15 +366,40 @@ class VLLMEngine(SteppingEngine):
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
-    def load_weights(
-        self, named_tensors: Iterable[tuple[str, Tensor]], *, policy_version: int, partial: bool = False
-    ) -> None:
+    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, policy_version: int) -> None:
         """See `Engine.load_weights`. Raises a ValueError that lists unknown and missing names."""
         if self._asleep == 2:
             self.wake()
-        with self._changing(policy_version):
-            assert self._sender is not None
-            self._sender.push(named_tensors, partial=partial)
+        with self._changing(policy_version) as adapter:
+            self._push(adapter, named_tensors)
+
+    def _push(self, adapter: VLLMAdapter, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Streams tensors to the workers and checks that none is missing.
+
+        The first push fills all engine parameters with NaN and checks that none remains, which also detects missing
+        parts of fused parameters. Later pushes must contain the same names.
+        """
+        strict, names = self._pushed is None, list[str]()
+
+        def stream() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in named_tensors:
+                names.append(name)
+                yield name, tensor.detach()
+
+        adapter.rpc("lightrl_begin", strict)
+        push = self._buckets.push if self._buckets is not None else partial(adapter.rpc, "lightrl_load")
+        errors = [error for error in push(stream()) if error]
+        missing = sorted({name for part in adapter.rpc("lightrl_finish", strict) for name in part})
+        if errors:
+            raise ValueError(f"vLLM could not load the weights: {errors[0]}")
+        missing += sorted((self._pushed or frozenset()).difference(names))
+        if missing:
+            raise ValueError(
+                f"Weight sync left {len(missing)} parameter(s) of the engine without new values (or with NaN): "
+                f"{', '.join(missing[:8])}{' ...' if len(missing) > 8 else ''}. Push every parameter under its "
+                "Hugging Face name, and each tied parameter once."
+            )
+        self._pushed = frozenset(names)
 
     @contextmanager
     def _changing(self, policy_version: int) -> Iterator[VLLMAdapter]:
@@ -417,16 +441,14 @@ class VLLMEngine(SteppingEngine):
                 adapter.reset_caches()
             self._asleep = self.sleep_level
         if self.sleep_level == 2:
-            self.policy_version = -1
-            assert self._sender is not None
-            self._sender.forget()
+            self.policy_version, self._pushed = -1, None
 
     def wake(self) -> None:
         if not self._asleep:
             return
         with self._serving() as adapter:
             if self._on_cuda:
-                setup.free_cached_memory()  # blocks of the trainer's allocator
+                conversion.free_cached_memory()  # blocks of the trainer's allocator
                 # After level 2, the KV cache is restored after the push, because gathering weights needs memory.
                 adapter.wake(["weights"] if self._asleep == 2 else None)
         self._cache_asleep = self._asleep == 2
@@ -438,5 +460,5 @@ class VLLMEngine(SteppingEngine):
         if self._cache_asleep:
             self._cache_asleep = False
             if self._on_cuda:
-                setup.free_cached_memory()
+                conversion.free_cached_memory()
                 self._started().wake(["kv_cache"])

@@ -1,7 +1,7 @@
-"""Weight push from the trainer to vLLM's workers.
+"""Weight push to vLLM's workers in separate processes, and LoRA adapters on disk.
 
-In-process workers copy directly from the trainer's tensors. Separate processes receive them through `buckets`. LoRA
-adapters are written to a small directory instead.
+The trainer fills two buckets of shared, pinned host memory in turn. The workers copy one bucket while the trainer fills
+the other. Each has 32 MiB or the size of the largest tensor. `VLLMEngine` copies directly into in-process workers.
 """
 
 from __future__ import annotations
@@ -10,72 +10,93 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from lightrl.compat.vllm import VLLMAdapter
+from lightrl.compat.vllm import map_shared, shared_path
+from lightrl.compat.vllm_process import SeparateAdapter
 
-if TYPE_CHECKING:
-    from lightrl.compat.vllm_process import SeparateAdapter
-    from lightrl.engines.vllm.buckets import BucketSender
+_BUCKET_BYTES = 32 << 20
+_ALIGNMENT = 64
 
 
-class WeightSender:
-    """Pushes named tensors to the workers of an engine and checks that none is missing.
+class _Bucket:
+    """A block of memory shared by trainer and workers."""
 
-    The first push fills all engine parameters with NaN and checks that none remains, which also detects missing parts
-    of fused parameters. Later pushes must contain the same names.
-    """
-
-    def __init__(self, adapter: VLLMAdapter) -> None:
+    def __init__(self, adapter: SeparateAdapter, slot: int) -> None:
         self.adapter = adapter
-        self.names: frozenset[str] | None = None
-        self.buckets: BucketSender | None = None
-        if not adapter.in_process:
-            from lightrl.engines.vllm.buckets import BucketSender
+        self.slot = slot
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        self._answers: Callable[[], list[Any]] | None = None
+        self.clear()
 
-            self.buckets = BucketSender(cast("SeparateAdapter", adapter))
-        self.takes_parts = not any(adapter.rpc("lightrl_rearranged"))
+    def clear(self) -> list[str]:
+        """Waits until the workers have copied the tensors, and clears the bucket. Returns errors."""
+        answers, self._answers = self._answers, None
+        self.layout: list[tuple[str, str, list[int], int, int]] = []
+        self.used = 0
+        self.filled_by: set[torch.device] = set()
+        return [] if answers is None else [error for error in answers() if error]
 
-    def push(self, named_tensors: Iterable[tuple[str, Tensor]], *, partial: bool = False) -> None:
-        """Streams tensors to the engine. With `partial`, missing parameters keep their values.
+    def allocate(self, nbytes: int) -> None:
+        """Allocates `nbytes` of shared memory and maps it into all workers."""
+        # An anonymous file is not limited by /dev/shm and disappears with its last user.
+        descriptor = os.memfd_create(f"lightrl-weights-{self.slot}")
+        try:
+            os.ftruncate(descriptor, nbytes)
+            self.memory = map_shared(descriptor, nbytes)
+            self.adapter.rpc("lightrl_attach", self.slot, shared_path(descriptor), nbytes)
+        finally:
+            os.close(descriptor)
 
-        Raises:
-            ValueError: If names are unknown or missing. The message lists them.
-        """
-        strict, names = self.names is None, []
+    def put(self, name: str, tensor: Tensor, dtype: torch.dtype, nbytes: int) -> None:
+        """Appends a copy of a tensor."""
+        view = self.memory[self.used : self.used + nbytes].view(dtype).view(tensor.shape)
+        # Copies from a GPU are asynchronous, with the cast on the GPU; `send` waits for them.
+        view.copy_(tensor, non_blocking=tensor.is_cuda)
+        self.filled_by.add(tensor.device)
+        self.layout.append((name, str(dtype).removeprefix("torch."), list(tensor.shape), self.used, nbytes))
+        self.used += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
-        def stream() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in named_tensors:
-                names.append(name)
-                yield name, tensor.detach()
+    def send(self) -> None:
+        """Tells the workers to copy the tensors, without waiting for them."""
+        for device in self.filled_by:
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+        if self.layout:
+            self._answers = self.adapter.submit("lightrl_load_bucket", self.slot, self.layout)
 
-        if self.buckets is not None:
-            answers = self.buckets.push(stream(), strict)
-        else:
-            self.adapter.rpc("lightrl_begin", strict)
-            answers = [(self.adapter.rpc("lightrl_load", stream())[0], *self.adapter.rpc("lightrl_finish", strict))]
-        for error, _ in answers:
-            if error:
-                raise ValueError(f"vLLM could not load the weights: {error}")
-        missing = sorted({name for _, part in answers for name in part})
-        if self.names is not None and not partial:
-            missing += sorted(self.names.difference(names))
-        if missing:
-            raise ValueError(
-                f"Weight sync left {len(missing)} parameter(s) of the engine without new values (or with NaN): "
-                f"{', '.join(missing[:8])}{' ...' if len(missing) > 8 else ''}. Push every parameter under its "
-                "Hugging Face name, and each tied parameter once."
-            )
-        self.names = self.names if partial else frozenset(names)
 
-    def forget(self) -> None:
-        """Makes the next push check all parameters again, after the engine dropped its weights."""
-        self.names = None
+class BucketSender:
+    """Pushes tensors to the workers of an engine in separate processes."""
+
+    def __init__(self, adapter: SeparateAdapter) -> None:
+        self.adapter = adapter
+        self.buckets = [_Bucket(adapter, 0), _Bucket(adapter, 1)]
+
+    def push(self, tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
+        """Streams tensors to the workers and returns their errors. Stops at the first one."""
+        bucket, other = self.buckets
+        for either in self.buckets:  # a failed push may have left tensors
+            either.clear()
+        for name, tensor in tensors:
+            # Vectors keep their dtype, because some engine parameters are float32.
+            dtype = self.adapter.dtype if tensor.is_floating_point() and tensor.ndim > 1 else tensor.dtype
+            nbytes = tensor.numel() * dtype.itemsize
+            if bucket.used + nbytes > bucket.memory.numel():
+                bucket.send()
+                bucket, other = other, bucket
+                if errors := bucket.clear():
+                    return errors
+                if nbytes > bucket.memory.numel():
+                    bucket.allocate(max(nbytes, other.memory.numel(), _BUCKET_BYTES))
+            bucket.put(name, tensor, dtype, nbytes)
+        bucket.send()
+        return other.clear() + bucket.clear()
 
 
 class AdapterFolder:
@@ -100,5 +121,4 @@ class AdapterFolder:
 
     def remove(self) -> None:
         """Deletes the directory."""
-        with suppress(OSError):
-            shutil.rmtree(self.path)
+        shutil.rmtree(self.path, ignore_errors=True)
