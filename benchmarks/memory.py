@@ -5,7 +5,7 @@
 Each row is a process that trains one rollout of 8 prompts x 8 completions of 48 tokens with `TransformersEngine`, in
 float32 on a CPU. The prompts are sums of reasoning-gym's `chain_sum` after an example, about 50 tokens. AdamW's state
 exists from the start, as in every rollout after the first. The peak is the largest resident set of the process, in
-10^9 bytes. `planned` is the estimate of `lightrl doctor`. Rows already in the file are kept. With the environment
+10^9 bytes. `planned` is the estimate of `lightrl plan`. Rows already in the file are kept. With the environment
 variable MALLOC_MMAP_THRESHOLD_ set, rows are listed separately.
 """
 
@@ -151,8 +151,24 @@ def tensors(path: str, layout: str) -> dict[str, float]:
     return found
 
 
+def micro_batch(layout: str, budget: int, prompts: int, group: int, prompt: int, response: int) -> int:
+    """Number of tokens in the largest micro-batch of an update.
+
+    Args:
+        layout: "padded", "packed", or "shared_prefix", which computes the prompt once per group.
+        budget: `micro_batch_tokens`.
+        prompts: Number of prompts in the update.
+        group: Completions per prompt.
+        prompt: Tokens per prompt.
+        response: Tokens per completion.
+    """
+    row = prompt + response
+    tokens = prompts * (group * row if layout in ("padded", "packed") else prompt + group * response)
+    return max(row, min(budget, tokens))
+
+
 def planned(config: str, row: dict[str, Any]) -> float:
-    """Estimate of `lightrl plan` and `lightrl doctor` for a row, in 10^9 bytes.
+    """Estimate of `lightrl plan` for a row, in 10^9 bytes.
 
     Args:
         config: Directory with the model's config.json.
@@ -160,7 +176,7 @@ def planned(config: str, row: dict[str, Any]) -> float:
     """
     import torch
 
-    from lightrl.cli.plan.memory import Plan, heap, measure_model, memory, micro_batch, total
+    from lightrl.cli.plan.memory import Plan, heap, measure_model, memory, total
 
     size = measure_model(config, compute=torch.float32)
     lora, checkpointing = WAYS[row["way"]]

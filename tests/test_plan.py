@@ -30,7 +30,6 @@ from lightrl.cli.plan.memory import (
     largest_micro_batch,
     measure_model,
     memory,
-    micro_batch,
     total,
     trained_parameters,
 )
@@ -361,14 +360,6 @@ GEMMA3 = {
     "head_dim": 256, "vocab_size": 262144, "sliding_window": 512, "tie_word_embeddings": True,
     "max_position_embeddings": 32768,
 }  # fmt: skip
-
-
-def test_a_micro_batch_has_the_tokens_of_its_layout() -> None:
-    """4 prompts of 50 with 8 completions of 48 each; a budget and a row are bounds."""
-    shape = {"prompts": 4, "group": 8, "prompt": 50, "response": 48}
-    assert micro_batch("shared_prefix", 16384, **shape) == 4 * (50 + 8 * 48)
-    assert micro_batch("packed", 16384, **shape) == micro_batch("padded", 16384, **shape) == 4 * 8 * 98
-    assert micro_batch("packed", 1000, **shape) == 1000 and micro_batch("packed", 10, **shape) == 98
 
 
 def test_the_seconds_of_a_step_by_hand() -> None:

@@ -98,7 +98,7 @@ class RolloutWriter(RLCallback):
         if any(routes is not None for routes in experience.routes):
             stored["routes"] = [None if r is None else r.experts for r in experience.routes]
         if any(rollouts.inputs):
-            stored["inputs"] = [{k: _on_cpu(v) for k, v in inputs.items()} for inputs in rollouts.inputs]
+            stored["inputs"] = [{k: v.cpu() for k, v in inputs.items()} for inputs in rollouts.inputs]
         with atomic_write(folder / f"rank{trainer.global_rank}.pt") as binary:
             torch.save(stored, binary)
         saved = {
@@ -305,10 +305,6 @@ def load_rollouts(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, An
         if "media" in record:
             record["media"] = {kind: [str(Path(folder) / n) for n in names] for kind, names in record["media"].items()}
     return merged, texts
-
-
-def _on_cpu(value: Any) -> Any:
-    return value.cpu() if isinstance(value, Tensor) else value
 
 
 def _pad(rows: Tensor, width: int) -> Tensor:

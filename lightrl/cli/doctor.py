@@ -26,8 +26,8 @@ def doctor(config: str | None = None) -> None:
     """Check the installation, or validate a configuration without training.
 
     Always prints the versions of packages and the devices. With a configuration, also builds the run and checks the
-    tokenizer, the lengths of prompts, the reward functions on three examples, and the memory as in `lightrl plan`;
-    for supervised runs it reads the examples. Exits with code 1 if it finds a problem.
+    tokenizer, the lengths of prompts, and the reward functions on three examples; for supervised runs it reads the
+    examples. Exits with code 1 if it finds a problem. `lightrl plan` estimates the memory.
 
     Args:
         config: Configuration file, as for `lightrl fit`.
@@ -70,7 +70,6 @@ def diagnose(config_file: str | None = None) -> Iterator[Finding]:
             if data.episode.multi_turn:
                 yield from _tools(data.episode, tokenizer)
             yield from _rewards(built, prompts, tokenizer)
-            yield from _memory(built, list(map(len, prompts.token_ids)))
         else:
             yield "note", "the other checks support only LightRL's data modules"
     except Exception as error:  # any error would also stop the run
@@ -225,66 +224,3 @@ def _rewards(built: Any, prompts: Any, tokenizer: Any) -> Iterator[Finding]:
     if len(given) < 2:
         values = ", ".join(f"{reward:g}" for reward in given) or "none was scored"
         yield "note", f"all sample completions have the same reward ({values}); such groups have zero advantage"
-
-
-def _memory(built: Any, prompts: list[int]) -> Iterator[Finding]:
-    """Compares the run's memory, as in `lightrl plan`, with the device's. `prompts` are lengths in tokens."""
-    import torch
-
-    from lightrl.cli.plan.memory import USABLE, Plan, advice, measure_model, memory, micro_batch, total
-
-    module, data, trainer = built.model, built.datamodule, built.trainer
-    engine, response = type(data.engine).__name__, data.sampling.max_new_tokens
-    group = data.group_size
-    sequences = data.prompts_per_rollout * group // trainer.world_size
-    minibatch = module.updates.minibatch_size
-    rows = sequences if minibatch is None else minibatch // trainer.world_size
-    spec, critic, precision = module.actor_spec, module.critic_spec, str(trainer.precision)
-    reference, cuda = module.reference_spec, trainer.strategy.root_device.type == "cuda"
-    there = torch.cuda.get_device_properties(0).total_memory if cuda else _host_memory() / trainer.world_size
-    share = getattr(data.engine, "gpu_memory_utilization", None) or 0.4  # VLLMEngine's default
-    sleeps = bool(getattr(data.engine, "sleep_level", 0))
-    full = precision.startswith("32")
-    actor = measure_model(spec.path, compute=torch.float32 if full else torch.bfloat16)
-    layout = "padded" if spec.layout == "auto" and not actor.packs else spec.layout
-    prompt = max(prompts) if layout == "padded" else -(-sum(prompts) // len(prompts))
-    case = Plan(
-        actor,
-        critic=critic is not None and not critic.shared,
-        reference=module.kl is not None and (spec.lora is None or reference is not None),
-        gpus=trainer.world_size,
-        precision="32-true" if full else "bf16-mixed" if "mixed" in precision else "bf16-true",
-        lora=0 if spec.lora is None else spec.lora.r,
-        frozen_bytes=2 if reference is not None and reference.dtype == "bfloat16" else 4,
-        micro_batch_tokens=micro_batch(
-            layout, module.updates.micro_batch_tokens, max(1, rows // group), min(rows, group), prompt, response
-        ),
-        checkpointing=spec.gradient_checkpointing,
-        engine=engine != "ServerEngine" and not (cuda and sleeps),
-        engine_bytes=share * there if cuda and engine == "VLLMEngine" else None,
-        engine_width=2 if cuda or not full else 4,
-        caches=engine == "VLLMEngine",
-        sequences=min(sequences, getattr(data.engine, "max_sequences", 256)),
-        length=max(prompts) + response,
-        cpu=not cuda,
-    )
-    needed, limit = total(memory(case, _strategy(trainer))), USABLE * there
-    said = f"memory: peak of about {needed / GIB:.2g} GiB per process, of {there / GIB:.2g} GiB available"
-    if needed > limit:
-        yield "problem", f"{said}. {advice(case, limit)} Run `lightrl plan` for a breakdown"
-    else:
-        yield "ok", said
-
-
-def _strategy(trainer: Any) -> str:
-    """The trainer's strategy as named by `lightrl plan`."""
-    from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
-
-    if isinstance(trainer.strategy, ModelParallelStrategy):
-        return "fsdp2"
-    if not isinstance(trainer.strategy, DeepSpeedStrategy):
-        return "ddp"
-    config: Any = trainer.strategy.config or {}
-    zero = config.get("zero_optimization", {})
-    stage = zero.get("stage", 2)
-    return f"zero{stage}{'_offload' if stage > 1 and 'offload_optimizer' in zero else ''}"

@@ -20,7 +20,6 @@ from lightrl.compat.torch import fake_tensors, storage_key
 from lightrl.compat.transformers import experts_of_any_dtype
 from lightrl.distributed.strategies import LARGE_MODEL
 from lightrl.models.logprobs import CHUNK_ELEMENTS, CUDA_CHUNK_ELEMENTS, KEPT_ELEMENTS
-from lightrl.models.packing.attention import unsupported_reason
 from lightrl.models.policy import transformer_blocks
 
 STRATEGIES = ("ddp", "fsdp2", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
@@ -54,7 +53,6 @@ class ModelSize:
         saved_per_token: Bytes saved for the backward pass per token in one block, without checkpointing.
         saved_weights: Bytes of weights in the compute dtype that one block saves for the backward pass.
         saved_outside: Bytes saved per token outside the blocks (embedding, last norm, positions).
-        packs: Whether the model supports the packed and shared-prefix layouts. Otherwise sequences are padded.
     """
 
     parameters: int
@@ -70,7 +68,6 @@ class ModelSize:
     saved_per_token: float
     saved_weights: float
     saved_outside: float
-    packs: bool = True
 
     def lora(self, rank: int) -> int:
         """Parameters of an adapter on all linear layers of the blocks."""
@@ -115,7 +112,6 @@ def measure_model(path: str, *, compute: torch.dtype) -> ModelSize:
         saved_per_token=saved_per_token,
         saved_weights=saved_weights,
         saved_outside=saved_outside,
-        packs=unsupported_reason(model, model.base_model) is None,
     )
 
 
@@ -317,22 +313,6 @@ def head(plan: Plan) -> float:
     if plan.precision == "32-true":
         return 2 * 4 * tile + 4.0 * weight
     return (4 + 4 + 2) * tile + (2 * (plan.precision == "bf16-mixed") + 2 + 4.0) * weight
-
-
-def micro_batch(layout: str, budget: int, prompts: int, group: int, prompt: int, response: int) -> int:
-    """Number of tokens in the largest micro-batch of an update.
-
-    Args:
-        layout: "padded", "packed", or "shared_prefix", which computes the prompt once per group.
-        budget: `micro_batch_tokens`.
-        prompts: Number of prompts in the update.
-        group: Completions per prompt.
-        prompt: Tokens per prompt.
-        response: Tokens per completion.
-    """
-    row = prompt + response
-    tokens = prompts * (group * row if layout in ("padded", "packed") else prompt + group * response)
-    return max(row, min(budget, tokens))
 
 
 def total(parts: dict[str, float]) -> float:
