@@ -175,33 +175,6 @@ def test_a_killed_quickstart_takes_its_step_along(tmp_path: Path) -> None:
     assert gone(int((tmp_path / "begun").read_text()))
 
 
-def test_a_quickstart_is_refused_while_another_one_is_alive_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It would rename the folder that the first one writes to, and a third one remove it."""
-    step = "import pathlib, time\npathlib.Path('outputs/quickstart/begun').touch()\ntime.sleep(500)\n"
-    code = (
-        "from lightrl.cli import quickstart as q\nrun = q._run_step\n"
-        f"q._run_step = lambda command: run([command[0], '-c', {step!r}])\nq.quickstart(rollouts=2, tiny=True)"
-    )
-    (tmp_path / "outputs/quickstart").mkdir(parents=True)
-    (tmp_path / "outputs/quickstart/of the run before").touch()
-    first = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
-    monkeypatch.setattr("lightrl.cli.quickstart._run_step", lambda command: 0)
-    try:
-        assert until((tmp_path / "outputs/quickstart/begun").exists)
-        for arguments in ([], ["--resume"]):
-            with pytest.raises(SystemExit) as stop:
-                main(["quickstart", "--tiny", *arguments])
-            assert stop.value.code == 2
-            assert f"'outputs/quickstart' is in use by process {first.pid} on " in capsys.readouterr().err
-        assert (tmp_path / "outputs/quickstart/begun").exists()
-        assert (tmp_path / "outputs/quickstart.previous/of the run before").exists()
-    finally:
-        os.killpg(first.pid, signal.SIGKILL)
-        first.wait()
-
-
 def test_an_interrupted_quickstart_goes_on_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
