@@ -175,15 +175,19 @@ def checkpoints_in(folder: Path) -> set[Path]:
 def newest_whole(found: set[Path]) -> set[str]:
     """Returns the newest intact checkpoint as a set; empty if there are none.
 
-    Compares file times, and prefers `last.ckpt` among hard links.
+    Compares file times, but prefers `last.ckpt` at the same step or later: a ranked file may lack gradients that were
+    accumulated before its evaluation.
 
     Raises:
         ValueError: None is intact.
     """
     skipped: dict[Path, str] = {}
-    for path in sorted(found, key=lambda each: (written_at(each), each.name == LAST), reverse=True):
+    for path in sorted(found, key=written_at, reverse=True):
         damage = _damage(path)
         if damage is None:
+            last = path.with_name(LAST)
+            if last in found and path.is_file() and _damage(last) is None and _step(last) >= _step(path):
+                path = last
             if skipped:
                 rank_zero_warn(f"ckpt_path=last resumes from {path} and skips {_listed(skipped)}.")
             return {str(path)}
@@ -228,6 +232,12 @@ def last_of_runs(folder: Path, settings: Mapping[str, Any]) -> set[Path]:
 def written_at(path: Path) -> int:
     """Returns when a file was written, in ns; for a broken link, when the link was."""
     return path.stat(follow_symlinks=path.exists()).st_mtime_ns
+
+
+def _step(path: Path) -> int:
+    with contextlib.suppress(Exception):  # pickled objects
+        return int(read_header(path)["global_step"])
+    return 0
 
 
 def _damage(path: Path) -> str | None:
