@@ -66,31 +66,50 @@ def tool_parser(
     return parse
 
 
-def tool_grammar(
-    name: str,
-    tokenizer: Any,
-    tools: Sequence[dict[str, Any]],
-    names: Sequence[str] | None,
-    structured: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Returns the grammar of calls in a parser's format, as vLLM's `structured_outputs`. See `ReplyParser.grammar`.
+def call_format(name: str, tokenizer: Any, functions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns a parser's format of at least one call of the functions, for `structural_tag`.
 
     Raises:
-        ValueError: vLLM has no grammar of that format, or rejects `structured`.
+        ValueError: vLLM is not installed, or has no grammar of that format.
     """
-    from vllm.sampling_params import StructuredOutputsParams
-    from vllm.tool_parsers import ToolParserManager
-    from vllm.tool_parsers.tool_strict_level import ToolStrictLevel
-
-    request = _request([tool for tool in tools if not names or tool["function"]["name"] in names])
+    try:
+        from vllm.tool_parsers import ToolParserManager
+        from vllm.tool_parsers.tool_strict_level import ToolStrictLevel
+    except ImportError as error:
+        raise _without_vllm("tool_parser", name) from error
+    request = _request([{"type": "function", "function": function} for function in functions])
     request.tool_choice = "required"
     parser = ToolParserManager.get_tool_parser(name)(tokenizer, request.tools)
     tag = parser.get_structural_tag(request, strict_level=ToolStrictLevel.PARAMETER)
     if tag is None:
         raise ValueError(f'tool_parser={name!r}: vLLM has no grammar for its calls. Set episode.constrained to "free".')
-    form = tag.model_dump()["format"]
-    if names is None and structured:
-        from vllm.parser.abstract_parser import structured_outputs_to_format
+    return dict(tag.model_dump()["format"])
+
+
+def structural_tag(form: dict[str, Any], structured: Mapping[str, Any], *, single: bool) -> dict[str, Any]:
+    """Returns the grammar of calls, or of a reply without calls, as vLLM's `structured_outputs`.
+
+    Args:
+        form: Format of the calls.
+        structured: Grammar of a reply without calls, as vLLM's `structured_outputs`. Empty makes calls mandatory.
+        single: Whether to end lists of calls after the first one.
+
+    Raises:
+        ValueError: vLLM is not installed, or rejects `structured`.
+    """
+    parts: list[Any] = [form]
+    for part in parts if single else ():  # in every format, only calls are repeated
+        if isinstance(part, dict):
+            part.update({"stop_after_first": True} if "stop_after_first" in part else {})
+            parts += [value for key, value in part.items() if key != "json_schema"]
+        elif isinstance(part, list):
+            parts += part
+    if structured:
+        try:
+            from vllm.parser.abstract_parser import structured_outputs_to_format
+            from vllm.sampling_params import StructuredOutputsParams
+        except ImportError as error:
+            raise _without_vllm("response_format", next(iter(structured))) from error
 
         other = structured_outputs_to_format(StructuredOutputsParams(**structured))
         form = {"type": "or", "elements": [form, other.model_dump()]}

@@ -43,6 +43,10 @@ TOOL_PARSERS = {
 class ReplyParser(ABC):
     """Base class of parsers of the policy's sampled tokens.
 
+    Args:
+        tokenizer: Tokenizer of the policy.
+        calls: Name of the parser in whose format `grammar` writes tool calls. None means an unknown format.
+
     Attributes:
         name: Name of the tool call parser in messages.
     """
@@ -50,8 +54,9 @@ class ReplyParser(ABC):
     name = "none"
     _warned = False
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, calls: str | None = None) -> None:
         self.tokenizer = tokenizer
+        self.calls = calls
 
     @abstractmethod
     def parse(self, prompt_ids: Sequence[int], token_ids: Sequence[int], tools: Tools, *, truncated: bool) -> Reply:
@@ -64,21 +69,31 @@ class ReplyParser(ABC):
             truncated: Whether a token limit truncated the reply.
         """
 
-    def grammar(self, tools: Tools, names: Sequence[str] | None, structured: Mapping[str, Any]) -> dict[str, Any]:
+    def grammar(
+        self, tools: Tools, names: Sequence[str] | None, structured: Mapping[str, Any], *, single: bool = False
+    ) -> dict[str, Any]:
         """The grammar of constrained replies, in the format of vLLM's `structured_outputs`.
 
         Args:
             tools: JSON schemas of the tools.
             names: Names of the tools of which the reply must call one; empty means any tool. None makes calls optional.
             structured: Grammar of a reply without a call, in the same format.
+            single: Whether the reply may have at most one call.
 
         Raises:
             ValueError: The parser's call format has no grammar.
         """
-        raise ValueError(
-            f"episode.tool_parser: {type(self).__name__} has no grammar of tool calls. Set tool_parser to vLLM's "
-            'parser of the model family, such as "hermes", or set episode.constrained to "free".'
-        )
+        if self.calls is None:
+            raise ValueError(
+                "episode.tool_parser=None: the format of tool calls is unknown. Set it to vLLM's parser of the model "
+                'family, such as "hermes", or set episode.constrained to "free".'
+            )
+        chosen = [tool["function"] for tool in tools if not names or tool["function"]["name"] in names]
+        if self.calls == OWN_PARSER:
+            form = _list_format(chosen)
+        else:
+            form = vllm_parsers.call_format(self.calls, self.tokenizer, chosen)
+        return vllm_parsers.structural_tag(form, structured if names is None else {}, single=single)
 
     def read(self, prompt_ids: Sequence[int], completion: Completion, tools: Tools, bridge: Bridge) -> Reply:
         """Parses a completion. If a part is invalid, the reply has `errors` and its whole text is content."""
@@ -113,7 +128,7 @@ class RendererParser(ReplyParser):
     """Parses replies with a renderer, which works on token IDs."""
 
     def __init__(self, renderer: Any, tokenizer: Any) -> None:
-        super().__init__(tokenizer)
+        super().__init__(tokenizer, _detected(tokenizer))
         self.renderer = renderer
         self.name = type(renderer).__name__
 
@@ -150,14 +165,13 @@ class VLLMParser(ReplyParser):
     def __init__(
         self, tokenizer: Any, tool_parser: str | None, reasoning_parser: str | None = None, marker: str = ""
     ) -> None:
-        super().__init__(tokenizer)
+        super().__init__(tokenizer, tool_parser)
         own = tool_parser == OWN_PARSER or (tool_parser == "hermes" and importlib.util.find_spec("vllm") is None)
         self.marker = "" if own else marker
         self.name = tool_parser or self.name
         self._tools: Any = None
         if tool_parser:
             self._tools = _json_calls if own else vllm_parsers.tool_parser(tool_parser, tokenizer)
-        self.tool_parser = None if own else tool_parser
         self._reasoning = vllm_parsers.reasoning_parser(reasoning_parser, tokenizer) if reasoning_parser else None
 
     def parse(self, prompt_ids: Sequence[int], token_ids: Sequence[int], tools: Tools, *, truncated: bool) -> Reply:
@@ -187,11 +201,6 @@ class VLLMParser(ReplyParser):
             _add_call(reply, name, arguments, None)
         return reply
 
-    def grammar(self, tools: Tools, names: Sequence[str] | None, structured: Mapping[str, Any]) -> dict[str, Any]:
-        if self.tool_parser is None:
-            return super().grammar(tools, names, structured)
-        return vllm_parsers.tool_grammar(self.tool_parser, self.tokenizer, tools, names, structured)
-
 
 def _json_calls(text: str, tools: Tools) -> tuple[str, list[tuple[str, Any]]]:
     """Parses `<tool_call>` with an object or a list of them. Returns the other text, and (name, arguments) of calls."""
@@ -203,6 +212,23 @@ def _json_calls(text: str, tools: Tools) -> tuple[str, list[tuple[str, Any]]]:
                 raise ValueError(f"{json.dumps(call)[:100]} is not an object with a name and arguments.")
             calls.append((call["name"], call["arguments"]))
     return re.sub(r"<tool_call>.*?(</tool_call>|\Z)", "", text, flags=re.DOTALL).strip(), calls
+
+
+def _list_format(functions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """xgrammar's format of a list of calls for the built-in parser."""
+    tags = []
+    for function in functions:
+        content = {"type": "json_schema", "json_schema": function.get("parameters") or {"type": "object"}}
+        begin = f'{{"name": {json.dumps(function["name"])}, "arguments": '
+        tags.append({"type": "tag", "begin": begin, "content": content, "end": "}"})
+    forms = []
+    for line in ("", "\n"):  # as in the template's history, and as in its example
+        calls = {"type": "tags_with_separator", "tags": tags, "separator": f",{line or ' '}"}
+        calls |= {"at_least_one": True, "stop_after_first": False}
+        parts = [f"<tool_call>[{line}", calls, f"{line}]</tool_call>"]
+        elements = [{"type": "const_string", "value": part} if isinstance(part, str) else part for part in parts]
+        forms.append({"type": "sequence", "elements": elements})
+    return {"type": "or", "elements": forms}
 
 
 def _add_call(reply: Reply, name: str | None, arguments: Any, given_id: str | None) -> None:
@@ -235,6 +261,11 @@ def _not_writable(value: Any) -> str | None:
     return None
 
 
+def _detected(tokenizer: Any) -> str | None:
+    """The parser of the calls that a chat template writes; None if unknown."""
+    return next((TOOL_PARSERS[mark] for mark in TOOL_PARSERS if mark in str(tokenizer.chat_template)), None)
+
+
 def choose_parser(
     tokenizer: Any, *, renderer: Any | None, tool_parser: str | None, reasoning_parser: str | None, tools: bool
 ) -> ReplyParser:
@@ -254,7 +285,7 @@ def choose_parser(
     if renderer is not None and tool_parser is None and reasoning_parser is None:
         return RendererParser(renderer, tokenizer)
     if tools and tool_parser is None:
-        tool_parser = next((TOOL_PARSERS[mark] for mark in TOOL_PARSERS if mark in str(tokenizer.chat_template)), None)
+        tool_parser = _detected(tokenizer)
         if tool_parser is None:
             raise ValueError(
                 "tool_parser=None: the chat template's format of tool calls is unknown. Set one of vLLM's parsers "

@@ -205,6 +205,22 @@ def test_an_answer_that_is_cut_says_so_in_each_interface() -> None:
     assert [len(row.turn_ids) - row.turn_ids.count(-1) for row in trajectory.rows] == [2, 3, 4]
 
 
+def test_a_token_limit_below_the_runs_minimum_lowers_it() -> None:
+    def main(row: Any, base_url: str, api_key: str) -> float:
+        client = openai.OpenAI(base_url=base_url, api_key=api_key)
+        client.chat.completions.create(model="m", messages=ASK, max_completion_tokens=2)  # type: ignore[arg-type]
+        client.chat.completions.create(model="m", messages=ASK)  # type: ignore[arg-type]
+        return 1.0
+
+    engine, program = Engine("a long answer"), AgentProgram(main)
+    program.setup(TOKENIZER)
+    sampling = SamplingParams(max_new_tokens=30, min_new_tokens=4)
+    (trajectory,) = asyncio.run(closing(program, alone(program, engine, {}, sampling)))
+    assert trajectory.failure is None
+    limits = [(request.sampling.min_new_tokens, request.sampling.max_new_tokens) for request in engine.asked]
+    assert limits == [(2, 2), (4, 30)]
+
+
 # ---- lineage -------------------------------------------------------------------------------------------------------
 
 
@@ -277,6 +293,12 @@ class Open:
         return httpx.post(self.url + path, content=content, headers=headers, timeout=60)
 
 
+def named(tool: str) -> dict[str, Any]:
+    """A request for a call of a tool that it doesn't offer."""
+    tools, choice = ({"type": "function", "function": {"name": name}} for name in ("other", tool))
+    return {"tools": [tools], "tool_choice": choice}
+
+
 def test_malformed_requests_are_refused_in_the_shape_of_their_interface_and_fail_nothing() -> None:
     with Open(Engine("Hi")) as attempt:
         bad: list[tuple[str, Any, str]] = [
@@ -288,6 +310,22 @@ def test_malformed_requests_are_refused_in_the_shape_of_their_interface_and_fail
             ("/responses", {"input": "x", "previous_response_id": "r"}, "no response 'r'"),
             ("/responses", {"input": [{"type": "file"}]}, "is not supported"),
             ("/messages", {"messages": [{"role": "user", "content": 3}], "max_tokens": 1}, "malformed"),
+            ("/chat/completions", [], "not a JSON object"),
+            ("/chat/completions", b"[" * 10**5, "not valid JSON"),
+            ("/chat/completions", {"messages": ASK, "stop": ""}, "stop"),
+            ("/chat/completions", {"messages": ASK, "stop": ["x", ""]}, "stop"),
+            ("/chat/completions", {"messages": ASK, "stop": [3]}, "stop"),
+            ("/messages", {"messages": ASK, "stop_sequences": [""]}, "stop"),
+            ("/chat/completions", {"messages": ASK, "logprobs": True, "top_logprobs": -1}, "top_logprobs=-1"),
+            ("/chat/completions", {"messages": ASK, "logprobs": True, "top_logprobs": 21}, "top_logprobs=21"),
+            ("/responses", {"input": "x", "top_logprobs": 21}, "top_logprobs=21"),
+            ("/chat/completions", {"messages": ASK, "tool_choice": "required"}, "not in tools"),
+            ("/chat/completions", {"messages": ASK, **named("add")}, "add, which is not in tools"),
+            ("/responses", {"input": "x", "tool_choice": "required"}, "not in tools"),
+            ("/messages", {"messages": ASK, "tool_choice": {"type": "any"}}, "not in tools"),
+            ("/chat/completions", {"messages": ASK, "chat_template_kwargs": "x"}, "malformed"),
+            ("/chat/completions", {"messages": ASK, "n": 0}, "at least 1"),
+            ("/chat/completions", {"messages": ASK, "max_completion_tokens": 0}, "at least 1"),
         ]
         for path, body, message in bad:
             answer = attempt.post(path, body)
@@ -297,7 +335,9 @@ def test_malformed_requests_are_refused_in_the_shape_of_their_interface_and_fail
             assert ("type" in said) == (path == "/messages")
             assert said["error"]["type"] == "invalid_request_error"
             assert answer.headers["x-should-retry"] == "false"
-        assert attempt.post("/embeddings", {}).status_code == 404
+        answer = attempt.post("/embeddings", {})
+        assert answer.status_code == 404 and "/v1/embeddings" in answer.json()["error"]["message"]
+        assert httpx.get(attempt.url + "/responses/r").status_code == 401
         assert attempt.post("/chat/completions", {"messages": ASK}).status_code == 200
     assert attempt.trajectory.stop_reason == "stop"
     assert attempt.trajectory.metrics["turns"] == 1

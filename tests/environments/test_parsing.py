@@ -13,6 +13,7 @@ from lightrl.environments.parsing import PlainParser, choose_parser
 from lightrl.records import Completion
 from tests.environments.families import FAMILIES, make_tokenizer
 from tests.environments.scripted import ADD, Script, spell
+from tests.environments.test_sdks import fits
 
 QWEN = make_tokenizer(FAMILIES["qwen2.5"])
 GOOD = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -112,6 +113,22 @@ def test_names_that_vllm_does_not_know_are_refused_at_set_up(argument: str) -> N
     episode = EnvironmentEpisode(lambda: Script([]), **{argument: "hermess"})
     with pytest.raises(KeyError, match="hermess"):
         episode.setup(QWEN)
+
+
+def test_a_renderers_calls_are_forced_in_the_format_of_the_template() -> None:
+    pytest.importorskip("renderers")
+    pytest.importorskip("vllm")
+    from lightrl.environments.renderers import make_renderer
+
+    tokenizer = make_tokenizer(FAMILIES["qwen3"])
+    parser = chosen(tokenizer, renderer=make_renderer(tokenizer, "qwen3"))
+    grammar = parser.grammar([ADD], (), {})
+    said = GOOD.replace("1}", '1, "b": 2}')
+    assert fits(said, grammar) and not fits(GOOD, grammar) and not fits("It is 3.", grammar)
+    single = parser.grammar([ADD], (), {}, single=True)
+    assert fits(said + said, grammar) and fits(said, single) and not fits(said + said, single)
+    reply = parser.parse([], spell(tokenizer, f"{said}<|im_end|>"), [ADD], truncated=False)
+    assert [(call.name, call.arguments) for call in reply.tool_calls] == [("add", {"a": 1, "b": 2})]
 
 
 def test_a_renderer_reads_calls_thoughts_and_broken_calls() -> None:

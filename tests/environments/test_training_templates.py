@@ -19,6 +19,7 @@ from lightrl.records import Completion
 from tests.environments.families import FAMILIES, Family, make_tokenizer
 from tests.environments.scripted import ADD, spell
 from tests.environments.test_hidden_tools import MUL, SMOLLM2
+from tests.environments.test_sdks import fits
 
 # Llama 3's first one.
 LLAMA3 = (
@@ -117,6 +118,8 @@ def test_what_the_template_writes_is_what_the_chosen_parser_reads(name: str) -> 
         [*said, {"role": "assistant", "content": "", "tool_calls": [call(1), call(2)]}], tools=[ADD], tokenize=False
     )
     text = after.removeprefix(before).split(own.convert_ids_to_tokens(end_of_turn(own)))[0]
+    assert fits(text.strip(), parser.grammar([ADD, MUL], ("add",), {}))
+    assert not fits(text.strip(), parser.grammar([ADD, MUL], ("mul",), {}))
     reply = parser.parse([], spell(own, text), [ADD], truncated=False)
     assert [(each.name, each.arguments) for each in reply.tool_calls] == [("add", {"a": n, "b": 2}) for n in (1, 2)]
     assert reply.errors == []
@@ -148,6 +151,20 @@ def test_smollm2s_lists_of_calls_are_read(text: str, calls: int | None, content:
         assert reply.tool_calls == [] and len(reply.errors) == 1
     else:
         assert (len(reply.tool_calls), reply.content, reply.errors) == (calls, content, [])
+
+
+def test_smollm2s_lists_of_calls_can_be_forced() -> None:
+    pytest.importorskip("vllm")
+    parser = choose_parser(tokenizer("smollm2"), renderer=None, tool_parser=None, reasoning_parser=None, tools=True)
+    call = CALL.replace("1}", '1, "b": 2}')
+    forced, chosen = parser.grammar([ADD], (), {}), parser.grammar([ADD], None, {"json": {"type": "integer"}})
+    for text in (f"[{call}]", f"[{call}, {call}]", f"[\n{call},\n{call}\n]"):
+        assert fits(f"<tool_call>{text}</tool_call>", forced) and fits(f"<tool_call>{text}</tool_call>", chosen)
+    for text in ("[]", f"[{CALL}]", call, f"[{call.replace('add', 'sub')}]"):
+        assert not fits(f"<tool_call>{text}</tool_call>", forced)
+    assert fits("3", chosen) and not fits("3", forced)
+    single = parser.grammar([ADD], (), {}, single=True)
+    assert [fits(f"<tool_call>[{', '.join([call] * n)}]</tool_call>", single) for n in (1, 2)] == [True, False]
 
 
 def test_a_spec_gets_its_training_template_from_its_own_tokenizer(tmp_path: Path) -> None:

@@ -46,18 +46,23 @@ class Api(ABC):
         try:
             wishes = self.wishes(body)
             messages, instructions = self.conversation(body, recall)
+            variables = dict(body.get("chat_template_kwargs") or {})
             tools = [self.tool(tool) for tool in body.get("tools") or ()]
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise RefusedError(400, f"The request is malformed: {type(error).__name__}: {error}.") from error
         if not messages:
             raise RefusedError(400, "messages: must not be empty. Add a message.", "messages")
+        offered = [tool["function"]["name"] for tool in tools]
+        if (forced := wishes.get("forced")) is not None and not (offered and {*forced} <= {*offered}):
+            names = ", ".join(forced) or "a tool"
+            raise RefusedError(400, f"tool_choice: requires {names}, which is not in tools. Add it.", "tool_choice")
         return Asked(
             messages=messages,
             tools=[] if wishes.pop("hidden", False) else tools,
             model=str(body.get("model") or ""),
             stream=bool(body.get("stream")),
             ignored=tuple(name for name, value in body.items() if value is not None and name not in known),
-            template_kwargs=body.get("chat_template_kwargs") or {},
+            template_kwargs=variables,
             instructions=instructions,
             **wishes,
         )
@@ -166,7 +171,10 @@ def function_tool(name: str, description: Any, parameters: Any) -> dict[str, Any
 
 def stops_of(value: Any) -> tuple[str, ...]:
     """Stop strings, given as a string or a list."""
-    return (value,) if isinstance(value, str) else tuple(value or ())
+    stops = (value,) if isinstance(value, str) else tuple(value or ())
+    if not all(isinstance(stop, str) and stop for stop in stops):  # the engine's error would end the run
+        raise ValueError(f"stop={json.dumps(value)[:200]}: must be non-empty strings")
+    return stops
 
 
 def arguments_of(text: str) -> Any:

@@ -30,6 +30,7 @@ HARMLESS = frozenset(
 )
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 """vLLM's earlier parameters -> keys of its `structured_outputs`."""
+MOST_LOGPROBS = 20
 EFFECTIVE = frozenset(
     [
         *("model", "tools", "stream", "chat_template_kwargs", "parallel_tool_calls", "structured_outputs"),
@@ -74,7 +75,7 @@ class ChatCompletions(Api):
             "structured": structured_of(body, body.get("response_format")),
             "usage": bool((body.get("stream_options") or {}).get("include_usage")),
             "n": whole(body.get("n")) or 1,
-            "top_logprobs": int(body.get("top_logprobs") or 0) if body.get("logprobs") else None,
+            "top_logprobs": top_of(body) if body.get("logprobs") else None,
             "prefill": bool(body.get("continue_final_message")),
         }
 
@@ -146,6 +147,13 @@ def _named(choice: dict[str, Any]) -> dict[str, Any]:
             "unsupported_value",
         )
     return {"forced": tuple(name for tool in allowed["tools"] for name in _named(tool)["forced"])}
+
+
+def top_of(body: Mapping[str, Any]) -> int:
+    """Number of most likely tokens to return."""
+    if not 0 <= (top := int(body.get("top_logprobs") or 0)) <= MOST_LOGPROBS:
+        raise ValueError(f"top_logprobs={top}: must be from 0 to {MOST_LOGPROBS}")
+    return top
 
 
 def structured_of(body: Mapping[str, Any], form: Mapping[str, Any] | None) -> dict[str, Any]:

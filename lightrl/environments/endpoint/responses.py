@@ -26,6 +26,7 @@ from lightrl.environments.endpoint.openai_apis import (
     require_function,
     structured_of,
     tool_wishes,
+    top_of,
 )
 from lightrl.environments.endpoint.requests import Answered, Asked, RefusedError
 
@@ -66,7 +67,7 @@ class Responses(Api):
         return function_tool(tool["name"], tool.get("description"), tool.get("parameters"))
 
     def wishes(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        top = int(body.get("top_logprobs") or 0)
+        top = top_of(body)
         return {
             **tool_wishes(body),
             "max_new_tokens": whole(body.get("max_output_tokens")),

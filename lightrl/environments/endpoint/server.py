@@ -144,6 +144,8 @@ class Endpoint:
             for path in ("/models", "/models/{name:path}"):
                 app.add_api_route(prefix + path, models, methods=["GET"], response_model=None)
         app.add_api_route("/health", _health, methods=["GET"])
+        methods = ["GET", "POST", "PUT", "PATCH", "DELETE"]
+        app.add_api_route("/{path:path}", self._handler(chat, _unknown), methods=methods, response_model=None)
         return app
 
     def _handler(
@@ -186,11 +188,21 @@ async def _models(api: Api, session: Session, request: Request) -> Response:
     return JSONResponse({"object": "list", "data": [model], **ends})
 
 
+async def _unknown(api: Api, session: Session, request: Request) -> Response:
+    raise RefusedError(
+        404,
+        f"{request.method} {request.url.path}: is not served. Use chat completions, responses, or messages.",
+        code="unknown_url",
+    )
+
+
 async def _body(request: Request) -> dict[str, Any]:
     try:
-        body: dict[str, Any] = json.loads(await request.body())
-    except ValueError as error:
+        body = json.loads(await request.body())
+    except (ValueError, RecursionError) as error:
         raise RefusedError(400, f"The body is not valid JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise RefusedError(400, "The body is not a JSON object.")
     return body
 
 

@@ -243,9 +243,11 @@ class Session:
                     f"{self.attempt.max_tokens} for a reply. Shorten it.",
                     code="context_length_exceeded",
                 )
+            limit = min(wanted, left)
             sampling = replace(
                 run,
-                max_new_tokens=min(wanted, left),
+                max_new_tokens=limit,
+                min_new_tokens=min(run.min_new_tokens, limit),
                 stop=[*(run.stop or []), *asked.stop] or None,
                 extra={**(run.extra or {}), **extra} or None,
             )
@@ -349,7 +351,9 @@ class Session:
         if not asked.tools:
             return dict(asked.structured), wish
         try:
-            return self.parser(asked.tools).grammar(asked.tools, asked.forced, asked.structured), wish
+            single = asked.single or not self.bridge.takes_parallel_calls(asked.tools)
+            grammar = self.parser(asked.tools).grammar(asked.tools, asked.forced, asked.structured, single=single)
+            return grammar, wish
         except ValueError as error:
             raise RefusedError(400, f"{wish}: {error}", wish, "unsupported_value") from error
 
