@@ -50,8 +50,9 @@ _KERNEL = {
     **{"unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41)},
     **{"open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430), "fsmount": (432, 432)},
 }
-# Maximum first argument of others: only the calling process for `prlimit64`; families up to AF_NETLINK for `socket`.
-_LARGEST = {(302, 261): 0, (41, 198): 16}
+# Families for `socket`: AF_UNIX and AF_NETLINK, and with a separate network also AF_INET and AF_INET6. Landlock covers
+# neither MPTCP, nor TCP Fast Open, nor sockets that listen without an address.
+_LOCAL, _SEPARATE = (1, 16), (1, 2, 10, 16)
 _EPERM, _ALLOW = (0x06, 0, 0, 0x50001), (0x06, 0, 0, 0x7FFF0000)
 _ENTRY_BYTES = 4096  # counted for each file, even if empty
 _LONGEST_PATH = 1024
@@ -194,16 +195,17 @@ def _environment(scratch: Path) -> dict[str, str]:
     return {**paths, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
-def _filter(names: Iterable[str]) -> bytes:
-    """A seccomp filter that rejects the named system calls, and arguments of others."""
+def _filter(names: Iterable[str], families: tuple[int, ...]) -> bytes:
+    """A seccomp filter that rejects system calls, sockets of other families, and limits of other processes."""
     column = {"x86_64": 0, "aarch64": 1}[platform.machine()]
     architecture = (0xC000003E, 0xC00000B7)[column]
     rules = [(0x20, 0, 0, 4), (0x15, 1, 0, architecture), (0x06, 0, 0, 0x80000000), (0x20, 0, 0, 0)]
     rules += [(0x35, 0, 1, 0x40000000), _EPERM]  # numbers of x32
     for name in names:
         rules += [(0x15, 0, 1, _KERNEL[name][column]), _EPERM]
-    for numbers, largest in _LARGEST.items():
-        rules += [(0x15, 0, 4, numbers[column]), (0x20, 0, 0, 16), (0x25, 0, 1, largest), _EPERM, _ALLOW]
+    for numbers, allowed in (((302, 261), (0,)), ((41, 198), families)):  # first argument of `prlimit64` and `socket`
+        rules += [(0x15, 0, len(allowed) + 3, numbers[column]), (0x20, 0, 0, 16)]
+        rules += [(0x15, len(allowed) - i, 0, value) for i, value in enumerate(allowed)] + [_EPERM, _ALLOW]
     return b"".join(struct.pack("HBBI", *rule) for rule in [*rules, _ALLOW])
 
 
@@ -213,7 +215,7 @@ def _sandlock(job: dict[str, Any], root: Path, libc: Any) -> tuple[int, Callable
 
     for capability in range(64):
         libc.prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP: root's programs get no extra privileges
-    rules = ctypes.create_string_buffer(code := _filter([]), len(code))
+    rules = ctypes.create_string_buffer(code := _filter([], _LOCAL), len(code))
     program = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(rules))
     if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, program, 0, 0):  # PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP
         raise OSError(ctypes.get_errno(), "seccomp")
@@ -250,7 +252,7 @@ def _bubblewrap(job: dict[str, Any], root: Path, libc: Any) -> tuple[int, Callab
     for name, value in _environment(root / "scratch").items():
         options += ["--setenv", name, value]
     with tempfile.TemporaryFile(dir=root) as rules:
-        rules.write(_filter(_KERNEL))
+        rules.write(_filter(_KERNEL, _SEPARATE))
         rules.seek(0)
         options += ["--seccomp", str(rules.fileno()), "--chdir", scratch, "--"]
         command = [job["bubblewrap"], *options, *job["command"]]
