@@ -56,7 +56,7 @@ def smolagents_tools(row: Any, base_url: str, api_key: str) -> None:
     model = smolagents.OpenAIModel(model_id="m", api_base=base_url, api_key=api_key)
     agent = smolagents.ToolCallingAgent(tools=[smolagents.tool(sdk_programs.add)], model=model, verbosity_level=0)
     agent.prompt_templates["system_prompt"] = "Use the tools."  # its own takes seconds to read
-    agent.run(sdk_programs.QUESTION, max_steps=2)
+    agent.run(sdk_programs.QUESTION, max_steps=1)
 
 
 @dataclass(frozen=True)

@@ -114,12 +114,15 @@ def test_what_the_template_writes_is_what_the_chosen_parser_reads(name: str) -> 
     assert parser.name == PARSERS.get(name, "hermes")
     said: list[Any] = [{"role": "user", "content": "Go"}]
     before = own.apply_chat_template(said, tools=[ADD], tokenize=False, add_generation_prompt=True)
-    after = own.apply_chat_template(
-        [*said, {"role": "assistant", "content": "", "tool_calls": [call(1), call(2)]}], tools=[ADD], tokenize=False
-    )
-    text = after.removeprefix(before).split(own.convert_ids_to_tokens(end_of_turn(own)))[0]
-    assert fits(text.strip(), parser.grammar([ADD, MUL], ("add",), {}))
-    assert not fits(text.strip(), parser.grammar([ADD, MUL], ("mul",), {}))
+
+    def written(*calls: Any) -> str:
+        reply = {"role": "assistant", "content": "", "tool_calls": list(calls)}
+        after = own.apply_chat_template([*said, reply], tools=[ADD], tokenize=False)
+        return str(after.removeprefix(before).split(own.convert_ids_to_tokens(end_of_turn(own)))[0])
+
+    assert fits(written(call(1)).strip(), parser.grammar([ADD, MUL], ("add",), {}))
+    assert not fits(written(call(1)).strip(), parser.grammar([ADD, MUL], ("mul",), {}))
+    text = written(call(1), call(2))
     reply = parser.parse([], spell(own, text), [ADD], truncated=False)
     assert [(each.name, each.arguments) for each in reply.tool_calls] == [("add", {"a": n, "b": 2}) for n in (1, 2)]
     assert reply.errors == []
