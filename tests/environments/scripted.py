@@ -97,7 +97,10 @@ class ScriptedEngine:
 class ScriptedAttempts(EnvironmentEpisode):
     """Attempts whose replies are known and need no parsing."""
 
-    turns: Sequence[Turn] = ()
+    def __init__(self, environment: Any, *, turns: Sequence[Turn], tokenizer: Any, **settings: Any) -> None:
+        super().__init__(environment, **settings)
+        self.turns = turns
+        self.setup(tokenizer)
 
     def parser(self, tools: Sequence[dict[str, Any]]) -> ReplyParser:
         script = iter(self.turns)
@@ -115,9 +118,14 @@ async def play(
     tokenizer: Any, turns: Sequence[Turn], tools: bool, **settings: Any
 ) -> tuple[ScriptedEngine, Trajectory]:
     engine = ScriptedEngine(turns)
-    attempts = ScriptedAttempts(lambda: Script(turns, tools), on_truncated="continue", max_turns=50, **settings)
-    attempts.turns = turns
-    attempts.setup(tokenizer)
+    attempts = ScriptedAttempts(
+        lambda: Script(turns, tools),
+        on_truncated="continue",
+        max_turns=50,
+        turns=turns,
+        tokenizer=tokenizer,
+        **settings,
+    )
     (trajectory,) = await alone(attempts, engine, {}, SamplingParams(max_new_tokens=1000))
     return engine, trajectory
 

@@ -37,9 +37,7 @@ def play_asked(
     environment: Any, turns: Sequence[Turn], row: Mapping[str, Any] | None = None, **settings: Any
 ) -> tuple[Trajectory, ScriptedEngine]:
     engine = ScriptedEngine(turns)
-    attempts = ScriptedAttempts(environment, **settings)
-    attempts.turns = turns
-    attempts.setup(TOKENIZER)
+    attempts = ScriptedAttempts(environment, turns=turns, tokenizer=TOKENIZER, **settings)
     (trajectory,) = asyncio.run(alone(attempts, engine, row or {}, SAMPLING))
     return trajectory, engine
 
@@ -253,9 +251,8 @@ def test_calls_of_one_turn_end_with_the_one_that_fails() -> None:
             return ""
 
     turn = said("", *(ToolCallOf(name) for name in ("thread", "later", "slow", "down")))
-    engine, attempts = ScriptedEngine([turn]), ScriptedAttempts(lambda: ToolEnvironment(Tools))
-    attempts.turns = [turn]
-    attempts.setup(TOKENIZER)
+    engine = ScriptedEngine([turn])
+    attempts = ScriptedAttempts(lambda: ToolEnvironment(Tools), turns=[turn], tokenizer=TOKENIZER)
 
     async def play_and_look() -> Trajectory:
         (trajectory,) = await alone(attempts, engine, {}, SAMPLING)
@@ -293,9 +290,7 @@ def test_two_calls_where_the_template_takes_one_are_a_malformed_reply() -> None:
         Turn(Reply("", None, [call(0, a=1), call(1, a=2)]), [*spell(tokenizer, "two calls"), end]),
         Turn(Reply("done"), [*spell(tokenizer, "done"), end]),
     ]
-    attempts = ScriptedAttempts(lambda: ToolEnvironment(Calculator))
-    attempts.turns = turns
-    attempts.setup(tokenizer)
+    attempts = ScriptedAttempts(lambda: ToolEnvironment(Calculator), turns=turns, tokenizer=tokenizer)
     (trajectory,) = asyncio.run(alone(attempts, ScriptedEngine(turns), {"start": 0}, SAMPLING))
     assert trajectory.messages[1] == {"role": "assistant", "content": "two calls"}
     assert "takes one tool call at a time" in trajectory.messages[2]["content"]
@@ -417,9 +412,7 @@ def test_reset_draws_one_task_for_a_group_or_the_run_stops() -> None:
             Random.number += 1
             return [{"role": "user", "content": f"Task {seed if 'row' in row else Random.number}"}]
 
-    attempts = ScriptedAttempts(lambda: Random([Turn(Reply("x"), [1])]))
-    attempts.turns = [said("hello")]
-    attempts.setup(TOKENIZER)
+    attempts = ScriptedAttempts(lambda: Random([Turn(Reply("x"), [1])]), turns=[said("hello")], tokenizer=TOKENIZER)
 
     async def ask(request: GenerationRequest) -> CompletionGroup:
         return await ScriptedEngine([said("hello")])(request)
@@ -437,9 +430,7 @@ def test_each_turn_is_asked_with_the_seed_of_its_attempt_and_turn() -> None:
         seeds.append(request.seed)
         return await ScriptedEngine([said("hello")])(request)
 
-    attempts = ScriptedAttempts(lambda: Patient([]), max_turns=3)
-    attempts.turns = [said("hello")] * 3
-    attempts.setup(TOKENIZER)
+    attempts = ScriptedAttempts(lambda: Patient([]), max_turns=3, turns=[said("hello")] * 3, tokenizer=TOKENIZER)
     asyncio.run(alone(attempts, ask, {}, SAMPLING, number=2))
     assert sorted(seeds) == [0, 1, 2, 100, 101, 102]
 
@@ -461,9 +452,9 @@ def test_no_more_environments_than_allowed_live_at_once_and_all_are_closed() -> 
             alive[0] -= 1
             alive[2] += 1
 
-    attempts = ScriptedAttempts(lambda: Counted([Turn(Reply("x"), [1])]), max_environments=2)
-    attempts.turns = [said("hello")]
-    attempts.setup(TOKENIZER)
+    attempts = ScriptedAttempts(
+        lambda: Counted([Turn(Reply("x"), [1])]), max_environments=2, turns=[said("hello")], tokenizer=TOKENIZER
+    )
 
     async def several() -> None:
         await asyncio.gather(*(alone(attempts, ScriptedEngine([said("hi")]), {}, SAMPLING, seed=i) for i in range(6)))
@@ -486,9 +477,7 @@ def test_an_environment_is_closed_when_its_attempt_is_cancelled() -> None:
         async def close(self) -> None:
             closed.append(True)
 
-    attempts = ScriptedAttempts(lambda: Stuck([]))
-    attempts.turns = [said("hello")]
-    attempts.setup(TOKENIZER)
+    attempts = ScriptedAttempts(lambda: Stuck([]), turns=[said("hello")], tokenizer=TOKENIZER)
 
     async def cancel() -> None:
         run = asyncio.ensure_future(alone(attempts, ScriptedEngine([said("hi")]), {}, SAMPLING))

@@ -27,9 +27,7 @@ def held() -> Iterator[threading.Event]:
 
 def play(environment: Callable[[], Environment], *turns: Turn, number: int = 1, **settings: Any) -> list[Trajectory]:
     """Plays a group of attempts, each with the given replies."""
-    attempts = ScriptedAttempts(environment, **settings)
-    attempts.turns = turns
-    attempts.setup(TOKENIZER)
+    attempts = ScriptedAttempts(environment, turns=turns, tokenizer=TOKENIZER, **settings)
     asked: dict[int, int] = {}
 
     async def ask(request: GenerationRequest) -> CompletionGroup:
@@ -105,9 +103,7 @@ def test_the_engine_is_asked_while_an_environment_blocks(held: threading.Event) 
             return Step(reward=float(held.wait(30)), done=True)
 
     turn = said("hello")
-    attempts = ScriptedAttempts(Waits)
-    attempts.turns = [turn]
-    attempts.setup(TOKENIZER)
+    attempts = ScriptedAttempts(Waits, turns=[turn], tokenizer=TOKENIZER)
 
     async def ask(request: GenerationRequest) -> CompletionGroup:
         if request.seed // 100:  # the second attempt's, which is answered while the first one's step blocks

@@ -33,9 +33,7 @@ def test_every_code_block_of_the_guide_runs(root: Path) -> None:
         return Turn(Reply(text, None, list(calls)), spell(tokenizer, (text or "call") + "<|im_end|>"))
 
     def play(environment: Any, turns: list[Turn], row: dict[str, Any]) -> Any:
-        attempts = ScriptedAttempts(environment)
-        attempts.turns = turns
-        attempts.setup(tokenizer)
+        attempts = ScriptedAttempts(environment, turns=turns, tokenizer=tokenizer)
         return asyncio.run(alone(attempts, ScriptedEngine(turns), row, SAMPLING))[0]
 
     guessed = play(names["GuessNumber"], [said("two"), *(said(str(n)) for n in (1, 2, 3))], {"up_to": 3})

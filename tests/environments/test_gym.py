@@ -24,9 +24,7 @@ def play(
     make: Any, said: Sequence[str], row: Mapping[str, Any] | None = None, seed: int = 1, **limits: Any
 ) -> Trajectory:
     turns = [Turn(Reply(text), spell(TOKENIZER, text + "<|im_end|>")) for text in said]
-    attempts = ScriptedAttempts(make, **limits)
-    attempts.turns = turns
-    attempts.setup(TOKENIZER)
+    attempts = ScriptedAttempts(make, turns=turns, tokenizer=TOKENIZER, **limits)
     (trajectory,) = asyncio.run(
         alone(attempts, ScriptedEngine(turns), row or {"prompt": "Go. "}, SAMPLING, seed=seed, max_model_len=10**6)
     )
@@ -107,9 +105,9 @@ class Wandering:
 
 def test_games_that_draw_from_the_processs_generators_repeat_and_leave_them_alone() -> None:
     turns = [Turn(Reply("x"), spell(TOKENIZER, "x<|im_end|>"))] * 12
-    attempts = ScriptedAttempts(lambda: GymnasiumEnvironment(Wandering, global_random=True), max_turns=3)
-    attempts.turns = turns
-    attempts.setup(TOKENIZER)
+    attempts = ScriptedAttempts(
+        lambda: GymnasiumEnvironment(Wandering, global_random=True), max_turns=3, turns=turns, tokenizer=TOKENIZER
+    )
     before = random.getstate(), np.random.get_state()[1].tolist()
     games = asyncio.run(alone(attempts, ScriptedEngine(turns), {"prompt": ""}, SAMPLING, number=4))
     assert len({tuple(shown(game)) for game in games}) == 1 and len(set(shown(games[0]))) == 3
@@ -150,9 +148,9 @@ def test_games_of_gem_repeat() -> None:
     from gem.envs.game_env.guess_the_number import GuessTheNumberEnv
 
     turns = [Turn(Reply(f"\\boxed{{{n}}}"), spell(TOKENIZER, "x<|im_end|>")) for n in (3, 3, 9, 9)]
-    attempts = ScriptedAttempts(lambda: GymnasiumEnvironment(GuessTheNumberEnv), max_turns=2)
-    attempts.turns = turns
-    attempts.setup(TOKENIZER)
+    attempts = ScriptedAttempts(
+        lambda: GymnasiumEnvironment(GuessTheNumberEnv), max_turns=2, turns=turns, tokenizer=TOKENIZER
+    )
     state = random.getstate()
     games = asyncio.run(alone(attempts, ScriptedEngine(turns), {"prompt": ""}, SAMPLING, number=2))
     assert [game.failure for game in games] == [None, None] and random.getstate() == state

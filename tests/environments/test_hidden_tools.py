@@ -101,9 +101,7 @@ def test_messages_that_the_template_drops_stop_the_run(template: str, stops: boo
         Turn(Reply("", None, [call(0, a=1, b=2)]), spell(own, "call<|im_end|>")),
         Turn(Reply("done"), spell(own, "done<|im_end|>")),
     ]
-    episode = ScriptedAttempts(Answers)
-    episode.turns = turns
-    episode.setup(own)
+    episode = ScriptedAttempts(Answers, turns=turns, tokenizer=own)
     run = alone(episode, ScriptedEngine(turns), {}, SamplingParams(max_new_tokens=20))
     if stops:
         with pytest.raises(ValueError, match="role 'tool'"):

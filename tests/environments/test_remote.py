@@ -38,9 +38,7 @@ def calls(*names: str, **arguments: Any) -> Turn:
 def play(
     environment: Any, turns: list[Turn], row: dict[str, Any] | None = None, seed: int = 1, **kwargs: Any
 ) -> Trajectory:
-    attempts = ScriptedAttempts(environment, **kwargs)
-    attempts.turns = turns
-    attempts.setup(TOKENIZER)
+    attempts = ScriptedAttempts(environment, turns=turns, tokenizer=TOKENIZER, **kwargs)
     (trajectory,) = asyncio.run(alone(attempts, ScriptedEngine(turns), row or {"prompt": "Go."}, SAMPLING, seed=seed))
     return trajectory
 
@@ -150,9 +148,7 @@ def test_an_mcp_server_over_http_has_own_tools_and_rewards_beside_it_and_may_be_
                 return await super().__call__(request)
 
         turns = [calls("add", a=1), calls("add", a=1), said("done")]
-        attempts = ScriptedAttempts(environment)
-        attempts.turns = turns
-        attempts.setup(TOKENIZER)
+        attempts = ScriptedAttempts(environment, turns=turns, tokenizer=TOKENIZER)
         began = time.monotonic()
         (killed,) = asyncio.run(alone(attempts, Kills(turns), {"prompt": "Go."}, SAMPLING))
         assert killed.stop_reason == "failure" and "MCP server" in str(killed.failure)
@@ -204,9 +200,7 @@ def test_remote_environments_are_given_back_whatever_ends_an_attempt(guess: Serv
         assert play(make, [said("x"), said("x")], max_turns=2).stop_reason == "turns"
 
     async def cancelled() -> None:
-        attempts = ScriptedAttempts(make)
-        attempts.turns = [said("x")]
-        attempts.setup(TOKENIZER)
+        attempts = ScriptedAttempts(make, turns=[said("x")], tokenizer=TOKENIZER)
         asked = asyncio.Event()
 
         async def never(request: GenerationRequest) -> CompletionGroup:

@@ -26,9 +26,7 @@ def turn() -> Turn:
 
 def by_environment(row: dict[str, Any], settings: dict[str, Any]) -> str:
     engine = ScriptedEngine([turn()])
-    attempts = ScriptedAttempts(lambda: Script([turn()], tools=False), **settings)
-    attempts.turns = [turn()]
-    attempts.setup(TOKENIZER)
+    attempts = ScriptedAttempts(lambda: Script([turn()], tools=False), turns=[turn()], tokenizer=TOKENIZER, **settings)
     asyncio.run(alone(attempts, engine, row, SAMPLING))
     return str(TOKENIZER.decode(engine.asked[0]))
 

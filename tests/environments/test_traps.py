@@ -222,9 +222,9 @@ def sampled_by(engine: TransformersEngine) -> list[Trajectory]:
     replies = [Reply("", "hm", [call(0, a=1)]), Reply("yes", "hm"), Reply("no"), Reply("end")]
     turns = [Turn(reply, [], [answer]) for reply, answer in zip(replies, (result, question, question), strict=False)]
     turns.append(Turn(replies[3], []))
-    attempts = ScriptedAttempts(lambda: Script(turns), on_truncated="continue", max_tokens_per_turn=12)
-    attempts.turns = turns
-    attempts.setup(QWEN3)
+    attempts = ScriptedAttempts(
+        lambda: Script(turns), on_truncated="continue", max_tokens_per_turn=12, turns=turns, tokenizer=QWEN3
+    )
 
     async def ask(request: GenerationRequest) -> CompletionGroup:
         (group,) = engine.generate_all([request])
