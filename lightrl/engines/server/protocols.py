@@ -152,10 +152,8 @@ class VLLMProtocol(ServerProtocol):
             for c in choices
             if c["finish_reason"] in ("stop", "length")
         ]
-        return completions * n if greedy else completions, await self._version(server)
-
-    async def _version(self, server: Server) -> str:
-        return str((await server.get("/weight_info"))["weight_version"])
+        version = str((await server.get("/weight_info"))["weight_version"])
+        return completions * n if greedy else completions, version
 
     async def scores(self, server: Server, ids: Sequence[int], top: int) -> TokenScores:
         body = {"model": server.facts.model, "prompt": list(ids), "max_tokens": 1, "temperature": 0.0}
@@ -173,7 +171,8 @@ class VLLMProtocol(ServerProtocol):
         await server.post("/update_weight_version", {"new_version": mark})
 
     async def load_files(self, server: Server, folder: str, files: Sequence[str], token: str) -> None:
-        answers = await self.rpc(server, "lightrl_load_files", [f"{folder}/{file}" for file in files], True)
+        call = {"method": "lightrl_load_files", "args": [[f"{folder}/{file}" for file in files], True]}
+        answers = (await server.post("/collective_rpc", call))["results"]
         errors = [answer["error"] for answer in answers if answer["error"]]
         if errors:
             raise ValueError(f"{server.url} could not load the weights: {errors[0]}")
@@ -183,11 +182,6 @@ class VLLMProtocol(ServerProtocol):
                 f"Weight sync left {len(missing)} parameter(s) of {server.url} without new values (or with NaN): "
                 f"{', '.join(missing[:8])}{' ...' if len(missing) > 8 else ''}. Start it with the policy's model."
             )
-
-    async def rpc(self, server: Server, method: str, *arguments: Any) -> list[Any]:
-        """Calls a method of the server's worker extension and returns one result per worker."""
-        answer = await server.post("/collective_rpc", {"method": method, "args": list(arguments)})
-        return list(answer["results"])
 
     async def resume(self, server: Server, token: str) -> None:
         # This order keeps multimodal requests valid.
