@@ -275,7 +275,8 @@ def require_unrendered(tokenizer: PreTrainedTokenizerBase, prompt: str, chat_tem
 def _tokens_of_turns(tokenizer: PreTrainedTokenizerBase, template: str) -> list[str]:
     """Returns the special tokens that a chat template writes around a user's turn."""
     text = ""
-    for content in ("", []):  # a template may accept only one form
+    forms: tuple[Any, ...] = ("", [])  # a template may accept only one form
+    for content in forms:
         with contextlib.suppress(Exception):  # templates raise anything
             user = [{"role": "user", "content": content}]
             text += str(tokenizer.apply_chat_template(user, tokenize=False, add_generation_prompt=True))
