@@ -1,6 +1,6 @@
 """`ServerEngine` on SGLang's routes, and how it deals with servers that fail, change their weights, or go away.
 
-No SGLang can run here: the servers are small ones that speak the routes it documents (`sglang_server.py`).
+The servers are small ones that speak SGLang's routes (`sglang_server.py`). `test_server_sglang_real.py` runs SGLang.
 """
 
 from __future__ import annotations
@@ -265,17 +265,39 @@ def test_servers_that_disagree_are_named(start: Start, tied_folder: Path) -> Non
     assert engine.policy_version == -1
 
 
-def test_weights_that_do_not_fit_are_refused(start: Start, tied_folder: Path, tmp_path: Path) -> None:
+def test_weights_that_do_not_fit_end_the_run(start: Start, tied_folder: Path, tmp_path: Path) -> None:
+    """SGLang exits if a size differs."""
     engine, _ = start()
     wide = build_model(tmp_path / "wide", tied=True, vocab_size=60)
-    with pytest.raises(ValueError, match=r"http://.* could not load the weights .*size mismatch"):
+    with pytest.raises(EngineDiedError, match="All servers are gone"):
         engine.load_weights(wide.named_parameters(), policy_version=0)
-    names = [pair for pair in load(tied_folder).named_parameters() if "norm" not in pair[0]]
-    with pytest.raises(ValueError, match=r"could not load the weights .*layernorm"):
-        engine.load_weights(names, policy_version=0)
+    assert engine.policy_version == -1
+    with pytest.raises(EngineDiedError):
+        sample(engine)
+
+
+def test_weights_that_a_server_cannot_read_are_refused(
+    start: Start, tied_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, _ = start()
+    monkeypatch.setattr("safetensors.torch.save_file", lambda *args, **options: None)
+    with pytest.raises(ValueError, match=r"http://.* could not load the weights .*Failed to get weights iterator"):
+        push(engine, tied_folder)
     assert engine.policy_version == -1 and list((tmp_path / "weights").iterdir()) == []
     with pytest.raises(StaleWeightsError):
         sample(engine)
+
+
+def test_a_paused_server_that_fails_its_health_check_is_kept(start: Start, tied_folder: Path) -> None:
+    """SGLang's /health waits while weights load, and fails after 20 s."""
+    engine, servers = start(1, timeout=0.6)
+    push(engine, tied_folder)
+    servers[0].paused = True
+    assert httpx.get(f"{engine._connection.urls[0]}/health").status_code == 503
+    time.sleep(1.0)  # several health checks
+    assert engine._connection.servers[0].lost is None
+    servers[0].paused = False
+    sample(engine)
 
 
 @pytest.mark.parametrize("schedule", [OnPolicy(), Ahead()], ids=lambda schedule: type(schedule).__name__)

@@ -52,6 +52,7 @@ class Server:
         patience: Seconds within which a healthy server must answer a health check.
         progress_timeout: Seconds without a response while requests are pending after which the server counts as lost.
             None for no limit.
+        alive_path: Route of health checks while the server is in use. Must answer during weight updates.
 
     Attributes:
         lost: Why the server counts as dead, or None.
@@ -61,10 +62,18 @@ class Server:
         life: URL and the number of times the server came back.
     """
 
-    def __init__(self, url: str, headers: dict[str, str], patience: float, progress_timeout: float | None) -> None:
+    def __init__(
+        self,
+        url: str,
+        headers: dict[str, str],
+        patience: float,
+        progress_timeout: float | None,
+        alive_path: str = "/health",
+    ) -> None:
         self.url = url.rstrip("/")
         self.patience = patience
         self.progress_timeout = progress_timeout
+        self.alive_path = alive_path
         self.lost: str | None = None
         self.loaded: str | None = None
         self.outstanding = 0
@@ -78,7 +87,7 @@ class Server:
         self._watch: asyncio.Task[None] | None = None
 
     async def call(self, method: str, path: str, **arguments: Any) -> Any:
-        """Sends a request and returns the decoded response, or None if it is empty.
+        """Sends a request and returns the decoded response, or None if it is empty or no JSON.
 
         Raises:
             ServerError: If the live server returned an error or dropped the connection.
@@ -112,7 +121,8 @@ class Server:
                 self.lose(f"{path} returned {response.status_code}: {redact_text(response.text)[:200]}")
                 raise ServerLostError(f"{self.url}: {self.lost}")
             raise ServerError(self.url, path, response.status_code, response.text)
-        return response.json() if response.content else None
+        is_json = "json" in response.headers.get("content-type", "")  # SGLang's /flush_cache returns text
+        return response.json() if response.content and is_json else None
 
     async def get(self, path: str, **arguments: Any) -> Any:
         """Sends a GET request."""
@@ -125,9 +135,10 @@ class Server:
     async def healthy(self) -> bool:
         """Returns whether the server is healthy. Retries up to `patience` seconds while the network is down."""
         end = time.monotonic() + self.patience
+        path = "/health" if self._watch is None or self.lost is not None else self.alive_path
         while True:
             try:  # httpx's timeout restarts with every byte
-                answer = await asyncio.wait_for(self._client.get("/health", timeout=self.patience), self.patience)
+                answer = await asyncio.wait_for(self._client.get(path, timeout=self.patience), self.patience)
                 return answer.status_code == 200
             except asyncio.TimeoutError:
                 return False
@@ -146,7 +157,7 @@ class Server:
     async def revive(self) -> bool:
         """Checks whether the server is healthy and starts to monitor it. Doesn't change its weights."""
         if not await self.healthy():
-            self.lose("does not answer /health")
+            self.lose("does not answer its health check")
             return False
         if self.lost is not None:
             log.warning("Server %s is back. It will be used after the next weight push.", self.url)
@@ -220,7 +231,8 @@ class Connection:
             ValueError: If a server is unreachable or incompatible.
         """
         headers = {"Authorization": f"Bearer {key}"} if (key := self._key()) else {}
-        self.servers = [Server(url, headers, self.timeout, self.progress_timeout) for url in self.urls]
+        path = self.protocol.alive_path
+        self.servers = [Server(url, headers, self.timeout, self.progress_timeout, path) for url in self.urls]
         self.loop = BackgroundLoop("lightrl-servers")
         try:
             self.loop.run(self._meet(look_at))

@@ -49,9 +49,11 @@ class ServerProtocol(ABC):
 
     Attributes:
         harmless_extra: See `Engine.harmless_extra`.
+        alive_path: See `Server`.
     """
 
     harmless_extra: frozenset[str]
+    alive_path = "/health"
 
     @abstractmethod
     async def served(self, server: Server, model: str | None) -> Facts:
@@ -212,16 +214,18 @@ _SGLANG_NAMES = {
 
 
 class SGLangProtocol(ServerProtocol):
-    """Protocol of SGLang servers, as documented for 0.5. Has not been tested against a real server.
+    """Protocol of SGLang servers. Run against SGLang 0.5.23 on a CPU.
 
-    Seeds have an effect only if the server runs with `--enable-deterministic-inference`. Source:
+    Seeds have an effect only if the server runs with `--enable-deterministic-inference`. SGLang keeps the old values of
+    parameters that are missing in a weight update, ignores unknown ones, and exits if a size differs. Source:
     https://docs.sglang.io/docs/basic_usage/native_api.md, https://docs.sglang.io/docs/advanced_features/sglang_for_rl.md
     """
 
     harmless_extra = frozenset({"skip_special_tokens", "spaces_between_special_tokens"})
+    alive_path = "/v1/models"  # /health samples a token: on a paused server, it returns 503 after 20 s
 
     async def served(self, server: Server, model: str | None) -> Facts:
-        info = await server.get("/get_model_info")
+        info = await server.get("/model_info")
         served = (await server.get("/v1/models"))["data"]
         return Facts(model or str(info["model_path"]), next((e.get("max_model_len") for e in served), None))
 
@@ -267,7 +271,7 @@ class SGLangProtocol(ServerProtocol):
             raise ValueError(f"{server.url} could not load the weights in {folder}: {answer['message']}")
 
     async def resume(self, server: Server, token: str) -> None:
-        await server.post("/flush_cache")  # raises an error on failure
+        await server.post("/flush_cache")  # answers in text, with status 400 on failure
         await server.post("/continue_generation", {})
 
 
