@@ -1,6 +1,6 @@
 """A small server with exactly the SGLang routes that `ServerEngine` uses, on a real model.
 
-`test_server_sglang_real.py` compares its answers with those of SGLang 0.5.23.
+Its answers follow SGLang 0.5.23; `test_server_sglang_real.py` compares them with a running one.
 Weights really come from the folder, log-probs from the model, random numbers from each request's `sampling_seed`.
 `faults` makes it misbehave.
 """
