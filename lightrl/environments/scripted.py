@@ -17,7 +17,7 @@ from lightrl.environments.episodes import Task
 from lightrl.environments.multi_turn import MultiTurn
 from lightrl.environments.playing import EnvironmentEpisode
 from lightrl.models.turns import end_of_turn
-from lightrl.records import Completion, CompletionGroup, GenerationRequest, Prompts, SamplingParams, Trajectory
+from lightrl.records import Completion, CompletionGroup, GenerationRequest, Prompts, SamplingParams, Support, Trajectory
 
 MOST_TURNS = 1 << 20
 EXAMPLES = {"integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
@@ -123,6 +123,7 @@ def play(
             said = script[min(turn, len(script) - 1)][: request.sampling.max_new_tokens]
             text = tokenizer.decode(said, skip_special_tokens=True)
             finish = Completion(said, [0.0] * len(said), text, "stop" if said[-1:] == end else "length")
+            finish.support = None if request.trained else Support.whole(len(said))  # as VLLMEngine records it
             return CompletionGroup(request, [finish], 0)
 
         columns = {name: [value] for name, value in row.items()}
