@@ -235,24 +235,19 @@ def sample_records(
     for row in sorted(rank_in_group, key=lambda i: (rank_in_group[i], i))[:num_samples]:
         record = trajectory_record(rollouts, row, tokenizer, rewards=rewards, digits=6)
         record |= {"question": question(rollouts, row), "num_tokens": int(lengths[row])}
-        extra = {name: values[row] for name, values in rollouts.columns.items() if _logged_by(name, rollouts)}
+        logged = [name for name in rollouts.columns if name.rpartition("/")[0] in rollouts.reward_parts]  # `log_extra`
+        extra = {name: rollouts.columns[name][row] for name in logged}
         if any(value is not None for value in extra.values()):
             record["extra"] = extra
         if rollouts.messages:
             own = rollouts.trajectory_ids == rollouts.trajectory_ids[row]
-            turns = 1 if rollouts.turn_ids is None else int(rollouts.turn_ids[own].max()) + 1
-            record["turns"] = turns
+            record["turns"] = 1 if rollouts.turn_ids is None else int(rollouts.turn_ids[own].max()) + 1
         if rollouts.media and rollouts.media[row]:
             record["media"] = describe(rollouts.media[row])
         if advantages is not None:
             record["advantage"] = round(float(advantages[row]), 6)
         records.append(record)
     return records
-
-
-def _logged_by(column: str, rollouts: Rollouts) -> bool:
-    """Whether a column comes from a reward function's `log_extra`."""
-    return column.rpartition("/")[0] in rollouts.reward_parts
 
 
 def shorten(text: str, length: int) -> str:

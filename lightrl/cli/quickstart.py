@@ -62,7 +62,17 @@ def quickstart(
             held.callback(FolderLock(outputs).release)
         steps = _tiny_steps(outputs) if tiny else _steps(outputs, algorithm, model)
         short = [] if rollouts is None else [f"--data.init_args.rollouts_per_epoch={rollouts}"]
-        _take(steps, [*short, f"--seed_everything={seed}"])
+        for title, arguments in steps:
+            print(f"== {title}{', resuming from the last checkpoint' * ('--ckpt_path=last' in arguments)}", flush=True)
+            trains = "--data.init_args.engine=" in " ".join(arguments)
+            begin = time.monotonic()
+            options = [*short, f"--seed_everything={seed}"] if trains else []
+            status = _run_step([sys.executable, "-m", "lightrl", *arguments, *options])
+            if status:
+                print(f"== Stopped in step {title}. Rerun the command with --resume to resume it.")
+                sys.exit(status)
+            seconds = round(time.monotonic() - begin)
+            print(f"== {title}: {seconds // 60}:{seconds % 60:02d}", flush=True)
 
 
 def _steps(outputs: Path, algorithm: str, model: str | None) -> list[Step]:
@@ -109,20 +119,6 @@ def _precision() -> list[str]:
 
 def _resumed(folder: Path) -> list[str]:
     return ["--ckpt_path=last"] if any((folder / "checkpoints").glob("*.ckpt")) else []
-
-
-def _take(steps: list[Step], options: list[str]) -> None:
-    """Runs the steps."""
-    for title, arguments in steps:
-        print(f"== {title}{', resuming from the last checkpoint' * ('--ckpt_path=last' in arguments)}", flush=True)
-        trains = "--data.init_args.engine=" in " ".join(arguments)
-        begin = time.monotonic()
-        status = _run_step([sys.executable, "-m", "lightrl", *arguments, *(options if trains else [])])
-        if status:
-            print(f"== Stopped in step {title}. Rerun the command with --resume to resume it.")
-            sys.exit(status)
-        seconds = round(time.monotonic() - begin)
-        print(f"== {title}: {seconds // 60}:{seconds % 60:02d}", flush=True)
 
 
 def _run_step(command: list[str]) -> int:
