@@ -52,7 +52,7 @@ class Server:
         patience: Seconds within which a healthy server must answer a health check.
         progress_timeout: Seconds without a response while requests are pending after which the server counts as lost.
             None for no limit.
-        alive_path: Route of health checks while the server is in use. Must answer during weight updates.
+        alive_path: Route of health checks. Must answer while the server is paused.
 
     Attributes:
         lost: Why the server counts as dead, or None.
@@ -135,11 +135,10 @@ class Server:
     async def healthy(self) -> bool:
         """Returns whether the server is healthy. Retries up to `patience` seconds while the network is down."""
         end = time.monotonic() + self.patience
-        path = "/health" if self._watch is None or self.lost is not None else self.alive_path
         while True:
             try:  # httpx's timeout restarts with every byte
-                answer = await asyncio.wait_for(self._client.get(path, timeout=self.patience), self.patience)
-                return answer.status_code == 200
+                answer = await asyncio.wait_for(self._client.get(self.alive_path, timeout=self.patience), self.patience)
+                return answer.status_code in (200, 401)  # the next request names the missing key
             except asyncio.TimeoutError:
                 return False
             except httpx.TransportError as error:
