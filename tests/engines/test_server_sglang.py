@@ -269,7 +269,7 @@ def test_weights_that_do_not_fit_end_the_run(start: Start, tied_folder: Path, tm
     """SGLang exits if a size differs."""
     engine, _ = start()
     wide = build_model(tmp_path / "wide", tied=True, vocab_size=60)
-    with pytest.raises(EngineDiedError, match="All servers are gone"):
+    with pytest.raises(EngineDiedError, match="All servers are down"):
         engine.load_weights(wide.named_parameters(), policy_version=0)
     assert engine.policy_version == -1
     with pytest.raises(EngineDiedError):

@@ -22,11 +22,10 @@ import torch
 
 pytest.importorskip("uvicorn")
 
-from lightrl.engines.vllm.setup import free_port
-
 from lightrl.algorithms import GRPOLightningModule
 from lightrl.callbacks import WeightSync
 from lightrl.engines import EngineContext, EngineDiedError, ServerEngine
+from lightrl.engines.vllm.conversion import free_port
 from lightrl.records import Prompts, SamplingParams
 from tests.engines.conftest import ask, build_model, change, load, reference_logprobs
 from tests.engines.sglang_server import SGLangServer
@@ -155,6 +154,6 @@ def test_weights_of_another_size_end_the_server(server: str, model: Path, tmp_pa
     engine = ServerEngine([server], kind="sglang", shared_folder=str(tmp_path / "weights"), timeout=60.0)
     engine.start(EngineContext(str(model), max_prompt_tokens=8, max_new_tokens=6))
     wide = build_model(tmp_path / "wide", tied=True, vocab_size=60)
-    with pytest.raises(EngineDiedError, match="All servers are gone"):
+    with pytest.raises(EngineDiedError, match="All servers are down"):
         engine.load_weights(wide.named_parameters(), policy_version=0)
     engine.close()
