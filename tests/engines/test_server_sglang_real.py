@@ -52,7 +52,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     port = free_port("")
     place = ["--host", "127.0.0.1", "--port", str(port), "--model-path", str(model), "--dtype", "float32"]
-    limits = ["--max-total-tokens", "4096", "--context-length", "256"]
+    limits = ["--max-total-tokens", "4096"]
     log = tmp_path_factory.mktemp("log") / "server.log"
     with log.open("w") as file:
         command = [str(PYTHON), "-m", "sglang.launch_server", *place, *limits, *ARGUMENTS.split()]
