@@ -214,7 +214,7 @@ _SGLANG_NAMES = {
 
 
 class SGLangProtocol(ServerProtocol):
-    """Protocol of SGLang servers, checked by hand on SGLang 0.5.23. No training run has used it on a real server.
+    """Protocol of SGLang servers, run against SGLang 0.5.23 on a CPU only.
 
     Seeds have an effect only if the server runs with `--enable-deterministic-inference`. SGLang keeps the old values of
     parameters that are missing in a weight update, ignores unknown ones, and exits if a size differs. Source:
