@@ -194,7 +194,7 @@ def planned(config: str, row: dict[str, Any]) -> float:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The table of docs/benchmarks.md."""
+    """The table of docs/work.md."""
     lines = ["| Model | Training | Layout | Micro-batch tokens | Peak GB | Planned GB |", "|---" * 6 + "|"]
     order = {name: i for i, name in enumerate([*MODELS, *WAYS, *LAYOUTS])}
     for row in sorted(rows, key=lambda row: [order[row[name]] for name in ("model", "way", "layout")]):

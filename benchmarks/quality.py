@@ -1,7 +1,9 @@
-"""Time to quality: rollouts and seconds until SmolLM2-135M-Instruct solves 65% of held-out sums. Not run yet.
+"""Time to quality: rollouts and seconds until SmolLM2-135M-Instruct solves 65% of held-out sums.
 
-    python benchmarks/quality.py --systems grpo rloo ppo --seeds 1 2 3 --out results/quality.json
-    python benchmarks/quality.py --systems trl --seeds 1 --rates 4e-5 --out results/quality.json
+    python benchmarks/quality.py --systems grpo rloo --seeds 1 2 3 4 5 --out results/quality.json
+    python benchmarks/quality.py --systems trl ppo --seeds 1 2 3 --out results/quality.json
+    python benchmarks/quality.py --systems trl --seeds 1 --rates 2e-5 8e-5 --out results/quality.json
+    python benchmarks/quality.py --systems --out results/quality.json --picture ../docs/images/quality.png
     python benchmarks/quality.py --model Qwen/Qwen2.5-0.5B-Instruct --task gsm_symbolic --target 0.5 \\
         --new-tokens 256 --device cuda --out results/quality_gpu.json        (the same on a GPU; not run yet)
 
@@ -207,10 +209,45 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
+NAMES = {"grpo": "GRPO", "rloo": "RLOO", "ppo": "PPO", "trl": "GRPO in TRL"}
+
+
+def draw(systems: dict[str, Any], path: Path) -> None:
+    """Draws the seconds of every run to the target."""
+    from matplotlib.figure import Figure
+
+    dark = path.stem.endswith("-dark")
+    ink = "#e5e7eb" if dark else "#111827"
+    figure = Figure(figsize=(7.0, 0.5 * len(systems) + 1.0), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    for place, (name, found) in enumerate(systems.items()):
+        seconds = [run["seconds"] for run in found["runs"] if run["seconds"] is not None]
+        color = "#ea580c" if name.startswith("trl") else "#2563eb"
+        axes.scatter(seconds, [place] * len(seconds), color=color, alpha=0.7, s=28)
+        axes.plot([found["summary"]["seconds"]] * 2, [place - 0.3, place + 0.3], color=color, linewidth=2)
+    axes.set_yticks(range(len(systems)), [label(name) for name in systems], color=ink)
+    axes.invert_yaxis()
+    axes.set_xlim(left=0)
+    axes.set_xlabel(
+        "seconds of training to an accuracy of 0.65 (a dot per seed, a line at the mean)", color=ink, fontsize=9
+    )
+    axes.tick_params(colors=ink)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(ink)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, transparent=True)
+
+
+def label(name: str) -> str:
+    """A system's name in the picture."""
+    system, _, rate = name.partition(", ")
+    return NAMES[system] + (f", rate {float(rate):.0e}".replace("e-0", "e-") if rate else "")
+
+
 def main() -> None:
     """Parses the command line, runs, and writes JSON after each run; runs already in the file are kept."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--systems", nargs="+", choices=["grpo", "rloo", "ppo", "trl"], default=["grpo"])
+    parser.add_argument("--systems", nargs="*", choices=["grpo", "rloo", "ppo", "trl"], default=["grpo"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[1])
     parser.add_argument("--model", default="smollm2", help="smollm2, or a model directory or ID")
     parser.add_argument("--task", default="basic_arithmetic", help="generator of reasoning-gym")
@@ -222,6 +259,7 @@ def main() -> None:
     parser.add_argument("--rates", nargs="+", type=float, default=[4e-5], help="TRL's learning rates")
     parser.add_argument("--micro", type=int, default=16, help="rows of TRL's micro-batch")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--picture", type=Path, help="PNG file; `-dark` at the end of its name draws light text")
     given = parser.parse_args()
     kept: dict[str, Any] = json.loads(given.out.read_text())["systems"] if given.out.exists() else {}
     for system in given.systems:
@@ -238,6 +276,8 @@ def main() -> None:
                 kept[name] = {"summary": summary(runs), "runs": runs}
                 about = {"target": given.target, "task": given.task, "model": given.model, "precision": given.precision}
                 given.out.write_text(json.dumps({**about, "systems": kept}, indent=1) + "\n")
+    if given.picture:
+        draw(kept, given.picture)
 
 
 if __name__ == "__main__":

@@ -437,7 +437,7 @@ def ratios(lengths: dict[str, Any], table: dict[str, Any]) -> dict[str, dict[str
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The tables of docs/benchmarks.md."""
+    """The tables of docs/work.md."""
     lines = [
         "| Task | Layout | Tokens | Padding | Saved | MFLOPs per trained token | To the ideal | Peak GB | "
         "Micro-batches | Operators | Host reads |",

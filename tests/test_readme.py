@@ -56,9 +56,12 @@ def test_the_figures_of_the_pages_are_those_of_the_committed_results() -> None:
     sync = json.loads((RESULTS / "sync.json").read_text())["rows"][0]
     assert (sync["parameters"], sync["engine"]) == ("100M", "in process")
     assert f"A push of {sync['MB']:.0f} MB takes {sync['sync ms'] / 1000:.2f} s" in text
-    agent = json.loads((RESULTS / "examples.json").read_text())["agent"]
-    start, end = (plot_quickstart.between([100 * run[key] for run in agent], "%") for key in ("start", "end"))
-    assert f"accuracy rises from {start} to {end}" in text
+    code = json.loads((RESULTS / "agent_examples.json").read_text())["runs"]["code"]
+    starts, ends = (plot_quickstart.between([100 * run["eval_reward"][i] for run in code], "%") for i in (0, 1))
+    assert f"from {starts} to {ends} of them in 8 rollouts" in text
+    systems = json.loads((RESULTS / "quality.json").read_text())["systems"]
+    ours, trl = (systems[name]["summary"]["seconds"] for name in ("grpo", "trl, 4e-05"))
+    assert f"solved after {ours:.0f} s of training, and after {trl:.0f} s with TRL" in text
     vlm = json.loads((RESULTS / "vlm.json").read_text())["sides"]
     assert f"{vlm['trl']['times']:.1f}x the speed of TRL 1.16" in text
 

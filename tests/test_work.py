@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 LENGTHS = {"shared": 8, "prompts": [20, 32, 27], "completions": [[8, 20, 31, 16], [5, 9, 12, 3], [14, 14, 2, 30]]}
 REAL = json.loads((RESULTS / "lengths.json").read_text())
-# FLOPs relative to the shared-prefix ideal. The aim is 1.05; docs/benchmarks.md explains the difference.
+# FLOPs relative to the shared-prefix ideal. The aim is 1.05; docs/work.md explains the difference.
 BARS = {"chain_sum": 1.05, "string_manipulation": 1.07}
 LAYERS, HEADS, WIDTH, HIDDEN, INNER, WORDS = 2, 1, 8, 64, 256, 427  # parts of a token's work as in SmolLM2-135M
 BLOCK = 4 * HIDDEN * WIDTH + 3 * HIDDEN * INNER
@@ -97,7 +97,7 @@ def test_two_blocks_tell_what_all_of_them_take(work: Any, model: str) -> None:
 
 def test_the_committed_work_meets_its_bars_and_is_shown(work: Any) -> None:
     result = json.loads((RESULTS / "work.json").read_text())
-    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    page = (ROOT / "docs" / "work.md").read_text()
     assert all(line in page for line in work.markdown(result).splitlines())
     for task, found in result["tasks"].items():
         assert found["ratios"] == work.ratios(REAL[task], found["table"])
@@ -114,7 +114,7 @@ def test_plans_are_within_a_quarter_of_the_committed_peaks_of_real_runs(
     measure = cache(plan.measure_model)
     monkeypatch.setattr(plan, "measure_model", measure)
     rows = json.loads((RESULTS / "memory.json").read_text())["rows"]
-    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    page = (ROOT / "docs" / "work.md").read_text()
     assert all(line in page for line in memory.table(rows).splitlines())
     assert {row["model"] for row in rows} == set(memory.MODELS)
     for name, config in (("smollm2", SMOLLM2), ("gemma3", GEMMA3)):

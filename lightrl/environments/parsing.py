@@ -223,7 +223,7 @@ def _list_format(functions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         tags.append({"type": "tag", "begin": begin, "content": content, "end": "}"})
     forms = []
     for line in ("", "\n"):  # as in the template's history, and as in its example
-        calls = {"type": "tags_with_separator", "tags": tags, "separator": f",{line or ' '}"}
+        calls: dict[str, Any] = {"type": "tags_with_separator", "tags": tags, "separator": f",{line or ' '}"}
         calls |= {"at_least_one": True, "stop_after_first": False}
         parts = [f"<tool_call>[{line}", calls, f"{line}]</tool_call>"]
         elements = [{"type": "const_string", "value": part} if isinstance(part, str) else part for part in parts]
