@@ -159,7 +159,9 @@ class VLLMParser(ReplyParser):
         marker: Text at the beginning of a tool call, used to detect malformed calls. "" disables the detection.
 
     Raises:
-        ValueError: vLLM is not installed, or has no parser with that name.
+        ValueError: vLLM is not installed.
+        KeyError: vLLM has no parser with that name.
+        RuntimeError: The tokenizer lacks the parser's tokens.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ from lightrl.records.sampling import Media, Routes, StopReason, Support
 def pad_rows(rows: Sequence[Sequence[float]], value: float, dtype: torch.dtype) -> Tensor:
     """Right-pads B sequences of unequal length with `value` to a (B, T) tensor, where T is the longest length."""
     lengths = torch.tensor([len(row) for row in rows])
-    real = torch.arange(int(lengths.max())) < lengths[:, None]
+    real = torch.arange(max(map(len, rows), default=0)) < lengths[:, None]
     out = torch.full(real.shape, value, dtype=dtype)
     out[real] = torch.tensor(list(chain.from_iterable(rows)), dtype=dtype)
     return out

@@ -275,6 +275,15 @@ def test_an_episode_that_leaves_ends_the_rollout_and_does_not_hang_it(
         collector(episode=Leaves(), stall_timeout=20.0).collect(tasks()).finish()
 
 
+def test_an_error_of_an_episode_ends_the_run(collector: Any) -> None:
+    class Breaks(Episode):
+        async def run(self, task: Task, ask: Ask) -> list[Trajectory]:
+            raise ZeroDivisionError("mistake")
+
+    with pytest.raises(ZeroDivisionError, match="mistake"):
+        collector(episode=Breaks()).collect(tasks()).finish()
+
+
 class Answers(Episode):
     """Gives what it is told to for every task."""
 
