@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -102,4 +103,19 @@ def _convert(file: Path, folder: Path) -> None:
     plain.load_state_dict(read.state_dict())
     plain.generation_config = read.generation_config
     plain.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    add_bos(tokenizer, file)
+    tokenizer.save_pretrained(folder)
+
+
+def add_bos(tokenizer: Any, file: Path) -> None:
+    """Lets a tokenizer begin texts with its BOS token if its GGUF file says so, which transformers doesn't read."""
+    from gguf import GGUFReader
+    from tokenizers.processors import TemplateProcessing
+
+    field = GGUFReader(file).get_field("tokenizer.ggml.add_bos_token")
+    if field is not None and field.contents():
+        bos = tokenizer.bos_token
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokenizer.bos_token_id)]
+        )
