@@ -44,7 +44,7 @@ KEYS = {
 CLASSES = {
     "EngineRatio": "RolloutRatio",
     "FidelityGate": "LogprobMonitor",
-    "GeometricEngineMask": "OffPolicyCorrection",
+    "GeometricEngineMask": "GeometricRejection",
     "LedgerCanary": "TrajectoryLogprobCheck",
     "SampleLog": "CompletionLogger",
     "SaveRollouts": "RolloutWriter",

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     )
     from lightrl.objectives.off_policy import (
         VESPO,
+        GeometricRejection,
         OffPolicyCorrection,
         OffPolicySequenceMask,
         RolloutRatio,
@@ -60,6 +61,7 @@ __all__ = [
     "ConstantLength",
     "Divergence",
     "ForwardKL",
+    "GeometricRejection",
     "GiGPO",
     "GroupRelative",
     "JensenShannon",

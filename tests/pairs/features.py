@@ -39,6 +39,7 @@ LOSSES: dict[str, Callable[[], Any]] = {
     **{"RLOOSequence": o.RLOOSequence, "VESPO": o.VESPO},
     "OffPolicyCorrection": lambda: o.OffPolicyCorrection(o.PPOClip()),
     "OffPolicySequenceMask": lambda: o.OffPolicySequenceMask(o.PPOClip()),
+    "GeometricRejection": lambda: o.GeometricRejection(o.PPOClip(), 0.5, 2.0),
     "RolloutRatio": lambda: o.RolloutRatio(o.PPOClip()),
 }
 AGGREGATIONS: dict[str, Callable[[], Any]] = {
@@ -121,7 +122,7 @@ NO_GROUPS = {"GAE", "TurnGAE", "Reinforce", "ReinforcePlusPlus"}
 BINARY = {"MaxRL", "PassAtK"}
 TURNS = {"TurnReturns", "TurnGAE", "GiGPO"}
 NORMALIZES = {"GDPO", "ReinforcePlusPlus", "ReinforcePlusPlusBaseline", "GroupRelative(batch)"}
-READS_ENGINE = {"VESPO", "OffPolicyCorrection", "OffPolicySequenceMask", "RolloutRatio"}
+READS_ENGINE = {"VESPO", "OffPolicyCorrection", "OffPolicySequenceMask", "GeometricRejection", "RolloutRatio"}
 
 
 def estimator(s: Settings) -> str | None:

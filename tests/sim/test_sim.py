@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 NAMED = [name for name in algorithms.__all__ if name.endswith("LightningModule")]
 LOSSES = ["CISPO", "CPG", "GMPO", "GSPO", "OffPolicyCorrection", "OffPolicySequenceMask", "PPOClip", "RLOOSequence"]
-LOSSES += ["SAPO", "VESPO", "RolloutRatio", "DPPO"]
+LOSSES += ["SAPO", "VESPO", "RolloutRatio", "DPPO", "GeometricRejection"]
 ADVANTAGES = ["GAE", "GDPO", "OPO", "RLOO", "GroupRelative", "MaxRL", "PassAtK", "Reinforce", "ReinforcePlusPlus"]
 ADVANTAGES += ["ReinforcePlusPlusBaseline", "TurnReturns", "TurnGAE", "GiGPO"]
 CASES = [
@@ -51,7 +51,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 LONG = {f"loss {name}" for name in ("CPG", "GMPO", "GSPO", "PPOClip", "RLOOSequence", "SAPO")}
 LONG |= {f"advantage {name}" for name in ("GAE", "GroupRelative", "RLOO", "ReinforcePlusPlus", "MaxRL", "OPO")}
 LONG |= {f"aggregation {name}" for name in ("ConstantLength", "SequenceMean", "TokenMean")}
-LONG |= {f"loss {name}" for name in ("CISPO", "OffPolicyCorrection", "VESPO")}
+LONG |= {f"loss {name}" for name in ("CISPO", "OffPolicyCorrection", "VESPO", "GeometricRejection")}
 LONG |= {f"advantage {name}" for name in ("GDPO", "PassAtK", "Reinforce", "ReinforcePlusPlusBaseline", "TurnReturns")}
 LONG |= {"CPGDLightningModule", "GSPOLightningModule", "RLOOLightningModule", "bf16-true"}
 LONG |= {"DAPOLightningModule", "DrGRPOLightningModule", "frozen reference in bfloat16", "linear KL", "layout padded"}
