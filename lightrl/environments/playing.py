@@ -8,21 +8,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import monotonic
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightrl.compat.arguments import imported
 from lightrl.data.rows import MediaError
-from lightrl.environments import base
+from lightrl.environments import base, tools
 from lightrl.environments.base import Environment, Message, Reply, Step
 from lightrl.environments.bridges import Bridge
 from lightrl.environments.calling import LateError, UserCode
 from lightrl.environments.episodes import finite_reward
 from lightrl.environments.ledger import Ledger
-from lightrl.environments.multi_turn import Attempt, MultiTurn
+from lightrl.environments.multi_turn import EXAMPLE_TOOLS, Attempt, MultiTurn
 from lightrl.environments.parsing import ReplyParser
 from lightrl.records import GenerationRequest, StopReason, Trajectory, TrajectoryRow
 from lightrl.rewards.base import message_of, users_lines
+
+if TYPE_CHECKING:
+    from lightrl.data.processor import MediaProcessor
 
 
 class EnvironmentEpisode(MultiTurn):
@@ -67,8 +71,24 @@ class EnvironmentEpisode(MultiTurn):
         self.parse_error_reward = parse_error_reward
         self.on_truncated = on_truncated
 
+    def setup(self, tokenizer: Any, processor: MediaProcessor | None = None) -> None:
+        super().setup(tokenizer, processor)
+        if _has_tools(self.environment):
+            self.parser(EXAMPLE_TOOLS)  # rejects templates whose calls no parser reads before a model is loaded
+
     async def play(self, attempt: Attempt) -> Trajectory:
         return await _Played(settings=self, bridge=self.bridge_of(attempt.row), **vars(attempt)).play()
+
+
+def _has_tools(environment: Any) -> bool:
+    """Whether an environment class, or a partial of it from YAML, has tools, if known without an instance."""
+    parts = [environment.func, *environment.args] if isinstance(environment, partial) else [environment]
+    kind = next((part for part in parts if isinstance(part, type)), object)
+    if not issubclass(kind, tools.ToolEnvironment):
+        return isinstance(declared := getattr(kind, "tools", ()), list | tuple) and bool(declared)
+    factory = getattr(environment, "keywords", {}).get("factory", parts[-1])
+    factory = imported("factory:", factory) if isinstance(factory, str) else factory
+    return isinstance(factory, type) and bool(tools.tool_names(factory))
 
 
 class _Failed(Exception):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
 
-from lightrl.environments import EnvironmentEpisode
+from lightrl.environments import EnvironmentEpisode, ToolEnvironment
 from lightrl.environments.bridges import TemplateBridge
 from lightrl.environments.parsing import PlainParser, choose_parser
 from lightrl.records import Completion
@@ -149,3 +150,22 @@ def test_a_renderer_reads_calls_thoughts_and_broken_calls() -> None:
     )
     assert broken.tool_calls == []
     assert "invalid_json" in broken.errors[0]
+
+
+def test_a_template_whose_calls_no_parser_reads_is_rejected_before_a_model_loads() -> None:
+    tokenizer = make_tokenizer(FAMILIES["qwen2.5"])
+    tokenizer.chat_template = tokenizer.chat_template.replace("tool_call>", "tool-use>")
+
+    class Calculator:
+        def add(self, a: int, b: int) -> int:
+            """Adds.
+
+            Args:
+                a: Number.
+                b: Number.
+            """
+            return a + b
+
+    with pytest.raises(ValueError, match="^tool_parser"):
+        EnvironmentEpisode(partial(ToolEnvironment, Calculator)).setup(tokenizer)
+    EnvironmentEpisode(lambda: Script([])).setup(tokenizer)
