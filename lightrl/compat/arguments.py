@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 
 DISTRIBUTION = "lightrl-llm"
 """Name of the package on PyPI. The name `lightrl` belongs to another project there."""
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 MAX_REWARD = 1e16
 """Maximum magnitude of a reward. The sum of squares of a batch, as in a standard deviation, still fits in float32."""
 
@@ -52,6 +54,22 @@ def bearer_token(name: str, token: str | None) -> str | None:
     if token and not re.fullmatch(r"[!-~]+", token):
         raise ValueError(f"{name}: has a space, a line break, or a non-ASCII character. Export it without.")
     return token or None
+
+
+def require_model_folder(path: str) -> None:
+    """Rejects a path that is neither a model directory nor a model ID, before any heavy work.
+
+    Raises:
+        ValueError: The path is a file, a directory without a config.json, or looks like a missing directory.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir() and path:
+        if not (folder / "config.json").is_file():
+            raise ValueError(f"Model directory {path!r} has no config.json. Use one written by `save_pretrained`.")
+    elif folder.exists() or not HUB_NAME.fullmatch(path) or ("/" in path and os.path.isdir(folder.parent)):
+        raise ValueError(
+            f"Model directory {path!r} does not exist. Use an existing directory, or a model ID (organization/name)."
+        )
 
 
 def imported(what: str, path: str) -> Any:

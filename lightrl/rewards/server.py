@@ -15,7 +15,7 @@ from typing import Any, Optional
 from pydantic import BaseModel
 
 from lightrl.checkpoints.redaction import remember_secret
-from lightrl.compat.arguments import bearer_token, require_packages
+from lightrl.compat.arguments import bearer_token, require_model_folder, require_packages
 from lightrl.engines.background import in_thread
 from lightrl.rewards.base import CallFailed, Reward, RewardError, RewardFunction, RewardSpec, load_reward, reward_name
 
@@ -54,6 +54,7 @@ class ModelReward(Reward):
         max_length: int | None = None,
         batch_tokens: int = 16384,
     ) -> None:
+        require_model_folder(path)
         from lightrl.models.reward import RewardModel
         from lightrl.models.spec import RewardModelSpec
 

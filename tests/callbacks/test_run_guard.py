@@ -193,7 +193,7 @@ def test_last_skips_runs_with_other_settings(tmp_path: Path) -> None:
         torch.save({"lightrl": {"settings": {"group_size": size}}}, folder / "last.ckpt")
     assert last_of_runs(tmp_path, {"group_size": 2}) == {tmp_path / "version_0/checkpoints/last.ckpt"}
     assert last_of_runs(tmp_path, {}) == {tmp_path / "version_1/checkpoints/last.ckpt"}
-    with pytest.raises(ValueError, match=r"other settings \(.*version_1 has group_size=3"):
+    with pytest.raises(ValueError, match=r"different settings \(.*version_1 has group_size=3"):
         last_of_runs(tmp_path, {"group_size": 4})
 
 

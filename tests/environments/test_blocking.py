@@ -144,7 +144,7 @@ def test_a_step_that_blocks_the_loop_fails_the_others_and_leaves_a_loop_to_later
             await asyncio.sleep(0 if held.is_set() else 30)
             return Step(done=True)
 
-    both = play(Hangs, said("hello"), number=2, max_seconds=0.5)
+    both = play(Hangs, said("hello"), number=2, max_seconds=2)
     assert all("blocks the event loop" in str(trajectory.failure) for trajectory in both)  # neither is scored
     assert play(blocking("step", "awaits", lambda: None), said("hello"), max_seconds=30)[0].stop_reason == "stop"
 

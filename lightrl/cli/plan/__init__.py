@@ -6,6 +6,8 @@ import sys
 from dataclasses import replace
 from typing import Any, Literal
 
+from lightrl.compat.arguments import require_model_folder
+
 __all__ = ["plan"]
 
 GIB = float(1 << 30)
@@ -67,6 +69,8 @@ def plan(
     """
     if not model:
         raise ValueError("lightrl plan requires --model. Pass a model directory or a model ID.")
+    for path in filter(None, (model, reward_model)):
+        require_model_folder(path.removesuffix("config.json") or ".")
     import torch
 
     from lightrl.cli.plan.memory import Plan, measure_model
