@@ -206,4 +206,5 @@ def test_an_interrupted_quickstart_goes_on_where_it_was(
     assert run("--resume", stop="report") == ["sft", "ppo resumed", "report"]
     assert "Rerun the command with --resume" in capsys.readouterr().out
     assert run() == ["sft", "ppo", "report"]
+    assert "Moved the earlier quickstart to outputs/quickstart.previous" in capsys.readouterr().out
     assert (tmp_path / "outputs/quickstart.previous/ppo").is_dir()

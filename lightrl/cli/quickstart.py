@@ -60,6 +60,10 @@ def quickstart(
             shutil.rmtree(previous, ignore_errors=True)
             outputs.rename(previous)  # including its lock, which another process may be about to acquire
             held.callback(FolderLock(outputs).release)
+            print(
+                f"== Moved the earlier quickstart to {previous}. To resume it, move it back and pass --resume.",
+                flush=True,
+            )
         steps = _tiny_steps(outputs) if tiny else _steps(outputs, algorithm, model)
         short = [] if rollouts is None else [f"--data.init_args.rollouts_per_epoch={rollouts}"]
         for title, arguments in steps:

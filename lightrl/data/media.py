@@ -70,6 +70,7 @@ def _item(kind: str, value: Any) -> Any:
     """Returns a media item without its content block."""
     if not isinstance(value, Mapping):
         return value
+    _require_keys(kind, value, kind, "array", "sampling_rate", *ADDRESSES)
     return value if value.get(kind) is None else value[kind]
 
 
@@ -360,6 +361,13 @@ def _is_video(leaf: Any) -> bool:
     return isinstance(leaf, bytes) and not leaf.startswith((b"\x89PNG", b"\xff\xd8", b"BM"))
 
 
+def _require_keys(kind: str, block: Mapping[str, Any], *names: str) -> None:
+    """Raises a `MediaError` if a media item has other keys, which would be ignored, such as `max_pixels`."""
+    other = sorted(block.keys() - {"type", "text", "detail", *names})
+    if other:
+        raise MediaError(f"{other[0]} of {kind}: not supported for a single item. Remove it.")
+
+
 def _blocks(content: Any, places: Mapping[str, str], found: list[tuple[str, Any]]) -> list[dict[str, Any]]:
     """Returns a message's content as blocks without data. Appends its media to `found` (`_PLACE` for column media).
 
@@ -379,9 +387,7 @@ def _blocks(content: Any, places: Mapping[str, str], found: list[tuple[str, Any]
             number = block.get("index")
             if number not in (None, sum(other == kind and v is _PLACE for other, v in found)):
                 raise MediaError(f"index={number!r} of {kind}: must follow the column's order. Reorder the blocks.")
-            other = sorted(block.keys() - {"type", "text", "detail", "index", *names})
-            if other:
-                raise MediaError(f"{other[0]} of {kind}: not supported for a single item. Remove it.")
+            _require_keys(kind, block, "index", *names)
             found.append((kind, next((block[name] for name in names if name in block), _PLACE)))
             blocks.append({"type": kind})
             continue

@@ -261,9 +261,11 @@ def _with_one_block(
 
 
 def require_unrendered(tokenizer: PreTrainedTokenizerBase, prompt: str, chat_template: ChatTemplate) -> None:
-    """Raises a `ValueError` if a string to be rendered already contains special tokens of the chat template."""
-    tokens = _tokens_of_turns(tokenizer, str(tokenizer.chat_template))
+    """Raises a `ValueError` if a string to be rendered already contains text of the chat template."""
+    tokens, head = _markers(tokenizer, str(tokenizer.chat_template))
     found = next((token for token in tokens if token in prompt), None)
+    if found is None and len(head) >= 4 and prompt.lstrip().startswith(head):  # templates without special tokens
+        found = head
     if found is not None:
         raise ValueError(
             f"chat_template={chat_template!r}: the string contains {found!r} of the chat template, so it is already "
@@ -272,17 +274,18 @@ def require_unrendered(tokenizer: PreTrainedTokenizerBase, prompt: str, chat_tem
 
 
 @lru_cache(maxsize=4)
-def _tokens_of_turns(tokenizer: PreTrainedTokenizerBase, template: str) -> list[str]:
-    """Returns the special tokens that a chat template writes around a user's turn."""
-    text = ""
-    forms: tuple[Any, ...] = ("", [])  # a template may accept only one form
+def _markers(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[list[str], str]:
+    """Returns the special tokens that a chat template writes around a user's turn, and its text right before it."""
+    mark, text = "Qu8", ""
+    forms: tuple[Any, ...] = (mark, [{"type": "text", "text": mark}])  # a template may accept only one form
     for content in forms:
         with contextlib.suppress(Exception):  # templates raise anything
             user = [{"role": "user", "content": content}]
             text += str(tokenizer.apply_chat_template(user, tokenize=False, add_generation_prompt=True))
     plain = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token}  # "<s>" may be HTML
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    return [token for token in special if token in text and (token not in plain or token in template)]
+    head = text.partition(mark)[0].strip().rpartition("\n")[2].removeprefix(tokenizer.bos_token or "").strip()
+    return [token for token in special if token in text and (token not in plain or token in template)], head
 
 
 def conversation(prompt: Any, system_prompt: str | None = None) -> list[dict[str, Any]]:

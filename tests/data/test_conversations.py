@@ -300,6 +300,18 @@ def test_a_rendered_string_is_not_rendered_again(family: str) -> None:
     assert PromptSource(rows=[{"prompt": text}], chat_template=False).load(tokenizer).batch(0, 1).token_ids == once
 
 
+def test_plain_turn_markers_are_recognized() -> None:
+    tokenizer = chat("qwen2.5")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role | upper }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+    )
+    with pytest.raises(ValueError, match="chat_template"):
+        PromptSource(rows=[{"prompt": "USER: hi\nASSISTANT:"}]).load(tokenizer)
+    prompts = PromptSource(rows=[{"prompt": "what does ASSISTANT: mean?"}]).load(tokenizer).batch(0, 1)
+    assert prompts.texts[0].startswith("USER: what")
+
+
 # ---- keys that Arrow adds ----------------------------------------------------------------------------------------
 
 UNEVEN = [

@@ -274,6 +274,8 @@ def test_options_of_a_single_image_are_rejected_by_name(folder_of: Any, options:
     block = {"type": "image", "image": picture(16, 16), **options}
     with pytest.raises(MediaError, match=next(iter(options))):
         folder_of("qwen2_vl").prompts([{"prompt": [{"role": "user", "content": [block]}]}])
+    with pytest.raises(MediaError, match=next(iter(options))):
+        folder_of("qwen2_vl").prompts([{"prompt": "what is it?", "images": [block]}])
 
 
 @pytest.mark.parametrize("column", ["images", "audio"])
