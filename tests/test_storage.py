@@ -27,7 +27,7 @@ from lightrl.checkpoints.files import (
     remove,
     verify,
 )
-from lightrl.checkpoints.run_folder import FolderLock
+from lightrl.checkpoints.run_folder import FolderLock, checkpoints_in
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -104,6 +104,12 @@ def test_a_folder_whose_replacement_was_interrupted_comes_back(tmp_path: Path) -
         "a.ckpt": ".a.ckpt.lightrl.old",
         "b.ckpt": "b.ckpt",
     }
+
+
+def test_a_checkpoint_that_a_killed_run_was_replacing_is_found(tmp_path: Path) -> None:
+    """`--ckpt_path last` looks for it before the run that resumes holds the directory."""
+    (tmp_path / ".last.ckpt.lightrl.old").mkdir()
+    assert checkpoints_in(tmp_path) == {tmp_path / "last.ckpt"}
 
 
 def test_lines_are_appended_after_half_a_line_was_cut_away(tmp_path: Path) -> None:

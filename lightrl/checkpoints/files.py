@@ -239,16 +239,23 @@ def clean_leftovers(folder: Path) -> list[Path]:
 
     The caller must hold the directory's lock.
     """
-    found = []
+    found = restore_replaced(folder)
     for path in sorted(folder.glob(".*")):
-        replaced = path.name.endswith(OLD) and path.with_name(path.name[1 : -len(OLD)])
-        if replaced and not replaced.exists():
-            os.rename(path, replaced)
-        elif path.name.endswith((OLD, PARTIAL)):
+        if path.name.endswith((OLD, PARTIAL)):
             remove(path)
-        else:
-            continue
-        found.append(path)
+            found.append(path)
+    return found
+
+
+def restore_replaced(folder: Path) -> list[Path]:
+    """Restores directories of a run that was killed while it replaced them, and returns their temporary paths."""
+    found = []
+    for path in sorted(folder.glob(f".*{OLD}")):
+        replaced = path.with_name(path.name[1 : -len(OLD)])
+        if not replaced.exists():
+            with contextlib.suppress(FileNotFoundError):  # another rank was faster
+                os.rename(path, replaced)
+                found.append(path)
     return found
 
 

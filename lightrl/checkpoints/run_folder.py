@@ -20,7 +20,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightrl.checkpoints.files import atomic_write, clean_leftovers, has_checksums, verify, writing
+from lightrl.checkpoints.files import (
+    atomic_write,
+    clean_leftovers,
+    has_checksums,
+    restore_replaced,
+    verify,
+    writing,
+)
 from lightrl.checkpoints.plugin import CheckedCheckpointIO
 from lightrl.checkpoints.reading import checkpoint_kind, read_header
 
@@ -168,7 +175,8 @@ def _run_of(checkpoint: Mapping[str, Any]) -> str:
 
 
 def checkpoints_in(folder: Path) -> set[Path]:
-    """Returns the checkpoints in a directory."""
+    """Returns the checkpoints in a directory, after restoring one that a killed run was replacing."""
+    restore_replaced(folder)
     return set(folder.glob("*.ckpt"))
 
 
