@@ -22,6 +22,13 @@ def test_the_examples_of_agents_quote_their_committed_runs() -> None:
         assert min(ends) > max(starts) + 0.3
 
 
+def test_the_few_shot_example_quotes_its_committed_run() -> None:
+    run = json.loads((ROOT / "benchmarks" / "results" / "few_shot.json").read_text())
+    page = " ".join((ROOT / "examples" / "few_shot" / "README.md").read_text().split())
+    start, *_, end = run["solved"]
+    assert f"rises from {start:.2f} to {end:.2f} in {len(run['train_reward'])} rollouts" in page
+
+
 def between(values: list[float]) -> str:
     """The range of values, or the only one, with two digits."""
     return "-".join(dict.fromkeys(f"{value:.2f}" for value in (min(values), max(values))))
