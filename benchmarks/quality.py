@@ -15,6 +15,8 @@ Rules, after MLPerf Training:
   rollout. A run fails if it hasn't reached the target after `--rollouts` rollouts.
 - The time of a run is that of its training steps (generation, rewards, weight sync, update). Loading and evaluations
   don't count. The CPU seconds are those of the whole process and include both.
+- LightRL ends a completion at the end of its line. TRL has no stop string here: it samples up to 16 tokens, and
+  the first line is scored.
 - All systems have the learning rate 4e-5, which decays linearly to 0 over `--rollouts`, AdamW, and one update per
   rollout. PPO has a critic, a reference model, and an adaptive KL coefficient. `--rates` runs TRL with other rates.
 - Each run's log lies next to the output file.
