@@ -1,4 +1,4 @@
-"""Private parts of transformers 5.19; tests/compat/test_transformers.py fails if they change.
+"""Private and renamed parts of transformers; tests/compat/test_transformers.py fails if they change.
 
 Models declare their capabilities in private class attributes, which models outside transformers may lack.
 """
@@ -8,15 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from inspect import signature
 from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.conversion_mapping import (
-    get_checkpoint_conversion_mapping,
-    get_model_conversion_mapping,
-    register_checkpoint_conversion_mapping,
-)
+from transformers import PreTrainedModel, conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightConverter, rename_source_key
 from transformers.integrations import moe
 from transformers.utils import cached_file
@@ -25,6 +21,16 @@ from transformers.utils import cached_file
 def attention_implementation(config: Any) -> str:
     """Returns the name of the attention function that models with this config call."""
     return str(config._attn_implementation)
+
+
+def cache_argument(model: Any) -> str:
+    """Returns the name of the KV cache in the model's inputs and outputs, which transformers 5.24 renamed."""
+    return "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
+
+
+def checkpoint_activations(model: Any, settings: dict[str, Any]) -> None:
+    """Turns on gradient checkpointing, which transformers 5.23 renamed."""
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)(settings)
 
 
 def supports_sdpa(model: Any) -> bool:
@@ -67,7 +73,7 @@ def as_saved(model: Any, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterato
     """
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is None:  # built from a config: transformers then doesn't rename
-        conversions = get_model_conversion_mapping(model, add_legacy=False)
+        conversions = conversion_mapping.get_model_conversion_mapping(model, add_legacy=False)
         conversions = [x for x in conversions if not isinstance(x, PrefixChange)]
     backwards = [conversion.reverse_transform() for conversion in reversed(conversions)]
     converters = [x for x in backwards if isinstance(x, WeightConverter)]
@@ -116,9 +122,9 @@ def with_from_config(name: str, bases: tuple[type, ...], reads_as: type[PreTrain
     own: dict[str, Any] = {"from_config": classmethod(lambda cls, config, **kwargs: cls._from_config(config, **kwargs))}
     if reads_as is not None:
         own["__module__"] = reads_as.__module__
-        conversions = get_checkpoint_conversion_mapping(reads_as.__name__)
+        conversions = conversion_mapping.get_checkpoint_conversion_mapping(reads_as.__name__)
         if conversions is not None:
-            register_checkpoint_conversion_mapping(name, conversions, overwrite=True)
+            conversion_mapping.register_checkpoint_conversion_mapping(name, conversions, overwrite=True)
     return type(name, bases, own)
 
 

@@ -8,14 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
-from lightrl.compat.transformers import model_class, router_modules
+from lightrl.compat.transformers import checkpoint_activations, model_class, router_modules
 from lightrl.models.spec import ModelSpec
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -143,7 +138,7 @@ def _prepared(model: Any, spec: ModelSpec, *, trainable: bool) -> PreTrainedMode
                 from lightrl.models.routing import recompute_contexts
 
                 checkpointing["context_fn"] = recompute_contexts
-            model.gradient_checkpointing_enable(checkpointing)
+            checkpoint_activations(model, checkpointing)
     prepared: PreTrainedModel = model.train()
     return prepared
 

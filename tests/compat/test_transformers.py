@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,18 @@ def test_the_attention_that_was_set_is_the_one_that_is_read() -> None:
     for name in ("eager", "sdpa"):
         model.set_attn_implementation(name)
         assert compat.attention_implementation(model.config) == name
+
+
+def test_renamed_parts_have_the_names_of_this_release() -> None:
+    model, ids = llama(), torch.tensor([[1, 2, 3]])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        name = compat.cache_argument(model)
+        cache = getattr(model(ids[:, :2], use_cache=True), name)
+        last = model(ids[:, 2:], **{name: cache}).logits[0, -1]
+        compat.checkpoint_activations(model, {"use_reentrant": False})
+    torch.testing.assert_close(last, model(ids).logits[0, -1])
+    assert any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
 def test_the_class_that_an_auto_class_makes() -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from lightrl.compat.transformers import has_recurrent_state
+from lightrl.compat.transformers import cache_argument, has_recurrent_state
 from lightrl.records import Routes
 
 if TYPE_CHECKING:
@@ -86,6 +86,7 @@ class CacheDecoder(Decoder):
         types = set(getattr(text_config, "layer_types", None) or ["full_attention"])
         self.pads = types <= {"full_attention", "sliding_attention"} and not has_recurrent_state(model)
         self.cache: Any = None
+        self.cache_name = cache_argument(model)
         self.mask: Tensor | None = None
         self.positions: Tensor | None = None
 
@@ -129,7 +130,7 @@ class CacheDecoder(Decoder):
             position_ids=positions,
             **extra,
         )
-        self.cache = out.past_key_values
+        self.cache = getattr(out, self.cache_name)
         rows = torch.arange(len(prompts), device=device).repeat_interleave(copies)
         self.cache.reorder_cache(rows)
         self.positions = following[rows, None]
@@ -145,7 +146,7 @@ class CacheDecoder(Decoder):
 
     def _run(self, experts: Tensor | None, **inputs: Any) -> Any:
         """Runs a forward pass, with the given `experts` if any, and stores the experts used in `routes`."""
-        arguments = {"past_key_values": self.cache, "use_cache": True, "logits_to_keep": 1, **inputs}
+        arguments = {self.cache_name: self.cache, "use_cache": True, "logits_to_keep": 1, **inputs}
         if self.routers is None:
             return self.model(**arguments)
         from lightrl.models.routing import RoutingPass
