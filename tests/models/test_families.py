@@ -32,8 +32,12 @@ PADDED: dict[str, dict[str, Any]] = {
     "FalconH1": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8},  # and attention
     "RecurrentGemma": {"num_hidden_layers": 3, "lru_width": 32, "logits_soft_cap": 2.0, "head_dim": 8},
     "MBart": {"d_model": 32, "decoder_ffn_dim": 48, "decoder_layers": 2, "dropout": 0.0},  # takes no positions
-    "GPTJ": {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
     "Llama4Text": {"head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 2},  # chunked attention
+}
+# transformers 5.24 lets its attention be replaced
+(PACKED if transformers.GPTJPreTrainedModel._supports_sdpa else PADDED)["GPTJ"] = {
+    **{"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4},
+    **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
 }
 
 

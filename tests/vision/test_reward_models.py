@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2VLForConditionalGeneration
 
@@ -115,7 +117,8 @@ def test_training_begins_with_the_weights_of_the_folder(family: str, tmp_path: P
     trained = RewardModel.for_training(ModelSpec(path))
     assert saved.keys() == dict(trained.model.model.named_parameters()).keys()
     assert [n for n, p in trained.model.model.named_parameters() if not torch.equal(p, saved[n])] == []
-    if family == "qwen2_audio":  # transformers 5.19 writes it under names that its own backbone does not read
+    if family == "qwen2_audio" and Version(transformers.__version__) < Version("5.23"):
+        # Before, transformers writes it under names that its own backbone does not read.
         with pytest.raises(ValueError, match=r"base' has no weights for language_model.embed_tokens.weight"):
             ValueModel.from_spec(ModelSpec(path))
     else:
