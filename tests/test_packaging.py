@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -91,6 +92,21 @@ def test_every_install_line_names_our_distribution(root: Path) -> None:
     assert len(installs) > 3
     for where, extra in installs:
         assert extra == "EXTRA" or re.search(rf"^{extra} = ", extras, re.MULTILINE), where
+
+
+def test_the_range_and_the_table_follow_the_recorded_runs(root: Path) -> None:
+    rows = json.loads((root / "docs" / "versions.json").read_text())
+    table = (root / "docs" / "installation.md").read_text()
+    runs = [row for row in rows if row["how"] == "run"]
+    passed = [row for row in runs if {row["compat"], row["engine"], row["training"]} == {"passed"}]
+    for row in runs:
+        cells = (row[name] for name in ("transformers", "vllm", "compat", "engine", "training"))
+        assert f"| {' | '.join(cells)} |" in table
+    known = {tuple(map(int, row["transformers"].split("."))) for row in passed}
+    found = re.search(r'"transformers>=([\d.]+),<(\d+)\.(\d+)"', (root / "pyproject.toml").read_text())
+    assert found is not None
+    assert min(known) == tuple(map(int, found[1].split(".")))
+    assert max(known)[:2] == (int(found[2]), int(found[3]) - 1)
 
 
 @pytest.fixture(scope="module")
