@@ -363,7 +363,8 @@ def advice(case: Plan, limit: float) -> str:
             tokens = largest_micro_batch(case, name, limit)
             room = "" if tokens is None else f" Micro-batches can have up to {tokens} tokens (micro_batch_tokens)."
             return f"Use {name}: {why}{room}"
+    first = "MALLOC_MMAP_THRESHOLD_=1048576 in the environment" if heap(case) else "more GPUs, --engine asleep"
     return (
-        "No strategy fits. Try more GPUs, --engine asleep, --lora 32, --gradient_checkpointing true, or smaller "
+        f"No strategy fits. Try {first}, --lora 32, --gradient_checkpointing true, or smaller "
         "micro-batches (--micro_batch_tokens)."
     )

@@ -132,7 +132,7 @@ def sample(
         (int32 on the CPU), or None if the vocabulary is not truncated.
     """
     probs = distribution(logits, sampling, seen=seen, forbidden=forbidden, first=first)
-    cumulative = probs.cumsum(-1, dtype=torch.float64)
+    cumulative = probs.double().cumsum_(-1)  # cumsum's dtype argument would make another copy
     total = cumulative[:, -1:]
     if sampling.temperature == 0:
         tokens = probs.argmax(-1, keepdim=True)
