@@ -21,6 +21,7 @@ from torch import nn
 
 from lightrl.checkpoints.redaction import redact, redact_arguments
 from lightrl.models.spec import ModelSpec
+from lightrl.ops.progress import count
 
 FORMAT = 3
 """Version of the checkpoint format. Increased when older checkpoints can't be read anymore."""
@@ -66,7 +67,7 @@ def hardware() -> str:
     lines = info.read_text().splitlines() if info.is_file() else []
     name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "CPU")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{cores} cores of {name}"
+    return f"{count(cores or 1, 'core')} of {name}"
 
 
 def described(value: Any) -> Any:

@@ -84,8 +84,12 @@ def _source(value: Any) -> str:
     found = next((each for name in ("path", "name", "rows") if (each := _at(value, name))), None)
     if isinstance(found, Mapping):
         arguments = ", ".join(f"{k}={v}" for k, v in (found.get("init_args") or {}).items() if v is not None)
-        return f"{_class(found)}({arguments})"[:LONGEST]
+        return _cut(f"{_class(found)}({arguments})")
     inner = found or _at(value, "sources") or _at(value, "source") or value or ""
     several = list(inner.values()) if isinstance(inner, Mapping) else inner if isinstance(inner, list) else []
     parts = [_source(each) for each in several if isinstance(each, Mapping | str)]
-    return (", ".join(filter(None, parts)) if several else str(inner))[:LONGEST]
+    return _cut(", ".join(filter(None, parts)) if several else str(inner))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= LONGEST else text[: LONGEST - 4].rstrip(", ") + " ..."
