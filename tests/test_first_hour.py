@@ -37,6 +37,7 @@ def config(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> Calla
         "def right(completions, sum, **_):\n    return [float(c == str(s)) for c, s in zip(completions, sum)]\n"
         "def broken(completions, **_):\n    raise KeyError('answer')\n"
         "def constant(completions, **_):\n    return [1.0] * len(completions)\n"
+        "def endless(completions, **_):\n    import threading\n\n    threading.Event().wait()\n"
     )
 
     def write(**changes: Any) -> str:
@@ -91,6 +92,11 @@ def test_doctor_ends_with_status_1_and_says_what_to_do(
 def test_doctor_calls_the_reward_functions(config: Callable[..., str]) -> None:
     assert "'broken' raised KeyError: 'answer'" in said(config(rewards=["rewards.py:broken"]), "problem")
     assert "the same reward (1)" in said(config(rewards=["rewards.py:constant"]), "note")
+
+
+def test_doctor_ends_if_a_reward_function_does_not(config: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightrl.cli.doctor.PATIENCE", 0.5)
+    assert "no result for an example after 0.5 seconds" in said(config(rewards=["rewards.py:endless"]), "problem")
 
 
 def test_doctor_names_what_cannot_be_built(config: Callable[..., str]) -> None:

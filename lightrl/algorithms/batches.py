@@ -108,18 +108,9 @@ def weighted_micro_batches(
 ) -> list[MicroBatch]:
     """Splits a mini-batch by tokens and weights them so that the micro-batch losses sum to the mini-batch loss.
 
-    Args:
-        minibatch: Sequences for one optimizer step.
-        aggregation: Reduction of token losses to a scalar.
-        ranks: Number of processes; Lightning averages their gradients.
-        all_sum: Sum over ranks.
-        all_max: Maximum over ranks.
-        budget: Maximum number of tokens per micro-batch.
-        layout: Layout of the models that run them, see `widest_layout`.
-        ptx_coef: Weight of the supervised examples. They come first: DDP needs every trained model in the last backward
-            pass.
-        skip_zero: Exclude trajectories whose advantages are all 0. They still count in the normalizers.
-        whole_trajectories: Keep the rows of a trajectory together, even above the budget.
+    Multiplies by `ranks`, since Lightning averages gradients. `ptx_coef` weights supervised examples, which come first:
+    DDP needs every trained model in the last backward pass. `skip_zero` excludes trajectories whose advantages are all
+    0, which still count in the normalizers. `whole_trajectories` keeps rows together, even above the budget.
 
     Returns:
         Micro-batches, the same number on every rank. Empty if no rank has a trainable token.

@@ -106,6 +106,8 @@ class DistillLightningModule(CriticFreeLightningModule):
                 f"teacher_column=None with teachers={sorted(teachers)}: each example needs a teacher. Set "
                 "teacher_column."
             )
+        if served and divergence is not None and divergence_top_k is None:
+            raise ValueError(f"divergence_top_k=None with served teachers {sorted(served)}: set it, such as to 20.")
 
     def setup(self, stage: str) -> None:
         """Runs `PPOLightningModule.setup`, and rejects teachers with a different vocabulary."""
@@ -201,10 +203,13 @@ class DistillLightningModule(CriticFreeLightningModule):
 
     def compute_advantages(self, rollouts: Rollouts, outputs: ModelOutputs) -> Advantages:
         """Adds the teachers' part to the advantages of `PPOLightningModule`."""
-        found = super().compute_advantages(rollouts, outputs)
-        if not self.learns_rewards:
-            valid = ~torch.tensor(rollouts.failed, device=found.valid.device)
-            found = replace(found, advantages=torch.zeros_like(found.advantages), valid=valid)
+        if self.learns_rewards:
+            found = super().compute_advantages(rollouts, outputs)
+        else:  # what remains is a KL penalty in the reward
+            failed = torch.tensor(rollouts.failed, device=rollouts.rewards.device)
+            unrewarded = replace(rollouts, rewards=torch.where(failed, torch.nan, 0.0), turn_rewards={})
+            found = super().compute_advantages(unrewarded, outputs)
+            found = replace(found, rewards=rollouts.rewards.nan_to_num(0.0))
         if self.divergence is not None:
             return found
         gap = _gap(rollouts.response_mask, outputs)

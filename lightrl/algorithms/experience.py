@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightrl.algorithms.settings import Shaping
 from lightrl.distributed.strategies import MetricSums
-from lightrl.objectives.estimators import AdvantageEstimator, AdvantageInput, Credit
+from lightrl.objectives.estimators import AdvantageEstimator, AdvantageInput
 from lightrl.objectives.loss_terms import Aggregation, KLInReward, KLPenalty, LossInput, PolicyLoss
 from lightrl.ops.advantages import AllSum, explained_variance, group_stats, masked_whiten
 from lightrl.records import Advantages, Experience, ModelOutputs, Rollouts
@@ -126,22 +126,41 @@ def add_scores(
     rollouts.rewards = torch.where(scores.isfinite(), total, rollouts.rewards)
 
 
-def reward_totals(rollouts: Rollouts) -> dict[Credit, Tensor]:
-    """Returns the (B,) rewards of each row's trajectory by `AdvantageEstimator.credit`, 0 on unscored rows."""
-    parts = torch.zeros_like(rollouts.rewards)
-    for name, part in rollouts.reward_parts.items():
-        parts = parts + rollouts.reward_weights.get(name, 1.0) * part.nan_to_num(0.0)
-    return {"total": rollouts.rewards.nan_to_num(0.0), "parts": parts, "turns": _turn_totals(rollouts)}
+def reward_totals(rollouts: Rollouts) -> dict[str, Tensor]:
+    """Returns (B,) rewards by `AdvantageEstimator.credit`, 0 on unscored rows. "scale" sums their absolute values."""
+    turns, weights = _turn_totals(rollouts), rollouts.reward_weights
+    weighted = (weights.get(name, 1.0) * part.nan_to_num(0.0) for name, part in rollouts.reward_parts.items())
+    parts, total = torch.stack([turns, *weighted]), rollouts.rewards.nan_to_num(0.0)
+    return {"total": total, "parts": parts.sum(0), "turns": turns, "scale": total.abs() + parts.abs().sum(0)}
 
 
-def require_credited(estimator: AdvantageEstimator, before: dict[Credit, Tensor], rollouts: Rollouts) -> None:
-    """Rejects a change of the rewards since `before` (`reward_totals`) that the estimator doesn't read."""
+def uncredited(estimator: AdvantageEstimator, rollouts: Rollouts, before: dict[str, Tensor] | None = None) -> Tensor:
+    """Returns the (B,) part of the total that `estimator` doesn't read, or its change since `before`; 0 if rounding."""
     now, credit = reward_totals(rollouts), estimator.credit
-    missed = (now["total"] - before["total"]) - (now[credit] - before[credit])
-    missed = missed * rollouts.rewards.isfinite()
-    bound = 8 * torch.finfo(torch.float32).eps * (1.0 + before["total"].abs().max())
-    if bool((missed.abs() > bound).any()):
-        estimator.refuse_shaped_rewards("on_rollout_scored: a callback changes rewards")
+    missed = now["total"] - now[credit]
+    if before is not None:
+        missed = missed - (before["total"] - before[credit])
+    bound = 8 * torch.finfo(torch.float32).eps * (1.0 + now["scale"].max())
+    return torch.where(rollouts.rewards.isfinite() & (missed.abs() > bound), missed, 0.0)
+
+
+def reward_parts(estimator: AdvantageEstimator, rollouts: Rollouts) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Returns (B,) rewards and their weights by name: those of functions, and for `credit` "parts" the sum of turns."""
+    parts, weights = dict(rollouts.reward_parts), dict(rollouts.reward_weights)
+    if estimator.credit != "parts":
+        return parts, weights
+    if several := sorted(parts.keys() - weights.keys()):
+        name = type(estimator).__name__
+        raise ValueError(
+            f"rewards_by_label with advantage={name}: {several} need a weight that is equal for all labels."
+        )
+    missed = uncredited(estimator, rollouts)
+    if rollouts.turn_rewards:  # lack those of turns without trained tokens
+        name = next(iter(rollouts.turn_rewards))
+        parts[name], weights[name] = _turn_totals(rollouts) + missed, 1.0
+    elif bool(missed.any()):
+        estimator.refuse_shaped_rewards("changed rewards")
+    return parts, weights
 
 
 def _turn_totals(rollouts: Rollouts) -> Tensor:
@@ -176,9 +195,12 @@ def estimate_advantages(
     anchors = turn_anchors(rollouts)
     optional = (outputs.values, rollouts.turn_ids, anchors)
     values, turn_ids, anchors = (None if x is None else layout.join(x) for x in optional)
-    parts = {name: layout.join(part) for name, part in rollouts.reward_parts.items()}
-    joined = (layout.join(token_rewards), layout.mask, layout.join(rollouts.group_ids), values, layout.join(valid))
-    given = AdvantageInput(*joined, parts, rollouts.reward_weights, turn_ids, anchors, all_sum)
+    parts, weights = reward_parts(estimator, rollouts)
+    parts = {name: layout.join(part) for name, part in parts.items()}
+    # A trajectory without trained tokens has no place for its reward, so it would count as 0 in baselines.
+    there = layout.join(valid) & layout.mask.any(1)
+    joined = (layout.join(token_rewards), layout.mask, layout.join(rollouts.group_ids), values, there)
+    given = AdvantageInput(*joined, parts, weights, turn_ids, anchors, all_sum)
     advantages, returns = estimator(given)
     returns = None if returns is None else layout.split(returns)
     return Advantages(layout.split(advantages), returns, rewards, valid)
@@ -187,14 +209,7 @@ def estimate_advantages(
 def shape_rewards(rollouts: Rollouts, totals: Tensor, valid: Tensor, layout: TrajectoryLayout) -> Tensor:
     """Assigns rewards to tokens: turn rewards to each turn's last token, the rest to the trajectory's last token.
 
-    Args:
-        rollouts: B rows, with `turn_rewards`.
-        totals: (B,) trajectory rewards, including turn rewards.
-        valid: (B,) bool, True on scored rows.
-        layout: Trajectories of the rows.
-
-    Returns:
-        (B, T) float32, 0 outside the mask and in unscored rows.
+    `totals` are (B,) and include turn rewards. Returns (B, T) float32, 0 outside the mask and on rows not in `valid`.
     """
     positions = torch.arange(layout.mask.shape[1], device=layout.mask.device)
     last = torch.where(layout.mask, positions, -1).max(1).values
@@ -236,18 +251,8 @@ def join_experience(
 ) -> Experience:
     """Combines a rollout with log-probs, values, and advantages. Collective.
 
-    Removes untrained rows from the mask, whitens and clips advantages, and filters tokens by entropy.
-
-    Args:
-        rollouts: B rows.
-        outputs: Model outputs.
-        found: Advantages before whitening and clipping.
-        raw_rewards: (B,) rewards before changes by callbacks, NaN for unscored rows.
-        shaping: Clipping and filters.
-        whiten: Normalize advantages to mean 0 and std 1 over all trained tokens.
-        is_stale: Whether the rollout was sampled by older weights than the current ones.
-        all_sum: Sum over ranks.
-        means: Reduction of metrics over ranks.
+    Removes untrained rows from the mask, whitens and clips advantages, and filters tokens by entropy. `raw_rewards` are
+    those before changes by callbacks, (B,), NaN for unscored rows.
     """
     firsts = first_rows(rollouts.trajectory_ids)
     metrics = rollout_metrics(rollouts, outputs, raw_rewards, firsts)

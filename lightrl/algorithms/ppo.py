@@ -35,9 +35,9 @@ from lightrl.algorithms.experience import (
     estimate_advantages,
     join_experience,
     one_per_token,
-    require_credited,
     reward_totals,
     trajectory_loss,
+    uncredited,
 )
 from lightrl.algorithms.settings import (
     CriticSpec,
@@ -231,7 +231,8 @@ class PPOLightningModule(RLLightningModule):
         self.score(rollouts)
         raw_rewards, totals = rollouts.rewards.clone(), reward_totals(rollouts)
         self._call_callbacks("on_rollout_scored", rollouts)
-        require_credited(self.advantage, totals, rollouts)
+        if bool(uncredited(self.advantage, rollouts, totals).any()):
+            self.advantage.refuse_shaped_rewards("on_rollout_scored: a callback changes rewards")
         self.note_weight_changes()  # since the rollout was sampled
         outputs = self.evaluate_models(rollouts)
         found = self.compute_advantages(rollouts, outputs)

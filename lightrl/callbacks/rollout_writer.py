@@ -140,10 +140,7 @@ def _rows_of(rows: Rollouts | Experience) -> dict[int, list[int]]:
 def trajectory_records(rollouts: Rollouts, experience: Experience, tokenizer: Any) -> list[dict[str, Any]]:
     """Returns one record per trajectory, as written by `RolloutWriter`. `row` is the index of its last sequence.
 
-    Args:
-        rollouts: B scored sequences.
-        experience: The same sequences.
-        tokenizer: The policy's tokenizer. None omits token texts.
+    `experience` has the same sequences as `rollouts`. A `tokenizer` of None omits token texts.
     """
     rollouts, experience = rollouts.to("cpu"), experience.to("cpu")
     pieces: dict[int, str] = {}
@@ -195,13 +192,8 @@ def trajectory_records(rollouts: Rollouts, experience: Experience, tokenizer: An
 def texts_of_tokens(ids: list[int], pieces: dict[int, str], tokenizer: Any, turns: list[int]) -> list[str]:
     """Returns token texts that concatenate to the decoded text.
 
-    A character of several tokens is assigned to the last of them.
-
-    Args:
-        ids: Token IDs.
-        pieces: Text of each token ID decoded separately, which may lack a space or be part of an emoji.
-        tokenizer: The policy's tokenizer.
-        turns: Turn of each token. An incomplete character at the end of a turn is assigned to that turn.
+    A character of several tokens is assigned to the last of them, and an incomplete one at the end of a turn to that
+    turn. `pieces` has the text of each token ID decoded separately, which may lack a space or be part of an emoji.
     """
     alone = [pieces[token] for token in ids]
     if "".join(alone) == tokenizer.decode(ids, clean_up_tokenization_spaces=False):

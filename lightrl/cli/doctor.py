@@ -6,6 +6,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterator
+from concurrent.futures import TimeoutError
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +21,8 @@ GIB = float(1 << 30)
 MEASURED_ROWS = 200
 """Maximum number of prompts whose lengths are counted."""
 PLAIN = ("", "I do not know.")
+PATIENCE = 300.0
+"""Seconds to wait for the rewards of an example without `data.rewards.timeout`."""
 
 
 def doctor(config: str | None = None) -> None:
@@ -200,7 +203,7 @@ def _rewards(built: Any, prompts: Any, tokenizer: Any) -> Iterator[Finding]:
         yield "note", "no reward functions"
         return
     data.scorer.check_source(prompts.columns, "the prompts")
-    given = set[float]()
+    given, limit = set[float](), data.scorer.timeout or PATIENCE
     try:
         rows = prompts[:3]
         for i in range(len(rows)):
@@ -215,10 +218,13 @@ def _rewards(built: Any, prompts: Any, tokenizer: Any) -> Iterator[Finding]:
                 columns={name: [value] * len(texts) for name, value in columns.items()},
                 group_ids=[i] * len(texts),
                 media=rows.media[i].columns(len(texts)) if rows.media else None,
-            ).result(data.scorer.timeout)
+            ).result(limit)
             given |= {total for total in scores.total if total == total}
             said = "; ".join(f"{name} -> {total:g}" for name, total in zip(tried, scores.total, strict=True))
             yield "ok", f"rewards for example {rows.indices[i]}: {said}"
+    except TimeoutError:
+        yield "problem", f"rewards: no result for an example after {limit:g} seconds. Set data.rewards.timeout"
+        return
     finally:
         data.scorer.close()
     if len(given) < 2:

@@ -12,15 +12,44 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 from torch import Tensor, nn
 
 from lightrl.compat.lightning import tensor_parallel_size
+from lightrl.records import Rollouts
+
+
+def keep_exact(plugin: Any) -> None:
+    """Stops bf16-true and DeepSpeed from rounding rewards, log-probs, a step's new tensors, and rotary factors.
+
+    They convert only parameters and media. Rounded factors turn keys of distant tokens by up to a full turn.
+    """
+    if isinstance(plugin, HalfPrecision | DeepSpeedPrecision):
+        plugin.forward_context = nullcontext
+        plugin.convert_input = partial(_convert_media, partial(type(plugin).convert_input, plugin))
+        plugin.convert_module = partial(_convert_parameters, partial(type(plugin).convert_module, plugin))
+
+
+def _convert_parameters(convert: Callable[[Any], Any], module: nn.Module) -> nn.Module:
+    buffers = [(part, name, buffer) for part in module.modules() for name, buffer in part.named_buffers(recurse=False)]
+    convert(module)
+    for part, name, buffer in buffers:
+        setattr(part, name, buffer)
+    return module
+
+
+def _convert_media(convert: Callable[[Any], Any], batch: Any) -> Any:
+    if isinstance(batch, Rollouts):
+        once = {id(inputs): convert(inputs) for inputs in batch.inputs}  # rows of a group share one object
+        return replace(batch, inputs=[once[id(x)] for x in batch.inputs], supervised=convert(batch.supervised))
+    return batch | {"inputs": convert(batch["inputs"])} if isinstance(batch, dict) and "inputs" in batch else batch
 
 
 def refuse_unsupported(strategy: Strategy, precision: str = "32-true") -> None:

@@ -31,7 +31,13 @@ class WeightedLoss(PolicyLoss):
     def __call__(self, given: LossInput) -> tuple[Tensor, Metrics]:
         declared = self.loss.engine_use is not None or self.engine_use != "ratio"
         # A loss that doesn't declare how it uses the engine's log-probs could apply their ratio a second time.
-        loss, metrics = self.loss(given if declared else replace(given, engine_logprobs=None))
+        try:
+            loss, metrics = self.loss(given if declared else replace(given, engine_logprobs=None))
+        except Exception as error:
+            if declared:
+                raise
+            name = f"{type(self).__name__}(loss={type(self.loss).__name__})"
+            raise ValueError(f"{name}: declare how the loss uses engine_logprobs (engine_use). {error!r}") from error
         weight, more = self.weights(replace(given, logprobs=given.logprobs.detach()))
         return torch.where(weight == 0, torch.zeros_like(loss), weight * loss), metrics | more
 

@@ -203,17 +203,9 @@ class RolloutSampler:
     def evaluate(
         self, prompts: Prompts, sampling: SamplingParams, group_size: int, stream: str, cursor: int
     ) -> tuple[list[ScoredGroup], dict[str, float]]:
-        """Samples evaluation groups with the current policy.
+        """Samples evaluation groups with the current policy, and returns them with timing metrics.
 
-        Args:
-            prompts: This rank's prompts.
-            sampling: Sampling settings.
-            group_size: Number of trajectories per prompt.
-            stream: Name of the random stream.
-            cursor: Number of earlier prompts in the stream. Part of the random seeds.
-
-        Returns:
-            Groups and timing metrics.
+        The random seeds depend on the name of the `stream` and on `cursor`, the number of earlier prompts in it.
         """
         self._show(prompts, sampling)
         sync = self.host.ready()

@@ -20,9 +20,10 @@ from lightrl.algorithms.settings import Updates
 from lightrl.callbacks import PredictionWriter, WeightSync
 from lightrl.data.prompts import PromptSource
 from lightrl.data.sft import SFTDataModule, SFTSource
+from lightrl.engines.server.teacher import ServerTeacher
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.models.spec import ModelSpec
-from lightrl.objectives import Divergence, ForwardKL, JensenShannon, Reinforce, ReverseKL
+from lightrl.objectives import Divergence, ForwardKL, JensenShannon, KLInReward, Reinforce, ReverseKL
 from lightrl.records import Experience, Rollouts, SamplingParams
 from lightrl.rollout import Evaluation
 from lightrl.rollout.datamodule import RolloutDataModule
@@ -124,6 +125,18 @@ def test_the_gradient_is_that_of_the_reverse_kl(tmp_path: Path) -> None:
         torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-4)
 
 
+def test_a_kl_penalty_in_the_reward_counts_without_rewards(tmp_path: Path) -> None:
+    """The rewards are only logged: A = log pi_T - log pi - 0.5 (log pi - log pi_ref)."""
+    student, teacher, reference = (bandit_model(tmp_path / str(seed), K, seed=seed) for seed in (0, 10, 20))
+    module = Keep(ModelSpec(student, layout="padded"), {"only": teacher}, reference=reference, kl=KLInReward(coef=0.5))
+    quiet_trainer().fit(module, bandit(rollouts_per_epoch=1))
+    own, taught, base = (
+        probabilities(path).log()[module.kept.token_ids[:, 1]] for path in (student, teacher, reference)
+    )
+    torch.testing.assert_close(module.kept.advantages[:, 1], taught - own - 0.5 * (own - base), atol=1e-4, rtol=1e-4)
+    assert bool((module.kept.rewards != 0).any())
+
+
 @pytest.mark.parametrize("divergence", [ReverseKL(), ForwardKL(), JensenShannon(0.3)], ids=lambda d: type(d).__name__)
 def test_the_gradient_of_a_divergence_is_the_dense_one(divergence: Divergence, tmp_path: Path) -> None:
     """Rows of two teachers, three micro-batches: the mean over all sampled tokens of D between whole distributions."""
@@ -195,6 +208,11 @@ def test_teachers_that_cannot_score_the_samples_are_rejected(tmp_path: Path) -> 
     tokenizer.save_pretrained(larger)
     with pytest.raises(ValueError, match=r"teachers\['more'\]"):
         quiet_trainer().fit(DistillLightningModule(student, {"more": larger}, divergence=ReverseKL()), sums_data())
+
+
+def test_a_served_teacher_with_a_divergence_needs_its_number_of_tokens() -> None:
+    with pytest.raises(ValueError, match="divergence_top_k=None"):
+        DistillLightningModule("student", {"far": ServerTeacher(["http://127.0.0.1:1"])}, divergence=ReverseKL())
 
 
 def test_stored_completions_of_a_teacher_are_supervised_rows(tmp_path: Path) -> None:

@@ -12,13 +12,13 @@ from lightrl.algorithms import GRPOLightningModule
 from lightrl.algorithms.settings import Shaping
 from lightrl.callbacks import RewardNormalization
 from lightrl.data.prompts import PromptSource
-from lightrl.models.spec import RewardModelSpec
-from lightrl.objectives import GDPO, MaxRL
+from lightrl.models.spec import ModelSpec, RewardModelSpec
+from lightrl.objectives import GDPO, GroupRelative, MaxRL
 from lightrl.rewards.rules import SoftOverlong
 from lightrl.rollout import Evaluation
 from lightrl.rollout.learner import RLCallback
 from tests.algorithms.toys import fit, grpo
-from tests.toys import digits_reward, quiet_trainer, sums_data
+from tests.toys import Keep, digits_reward, quiet_trainer, sums_data
 
 
 def test_the_overlong_penalty_reaches_the_rewards_with_token_counts(model_path: str) -> None:
@@ -38,6 +38,22 @@ def test_shaping_of_the_sum_is_refused_where_the_sum_is_not_read(model_path: str
     for estimator, name in ((GDPO(), "GDPO"), (MaxRL(), "MaxRL")):
         with pytest.raises(ValueError, match=f"callback RewardNormalization with advantage={name}"):
             fit(grpo(model_path, advantage=estimator), callbacks=[RewardNormalization()])
+
+
+def test_bfloat16_weights_round_nothing_else(model_path: str) -> None:
+    """In bfloat16, 1000 to 1003 would be 1000, 1000, 1000, and 1004."""
+    keep = Keep()
+    module = grpo(ModelSpec(model_path, dtype="bfloat16"), advantage=GroupRelative("none"))
+    data = sums_data(rewards=[lambda completions, **_: [1000.0 + i for i in range(len(completions))]])
+    quiet_trainer(callbacks=[keep], precision="bf16-true", max_steps=1).fit(module, data)
+    rollouts, experience = keep.rollouts[0], keep.experiences[0]
+    expected = torch.tensor([-1.5, -0.5, 0.5, 1.5]).repeat(8)[:, None] * experience.response_mask
+    torch.testing.assert_close(experience.advantages, expected)
+    assert not torch.equal(rollouts.engine_logprobs, rollouts.engine_logprobs.bfloat16().float())
+    assert module.actor.lm.get_output_embeddings().weight.dtype == torch.bfloat16
+    rotary = next(part for part in module.actor.modules() if hasattr(part, "inv_freq"))
+    size, base = len(rotary.inv_freq), rotary.config.rope_parameters["rope_theta"]
+    torch.testing.assert_close(rotary.inv_freq, base ** -(torch.arange(size) / size))
 
 
 class FakeModel(torch.nn.Module):

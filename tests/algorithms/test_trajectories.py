@@ -12,11 +12,12 @@ from torch import Tensor
 
 from lightrl.algorithms import CriticSpec, PPOLightningModule
 from lightrl.algorithms.batches import cut_minibatches
-from lightrl.algorithms.experience import TrajectoryLayout, shape_rewards
+from lightrl.algorithms.experience import TrajectoryLayout, estimate_advantages, shape_rewards
 from lightrl.algorithms.settings import ExtraLosses, Updates
 from lightrl.distributed.strategies import MetricSums
-from lightrl.objectives import RLOO, KLInLoss, PPOClip, SequenceMean, TokenMean
-from lightrl.records import Experience, Rollouts
+from lightrl.objectives import GDPO, RLOO, KLInLoss, PPOClip, SequenceMean, TokenMean
+from lightrl.objectives.estimators import AdvantageEstimator
+from lightrl.records import Experience, ModelOutputs, Rollouts
 from tests.algorithms.test_product import AGGREGATIONS, ESTIMATORS, LOSSES
 from tests.toys import quickstart_model, quiet_trainer, sums_data
 
@@ -149,6 +150,43 @@ def test_turn_rewards_stand_on_their_turns() -> None:
         of_first = shaped[cut.trajectory_ids == 0].sum(0)
         assert [float(of_first[end]) for end in ends] == [0.125, 0.125, 0.75]
         assert not bool(shaped[cut.trajectory_ids == 1].any()), "nothing scored it"
+
+
+def first_advantages(scored: Rollouts, estimator: AdvantageEstimator) -> list[float]:
+    """Advantages of each trajectory's first sampled token."""
+    found = estimate_advantages(scored, ModelOutputs(), estimator, None, None, lambda x: x)
+    return found.advantages[:, PROMPT].tolist()
+
+
+def test_a_trajectory_without_trained_tokens_is_not_in_the_baseline() -> None:
+    """Rewards 1, 1, 0, 1 of the second group; the first of them sampled nothing that is trained."""
+    scored = rollouts([[3]])
+    scored.response_mask[4] = False
+    assert first_advantages(scored, RLOO())[4:] == pytest.approx([0.0, 0.5, -1.0, 0.5])
+
+
+def test_gdpo_reads_the_rewards_of_turns() -> None:
+    """Turn rewards 3/8, 9/8, 3/8 and 6/8, 9/8, 3/8, 6/8, normalized per group (std 0.433 and 0.306), then together."""
+    scored = rollouts([[3]])
+    totals = scored.turn_rewards["tool"].sum(1)
+    scored.rewards = torch.where(scored.rewards.isnan(), torch.nan, totals)
+    scored.reward_parts["right"] = torch.zeros(8)
+    expected = [-0.6325, 0.0, 1.2649, -0.6325, 0.0, 1.3416, -1.3416, 0.0]
+    assert first_advantages(scored, GDPO(eps=1e-9)) == pytest.approx(expected, abs=1e-4)
+    scored.turn_rewards["tool"][5] = 0.0  # of turns whose tokens are not trained
+    assert first_advantages(scored, GDPO(eps=1e-9)) == pytest.approx(expected, abs=1e-4)
+
+
+def test_gdpo_rejects_a_sum_that_is_not_that_of_its_parts() -> None:
+    scored = rollouts([[3]])
+    scored.turn_rewards = {}
+    first_advantages(scored, GDPO())
+    scored.rewards = scored.rewards + torch.arange(8)  # by any hook, also after `on_rollout_scored`
+    with pytest.raises(ValueError, match="advantage=GDPO"):
+        first_advantages(scored, GDPO())
+    scored.reward_weights = {}
+    with pytest.raises(ValueError, match="rewards_by_label.*right"):
+        first_advantages(scored, GDPO())
 
 
 def test_minibatches_count_trajectories() -> None:

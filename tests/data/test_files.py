@@ -24,6 +24,7 @@ BROKEN = [
     ("rows.csv", b"prompt,answer\n1,2\n\n3,4,5\n", "line 4: "),
     ("rows.csv", b"prompt,answer\n1,2\n3\n", "line 3: "),
     ("rows.csv", b"prompt,answer\n", "no rows"),
+    ("rows.csv", b"prompt,answer,answer\n1,2,3\n", "repeats a column"),
 ]
 
 

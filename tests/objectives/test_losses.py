@@ -424,7 +424,7 @@ class OwnRatio(PolicyLoss):
 def test_a_correction_is_never_applied_twice() -> None:
     logprobs, old, advantages, mask, engine = random_batch()
     given = LossInput(logprobs, old, advantages, mask, engine_logprobs=engine)
-    with pytest.raises(AssertionError):  # it gets no log-probs of the engine
+    with pytest.raises(ValueError, match="loss=OwnRatio.*engine_use"):  # it gets no log-probs of the engine
         OffPolicyCorrection(OwnRatio())(given)
     assert not torch.equal(OffPolicyCorrection(PPOClip())(given)[0], PPOClip()(given)[0])
 

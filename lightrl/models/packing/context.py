@@ -67,15 +67,7 @@ def share_stream(
     routes: Sequence[Routes | None],
     device: torch.device,
 ) -> SharedStream:
-    """Plans the stream of all rows of a group, and this rank's part. Collective.
-
-    Args:
-        host: This rank's rows, with a response mask.
-        group: Process group.
-        share: Compute shared prefixes once.
-        routes: Recorded experts of this rank's rows. Empty if nothing was recorded.
-        device: Device of the result.
-    """
+    """Plans the stream of all rows of a group, and this rank's part; `share` computes prefixes once. Collective."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     taken_by = list(routes) or [None] * len(host.token_ids)
     own = (host.token_ids, host.attention_mask, host.response_mask, host.group_ids, taken_by)
