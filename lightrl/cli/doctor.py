@@ -203,7 +203,8 @@ def _rewards(built: Any, prompts: Any, tokenizer: Any) -> Iterator[Finding]:
         yield "note", "no reward functions"
         return
     data.scorer.check_source(prompts.columns, "the prompts")
-    given, limit = set[float](), data.scorer.timeout or PATIENCE
+    given, timeout = set[float](), data.scorer.timeout
+    limit = PATIENCE if timeout is None else timeout + 1.0  # the scorer's own error names the function
     try:
         rows = prompts[:3]
         for i in range(len(rows)):
