@@ -152,7 +152,7 @@ class RLLightningModule(RolloutLearner, SavesPretrained):
         """Checks the strategy, the rewards, and the callbacks before loading any model."""
         strategy = self.trainer.strategy
         strategies.refuse_unsupported(strategy, str(self.trainer.precision))
-        strategies.keep_exact(self.trainer.precision_plugin)
+        strategies.keep_exact(strategy.precision_plugin)
         if self.extra_losses.aux_loss_coef and strategies.context_group(strategy) is not None:
             raise ValueError(
                 f"aux_loss_coef={self.extra_losses.aux_loss_coef} with context_parallel_size above 1: each rank sees "

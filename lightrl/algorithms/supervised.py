@@ -75,7 +75,7 @@ class _SupervisedModule(SavesPretrained):
         """Rejects gradient accumulation with DeepSpeed, whose gradients can't be reweighted."""
         trainer: Any = self.trainer
         strategies.refuse_unsupported(trainer.strategy)
-        strategies.keep_exact(trainer.precision_plugin)
+        strategies.keep_exact(trainer.strategy.precision_plugin)
         if isinstance(trainer.strategy, DeepSpeedStrategy) and trainer.accumulate_grad_batches != 1:
             raise ValueError(
                 f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches} with DeepSpeed: batches would get "
