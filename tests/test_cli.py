@@ -36,15 +36,13 @@ from lightrl.data import PromptSource
 from lightrl.engines import EngineContext, EngineDiedError
 from lightrl.rollout.collector import RolloutStalledError
 from lightrl.rollout.learner import RLCallback
-from tests.toys import quickstart_model
+from tests.toys import model_fixture
 
 ROOT = Path(__file__).resolve().parent.parent
 ARITHMETIC = {"class_path": "lightrl.data.ArithmeticRows"}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return quickstart_model(tmp_path_factory.mktemp("cli") / "model")
+model = model_fixture()
 
 
 @pytest.fixture(autouse=True)

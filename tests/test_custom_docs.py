@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from tests.toys import quickstart_model
+from tests.toys import SMALL, quickstart_model
 
 
 def test_the_first_example_trains(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    model = quickstart_model(tmp_path / "model", num_hidden_layers=1, hidden_size=32, intermediate_size=32)
+    model = quickstart_model(tmp_path / "model", **SMALL)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": "1+2="}\n')
     (tmp_path / "rewards.py").write_text(
         "def correct(completions, **_):\n    return [len({*c}) for c in completions]\n"
@@ -31,7 +31,7 @@ def test_the_callback_runs_in_the_example_of_saving_and_resuming(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    model = quickstart_model(tmp_path / "model", num_hidden_layers=1, hidden_size=32, intermediate_size=32)
+    model = quickstart_model(tmp_path / "model", **SMALL)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": "1+2="}\n')
     (tmp_path / "rewards.py").write_text(
         "def correct(completions, **_):\n    return [len({*c}) for c in completions]\n"

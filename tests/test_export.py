@@ -17,7 +17,7 @@ from lightrl.data.sft import SFTDataModule, SFTSource
 from lightrl.engines import EngineContext, VLLMEngine
 from lightrl.models.loading import load_causal_lm
 from lightrl.models.spec import LoraSpec, ModelSpec
-from tests.toys import quickstart_model, quiet_trainer, sums_data
+from tests.toys import SMALL, quickstart_model, quiet_trainer, sums_data
 
 IDS = [list(range(3, 23)), list(range(22, 2, -1))]
 
@@ -37,7 +37,7 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("model")
     heads = {"num_attention_heads": 1, "num_key_value_heads": 1}  # vLLM on CPU serves heads of 32 and more
-    return quickstart_model(folder, num_hidden_layers=1, hidden_size=32, intermediate_size=32, **heads)
+    return quickstart_model(folder, **SMALL, **heads)
 
 
 @pytest.fixture(scope="module")

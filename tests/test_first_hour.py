@@ -15,14 +15,9 @@ import yaml
 
 from lightrl.cli import main
 from lightrl.cli.doctor import diagnose
-from tests.toys import quickstart_model
+from tests.toys import SMALL, model_fixture
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return quickstart_model(
-        tmp_path_factory.mktemp("first") / "model", num_hidden_layers=1, hidden_size=32, intermediate_size=32
-    )
+model = model_fixture(**SMALL)
 
 
 @pytest.fixture()

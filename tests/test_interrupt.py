@@ -20,7 +20,7 @@ from lightrl.rollout import Evaluation
 from lightrl.rollout.learner import RLCallback
 from tests import forks
 from tests.test_resume import Reward, assert_same, rows, run
-from tests.toys import quickstart_model, quiet_trainer
+from tests.toys import model_fixture, quickstart_model, quiet_trainer
 from tests.waiting import until
 
 
@@ -55,10 +55,7 @@ class During(RLCallback):
 EVALUATION = {"evaluation": Evaluation([{"prompt": f"{a}+{a}="} for a in range(8)], batch_size=4)}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("model")
-    return quickstart_model(folder, num_hidden_layers=2, hidden_size=64, intermediate_size=64)
+model = model_fixture(num_hidden_layers=2, hidden_size=64, intermediate_size=64)
 
 
 @pytest.fixture(scope="module")

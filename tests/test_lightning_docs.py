@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightrl.algorithms import GRPOLightningModule, LRSchedule
 from lightrl.data.prompts import PromptSource
 from lightrl.rollout import Evaluation, RolloutDataModule
-from tests.toys import quickstart_model, quiet_trainer, sums_data
+from tests.toys import SMALL, model_fixture, quiet_trainer, sums_data
 
 PAGE = (Path(__file__).parent.parent / "docs" / "lightning.md").read_text()
 ROWS = dict(re.findall(r"^\| `(\w+)` \| (works|not supported) \|", PAGE, re.MULTILINE))
@@ -25,10 +25,7 @@ ROW_NAMES = [{"prompt": f"{a}+1=", "answer": a + 1} for a in range(6)]
 REFUSED: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32}
-    return quickstart_model(tmp_path_factory.mktemp("model"), **sizes)
+model = model_fixture(**SMALL)
 
 
 def data(**kwargs: Any) -> RolloutDataModule:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lightrl.compat.arguments import DISTRIBUTION
-from tests.toys import quickstart_model
+from tests.toys import SMALL, quickstart_model
 
 
 def setup(root: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -126,7 +126,7 @@ def test_the_wheel_brings_configurations_and_templates(wheel: Path, root: Path) 
 
 
 def test_a_new_user_comes_from_the_wheel_to_a_model_of_ones_own(wheel: Path, root: Path, tmp_path: Path) -> None:
-    model = quickstart_model(tmp_path / "model", num_hidden_layers=1, hidden_size=32, intermediate_size=32)
+    model = quickstart_model(tmp_path / "model", **SMALL)
     env = {**os.environ, "PYTHONPATH": str(wheel)}
     (tmp_path / "empty").mkdir()
     done = subprocess.run(

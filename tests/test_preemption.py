@@ -14,7 +14,7 @@ import yaml
 from lightning.pytorch import Callback
 
 from lightrl.cli import main, run
-from tests.toys import quickstart_model
+from tests.toys import SMALL, quickstart_model
 
 BATCHES = 6  # of an epoch
 
@@ -55,7 +55,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str
     """Writes a supervised run of 2 epochs of 6 batches as YAML."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["lightrl"])
-    model = quickstart_model(tmp_path / "model", num_hidden_layers=1, hidden_size=32, intermediate_size=32)
+    model = quickstart_model(tmp_path / "model", **SMALL)
 
     def write(strike: dict[str, Any] | None = None, callbacks: Any = (), **trainer: Any) -> str:
         rows = [{"prompt": f"{i}+1=", "completion": str(i + 1)} for i in range(2 * BATCHES)]

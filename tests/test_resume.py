@@ -21,7 +21,7 @@ from lightrl.algorithms.settings import Updates
 from lightrl.callbacks import AdaptiveKL, RewardNormalization, RolloutCheckpoint, ThroughputMonitor, WeightSync
 from lightrl.objectives import KLInReward
 from tests import forks
-from tests.toys import digits_reward, quickstart_model, quiet_trainer, sums_data
+from tests.toys import digits_reward, model_fixture, quickstart_model, quiet_trainer, sums_data
 
 EPOCHS = 2
 
@@ -104,10 +104,7 @@ def rows(folder: Path, version: str, of: str = "reward/mean") -> list[dict[str, 
         ]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("model")
-    return quickstart_model(folder, num_hidden_layers=2, hidden_size=64, intermediate_size=64)
+model = model_fixture(num_hidden_layers=2, hidden_size=64, intermediate_size=64)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from lightrl.checkpoints.plugin import CheckedCheckpointIO
 from lightrl.checkpoints.reading import read_checkpoint
 from lightrl.models.loading import load_causal_lm
 from lightrl.models.spec import ModelSpec
-from tests.toys import quickstart_model
+from tests.toys import SMALL, quickstart_model
 
 
 class Calls:
@@ -40,7 +40,7 @@ def test_a_checkpoint_that_calls_something_is_refused(read: Any, tmp_path: Path)
 
 def test_the_code_of_a_model_folder_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "model"
-    quickstart_model(folder, num_hidden_layers=1, hidden_size=32, intermediate_size=32)
+    quickstart_model(folder, **SMALL)
     config = json.loads((folder / "config.json").read_text())
     own = {"model_type": "theirs", "auto_map": {"AutoConfig": "theirs.Config", "AutoModelForCausalLM": "theirs.Model"}}
     (folder / "config.json").write_text(json.dumps(config | own))

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from lightrl.cli import run
-from tests.toys import quickstart_model
+from tests.toys import SMALL, quickstart_model
 
 
 def test_every_feature_is_reached_from_yaml(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,7 +20,7 @@ def test_every_feature_is_reached_from_yaml(root: Path, tmp_path: Path, monkeypa
     (tmp_path / "features.yaml").write_text(block)
     demonstrations = [{"prompt": f"{a}+1=", "completion": str(a + 1)} for a in range(4)]
     (tmp_path / "demonstrations.jsonl").write_text("\n".join(map(json.dumps, demonstrations)))
-    model = quickstart_model(tmp_path / "model", num_hidden_layers=1, hidden_size=32, intermediate_size=32)
+    model = quickstart_model(tmp_path / "model", **SMALL)
     trainer = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "logger": False, "enable_checkpointing": False}
     base = {
         "trainer": {**trainer, "enable_progress_bar": False, "callbacks": [{"class_path": "WeightSync"}]},

@@ -52,7 +52,7 @@ def test_the_tutorial_runs_as_written(root: Path, tmp_path: Path, monkeypatch: p
     page = (root / "docs" / "tutorial.md").read_text()
     (rows,), (reward,) = (re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("json", "python"))
     commands = [line.split("#")[0].split() for line in re.findall(r"^lightrl .*$", page, re.MULTILINE)]
-    model = quickstart_model(tmp_path / "model", num_hidden_layers=1, hidden_size=32, intermediate_size=32)
+    model = quickstart_model(tmp_path / "model", **SMALL)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["lightrl"])
     assert [command[1] for command in commands] == ["init", "fit", "fit", "report", "export"]

@@ -24,6 +24,7 @@ from lightrl.rollout.datamodule import RolloutDataModule
 from lightrl.rollout.learner import EngineSync, RLCallback
 
 QUICKSTART_MODEL = Path(__file__).parent.parent / "configs" / "quickstart" / "model"
+SMALL: dict[str, Any] = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32}
 
 
 def quickstart_model(folder: Path, seed: int = 0, family: str = "Qwen2", **config: Any) -> str:
@@ -38,6 +39,17 @@ def quickstart_model(folder: Path, seed: int = 0, family: str = "Qwen2", **confi
     getattr(transformers, f"{family}ForCausalLM")(cfg).save_pretrained(folder)
     AutoTokenizer.from_pretrained(QUICKSTART_MODEL).save_pretrained(folder)
     return str(folder)
+
+
+def model_fixture(**config: Any) -> Any:
+    """A module's fixture: the folder of a `quickstart_model`."""
+    import pytest
+
+    @pytest.fixture(scope="module")
+    def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+        return quickstart_model(tmp_path_factory.mktemp("model"), **config)
+
+    return folder
 
 
 def near_ties(lm: Any, by: float = 6e-8) -> Any:
@@ -149,6 +161,10 @@ def on_ranks(function: Callable[..., Any], *shards: tuple[Any, ...]) -> list[Any
 
     with ThreadPoolExecutor(len(shards)) as pool:
         return [future.result() for future in [pool.submit(rank, i) for i in range(len(shards))]]
+
+
+def adam(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-3, weight_decay=0.0)
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:

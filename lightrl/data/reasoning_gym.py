@@ -6,13 +6,12 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import islice, pairwise
 from typing import Any, Literal
 
 from datasets import Dataset
 
-from lightrl.compat.arguments import require_packages
+from lightrl.rewards.rules import gym_dataset
 
 ATTEMPTS = 20
 """Maximum number of generated items per training example, since evaluation questions are skipped."""
@@ -122,25 +121,6 @@ def _row(task: ReasoningGymTask, seed: int, size: int, number: int) -> dict[str,
         "level": task.level or task.name,
         "gym": json.dumps(made, sort_keys=True),
     }
-
-
-@lru_cache(maxsize=64)
-def gym_dataset(name: str, settings: str, seed: int, size: int) -> Any:
-    """Returns a generator's lazy dataset.
-
-    Args:
-        name: Name of the generator.
-        settings: Settings as JSON.
-        seed: Random seed for the items.
-        size: Number of items.
-
-    Raises:
-        ValueError: If `reasoning-gym` is not installed or has no such generator.
-    """
-    require_packages("ReasoningGymRows", "reasoning-gym", "reasoning_gym")
-    import reasoning_gym
-
-    return reasoning_gym.create_dataset(name, seed=seed, size=size, **json.loads(settings))
 
 
 def _digest(text: str) -> str:

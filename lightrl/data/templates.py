@@ -192,6 +192,12 @@ def _formed(message: Mapping[str, Any], template: str, *, none: bool, text: bool
         for name in _THOUGHTS:
             if re.search(rf"""\.{name}\b|\[['"]{name}['"]\]|get\(['"]{name}""", template):
                 formed[name] = formed["reasoning_content"]
+    return calls_in_form(formed, none=none, text=text)
+
+
+def calls_in_form(message: Mapping[str, Any], *, none: bool = False, text: bool = False) -> dict[str, Any]:
+    """Converts a message with tool calls: empty content to None (`none`), arguments to JSON text (`text`)."""
+    formed = dict(message)
     if not formed.get("tool_calls"):
         return formed
     if none and not formed["content"]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from lightrl.data.templates import calls_in_form
 from lightrl.environments.base import Message, Tools
 
 if TYPE_CHECKING:
@@ -18,6 +18,9 @@ MARK = "\U000f0e4c"
 """Private-use character inserted into literal text of special tokens, so that it is not tokenized as the token."""
 SHORT, LONG = "Qa1", "Zb2 Zb3 " * 7 + "Zb4"
 """Placeholders of different lengths for sampled text."""
+
+FORMS: Sequence[Mapping[str, bool]] = ({}, {"none": True}, {"text": True}, {"none": True, "text": True})
+"""Formats of tool calls, as arguments of `calls_in_form`."""
 
 _USER: Message = {"role": "user", "content": "Qu9"}
 
@@ -217,14 +220,14 @@ class TemplateBridge(Bridge):
         self.tokenizer = tokenizer
         self.template_kwargs = dict(template_kwargs or {})
         self._special = special_texts(tokenizer)
-        self._form: _Form | None = None
+        self._form: Mapping[str, bool] | None = None
         self._ender: str | None = None
 
-    def _text(self, messages: Sequence[Message], tools: Tools, form: _Form | None = None) -> str:
-        form = form or self._form or _Form()
+    def _text(self, messages: Sequence[Message], tools: Tools, form: Mapping[str, bool] | None = None) -> str:
+        form = form or self._form or {}
         return str(
             self.tokenizer.apply_chat_template(
-                [self._content(form.message(message)) for message in messages],
+                [self._content(calls_in_form(message, **form)) for message in messages],
                 tools=list(tools) or None,
                 tokenize=False,
                 add_generation_prompt=True,
@@ -232,7 +235,7 @@ class TemplateBridge(Bridge):
             )
         )
 
-    def _try(self, messages: Sequence[Message], tools: Tools, form: _Form | None = None) -> str | None:
+    def _try(self, messages: Sequence[Message], tools: Tools, form: Mapping[str, bool] | None = None) -> str | None:
         """`_text`, or None if the template rejects the conversation with any exception."""
         try:
             return self._text(messages, tools, form)
@@ -273,12 +276,12 @@ class TemplateBridge(Bridge):
             return
         for answer in (_result("Qt7", 0), {"role": "user", "content": "Qr8"}):
             said = [_USER, _called(("Qt7", SHORT)), answer]
-            for form in (_Form(), _Form(none=True), _Form(text=True), _Form(none=True, text=True)):
+            for form in FORMS:
                 text = self._try(said, tools, form)
                 if text is not None and "Qt7" in text and SHORT in text:
                     self._form = form
                     return
-        self._form = _Form()
+        self._form = {}
 
     def extend(
         self, turn: SampledTurn, history: Sequence[Message], new: Sequence[Message], tools: Tools
@@ -382,28 +385,6 @@ class TemplateBridge(Bridge):
         body = full[len(start) : len(full) - len(tail)]
         thoughts = str(real.get("reasoning_content") or "").strip()
         return str(real.get("content") or "").strip() in body and thoughts in body
-
-
-@dataclass(frozen=True)
-class _Form:
-    """A template's format of tool calls. `text`: arguments as JSON text. `none`: empty content as None."""
-
-    none: bool = False
-    text: bool = False
-
-    def message(self, message: Message) -> Message:
-        if not message.get("tool_calls"):
-            return message
-        message = dict(message)
-        if self.none and not message["content"]:
-            message["content"] = None
-        if self.text:
-            message["tool_calls"] = [
-                {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
-                for call in message["tool_calls"]
-                for function in (call["function"],)
-            ]
-        return message
 
 
 def _stand_in(reply: Message, content: str) -> tuple[Message, list[str]]:

@@ -143,15 +143,11 @@ class CodeTests(Reward):
             return []
 
     def _started(self, role: str, stdin: int, stdout: int, stderr: int, code: str = "", **job: Any) -> Any:
-        files = {"main.py": _driver(), "job.json": json.dumps({**job, "seconds": self.test_timeout}), "code.py": code}
+        driver = Path(__file__).with_name("code_driver.py").read_text()
+        files = {"main.py": driver, "job.json": json.dumps({**job, "seconds": self.test_timeout}), "code.py": code}
         return self.sandbox.started(
             [self.sandbox.python, "-I", "../program/main.py", role], files, stdin, stdout, stderr
         )
-
-
-@functools.cache
-def _driver() -> str:
-    return Path(__file__).with_name("code_driver.py").read_text()
 
 
 def _lines(text: str) -> list[str]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
+from lightrl.compat.arguments import require_packages
 from lightrl.engines.background import all_of
 from lightrl.rewards.answers import EXTRACTORS, Extract, TimedPattern, to_number
 from lightrl.rewards.base import (
@@ -355,12 +356,18 @@ class ReasoningGymReward(Reward):
         if answer is None:
             return 0.0
         row = json.loads(made)
-        items = _gym_items(row["name"], json.dumps(row["settings"]), row["seed"], row["size"])
+        items = gym_dataset(row["name"], json.dumps(row["settings"], sort_keys=True), row["seed"], row["size"])
         return float(items.score_answer(answer, items[row["index"]]))
 
 
 @lru_cache(maxsize=64)
-def _gym_items(name: str, settings: str, seed: int, size: int) -> Any:
+def gym_dataset(name: str, settings: str, seed: int, size: int) -> Any:
+    """Returns the lazy dataset of a reasoning-gym generator. `settings` is JSON.
+
+    Raises:
+        ValueError: If `reasoning-gym` is not installed or has no such generator.
+    """
+    require_packages("ReasoningGymRows", "reasoning-gym", "reasoning_gym")
     import reasoning_gym
 
     return reasoning_gym.create_dataset(name, seed=seed, size=size, **json.loads(settings))

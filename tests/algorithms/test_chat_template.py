@@ -16,7 +16,7 @@ from lightrl.data.templates import load_tokenizer
 from lightrl.environments.renderers import make_renderer
 from lightrl.models.spec import ModelSpec
 from tests.rollout.tasks import chat_model, fit, make_data, sgd, talk
-from tests.toys import quickstart_model, quiet_trainer, sums_data
+from tests.toys import SMALL, quickstart_model, quiet_trainer, sums_data
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{{ '=' if m['role'] == 'user' else '' }}{% endfor %}"
 
@@ -29,7 +29,7 @@ def file(tmp_path: Path) -> str:
 
 @pytest.fixture
 def path(tmp_path: Path) -> str:
-    return quickstart_model(tmp_path / "model", num_hidden_layers=1, hidden_size=32, intermediate_size=32)
+    return quickstart_model(tmp_path / "model", **SMALL)
 
 
 def test_a_template_from_a_file_is_that_of_prompts_and_of_every_export(path: str, file: str, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import yaml
 from lightning.pytorch.loggers import CSVLogger, Logger
@@ -14,7 +13,7 @@ from lightrl import GRPOLightningModule, LoraSpec, ModelSpec
 from lightrl.algorithms.run_record import described
 from lightrl.algorithms.settings import LRSchedule, Shaping
 from lightrl.rewards.scorer import RewardScorer
-from tests.toys import digits_reward, quickstart_model, quiet_trainer, sums_data
+from tests.toys import SMALL, digits_reward, model_fixture, quiet_trainer, sums_data
 
 
 class Recorder(Logger):
@@ -41,10 +40,7 @@ class OwnGRPO(GRPOLightningModule):
         self.patience = patience
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("model")
-    return quickstart_model(folder, num_hidden_layers=1, hidden_size=32, intermediate_size=32)
+model = model_fixture(**SMALL)
 
 
 def test_loggers_are_told_what_a_run_from_python_is(model: str, tmp_path: Path) -> None:

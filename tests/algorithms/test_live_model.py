@@ -13,24 +13,16 @@ from lightrl.algorithms import GRPOLightningModule, PPOLightningModule, SFTLight
 from lightrl.cli.export import export
 from lightrl.data.sft import SFTDataModule, SFTSource
 from lightrl.models.spec import LoraSpec, ModelSpec
-from tests.toys import quickstart_model, quiet_trainer, sums_data
+from tests.toys import adam, model_fixture, quiet_trainer, sums_data
 
 SIZES = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 32}
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return quickstart_model(
-        tmp_path_factory.mktemp("model"), **SIZES, num_attention_heads=2, num_key_value_heads=2, pad_token_id=0
-    )
+path = model_fixture(**SIZES, num_attention_heads=2, num_key_value_heads=2, pad_token_id=0)
 
 
 def live(path: str) -> tuple[Any, Any]:
     return AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
-
-
-def adam(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-3)
 
 
 def fit(module: Any, **data: Any) -> Any:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
 from lightrl import algorithms as modules
@@ -30,7 +29,7 @@ from lightrl.objectives import (
     SequenceSum,
     TokenMean,
 )
-from tests.toys import quiet_trainer, sums_data
+from tests.toys import adam, quiet_trainer, sums_data
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "algorithms"
 # Of a module, by what the YAML names.
@@ -48,10 +47,6 @@ PAPERS: dict[str, tuple[Any, Any, Any, Any, int]] = {
     "ReinforcePlusPlus": (ReinforcePlusPlus(1.0), PPOClip(0.2, 0.2), TokenMean(), KLInReward("k1", 0.01), 1),
     "CPGD": (GroupRelative("group"), CPG(0.2, 0.2, 0.01, 2.0), SequenceMean(), None, 1),
 }
-
-
-def adam(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=1e-3, weight_decay=0.0)
 
 
 def make(name: str, path: str, **kwargs: Any) -> PPOLightningModule:

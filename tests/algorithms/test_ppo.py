@@ -17,13 +17,10 @@ from lightrl.callbacks import LinearKL, WeightSync
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives import GroupRelative, KLInReward, PPOClip, RolloutRatio
 from lightrl.records import Experience
-from tests.algorithms.toys import adam, fit, ppo, sgd, weights
-from tests.toys import Keep, ThreadEngine, quickstart_model, quiet_trainer, sums_data
+from tests.algorithms.toys import fit, ppo, weights
+from tests.toys import Keep, ThreadEngine, adam, model_fixture, quiet_trainer, sgd, sums_data
 
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return quickstart_model(tmp_path_factory.mktemp("model"), num_hidden_layers=2, hidden_size=64, intermediate_size=64)
+model_path = model_fixture(num_hidden_layers=2, hidden_size=64, intermediate_size=64)
 
 
 @pytest.mark.parametrize("kind", [PPOLightningModule, GRPOLightningModule])

@@ -12,7 +12,8 @@ from lightrl.algorithms.batches import cut_minibatches
 from lightrl.algorithms.settings import ExtraLosses, Updates
 from lightrl.records import Experience, SupervisedBatch
 from lightrl.rollout.ptx import PTXSource
-from tests.algorithms.toys import fit, grpo, ppo, sgd, weights
+from tests.algorithms.toys import fit, grpo, ppo, weights
+from tests.toys import sgd
 
 ANSWERS = PTXSource(rows=[{"prompt": f"{a:02d}+01=", "completion": str(a + 1)} for a in range(20)], batch_size=8)
 

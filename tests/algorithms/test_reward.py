@@ -20,7 +20,7 @@ from lightrl.models.reward import RewardModel
 from lightrl.models.spec import LoraSpec, ModelSpec, RewardModelSpec
 from lightrl.ops.losses import bradley_terry_loss
 from lightrl.rollout.learner import RLCallback
-from tests.toys import quickstart_model, quiet_trainer, sgd, sums_data
+from tests.toys import model_fixture, quickstart_model, quiet_trainer, sgd, sums_data
 
 # People want the sum, and a full stop after it.
 ROWS = [
@@ -30,9 +30,7 @@ ROWS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return quickstart_model(tmp_path_factory.mktemp("model"), num_hidden_layers=2, hidden_size=64, intermediate_size=64)
+model_path = model_fixture(num_hidden_layers=2, hidden_size=64, intermediate_size=64)
 
 
 def adam(params: Any) -> torch.optim.Optimizer:

@@ -32,13 +32,10 @@ from lightrl.objectives.off_policy import OffPolicyCorrection
 from lightrl.records import Experience, Rollouts
 from lightrl.rollout import Evaluation
 from lightrl.rollout.learner import RLCallback, require_rl_callbacks
-from tests.algorithms.toys import SMALL, FirstSums, fit, grpo, weights
-from tests.toys import Keep, quickstart_model, quiet_trainer, sgd, sums_data
+from tests.algorithms.toys import FirstSums, fit, grpo, weights
+from tests.toys import SMALL, Keep, model_fixture, quiet_trainer, sgd, sums_data
 
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return quickstart_model(tmp_path_factory.mktemp("model"), **SMALL)
+path = model_fixture(**SMALL)
 
 
 def large_steps(params: Any) -> torch.optim.Optimizer:

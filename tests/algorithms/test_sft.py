@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightrl.algorithms import GRPOLightningModule, LRSchedule, RewardLightningModule, SFTLightningModule
 from lightrl.data.sft import SFTDataModule, SFTSource
-from tests.toys import quickstart_model, quiet_trainer
+from tests.toys import SMALL, quickstart_model, quiet_trainer
 
 
 class Fixed(SFTLightningModule):
@@ -47,7 +47,7 @@ def test_a_rank_without_tokens_weighs_nothing(
 
 
 def test_float16_weights_are_refused_in_manual_optimisation_only(tmp_path: Path) -> None:
-    path = quickstart_model(tmp_path, num_hidden_layers=1, hidden_size=32, intermediate_size=32)
+    path = quickstart_model(tmp_path, **SMALL)
     trainer = SimpleNamespace(strategy=SingleDeviceStrategy("cpu"), precision="16-true")
     for kind in (SFTLightningModule, RewardLightningModule, GRPOLightningModule):
         module = kind(path)
@@ -61,7 +61,7 @@ def test_float16_weights_are_refused_in_manual_optimisation_only(tmp_path: Path)
 
 def test_a_schedule_by_name_counts_the_runs_updates(tmp_path: Path) -> None:
     """4 updates: a linear decay to 0 takes 1, 3/4, 1/2, 1/4 of the rate; without an end it is refused."""
-    path = quickstart_model(tmp_path, num_hidden_layers=1, hidden_size=32, intermediate_size=32)
+    path = quickstart_model(tmp_path, **SMALL)
     rows = [{"prompt": f"{i}+1=", "completion": str(i + 1)} for i in range(8)]
     rates: list[float] = []
 
@@ -84,7 +84,7 @@ def test_a_schedule_by_name_counts_the_runs_updates(tmp_path: Path) -> None:
 
 def test_a_scheduled_run_goes_on_with_the_rows_that_were_next(tmp_path: Path) -> None:
     """Lightning readies the rows to count the updates, before it reads the place in them from a checkpoint."""
-    path = quickstart_model(tmp_path / "model", num_hidden_layers=1, hidden_size=32, intermediate_size=32)
+    path = quickstart_model(tmp_path / "model", **SMALL)
     rows = [{"prompt": f"{i}+1=", "completion": str(i + 1)} for i in range(8)]
 
     class Batches(Callback):

@@ -17,8 +17,8 @@ from lightrl.algorithms.settings import ExtraLosses, Updates, make_optimizer
 from lightrl.callbacks import WeightSync
 from lightrl.models.spec import LoraSpec, ModelSpec
 from lightrl.objectives import KLInReward
-from tests.algorithms.toys import adam, fit, grpo, ppo, weights
-from tests.toys import Keep, quiet_trainer, sums_data
+from tests.algorithms.toys import fit, grpo, ppo, weights
+from tests.toys import Keep, adam, quiet_trainer, sums_data
 
 
 def test_lora_base_is_the_reference_and_only_adapters_are_saved(model_path: str) -> None:

@@ -13,17 +13,14 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightrl.algorithms import RewardLightningModule, SFTLightningModule
 from lightrl.data.preferences import PreferenceDataModule, PreferenceSource
 from lightrl.data.sft import SFTDataModule, SFTSource
-from tests.toys import quickstart_model, quiet_trainer
+from tests.toys import SMALL, model_fixture, quiet_trainer
 
 NUMBERS = ["1", "12345678", "2", "3456789123", "9", "87", "654", "4321"]
 ROWS = [{"prompt": f"{i}+1=", "completion": text} for i, text in enumerate(NUMBERS)]
 PAIRS = [{"prompt": f"{i}+1=", "chosen": text, "rejected": "0"} for i, text in enumerate(NUMBERS)]
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("model")
-    return quickstart_model(folder, num_hidden_layers=1, hidden_size=32, intermediate_size=32)
+path = model_fixture(**SMALL)
 
 
 class Gradients(Callback):

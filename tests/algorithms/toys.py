@@ -11,13 +11,7 @@ from torch import Tensor
 from lightrl.algorithms import GRPOLightningModule, PPOLightningModule
 from lightrl.callbacks import WeightSync
 from lightrl.models.spec import ModelSpec
-from tests.toys import Keep, quiet_trainer, sgd, sums_data
-
-SMALL = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32}
-
-
-def adam(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=1e-3, weight_decay=0.0)
+from tests.toys import Keep, adam, quiet_trainer, sgd, sums_data
 
 
 def fit(module: PPOLightningModule, rollouts: int = 1, callbacks: Any = (), **data: Any) -> Keep:

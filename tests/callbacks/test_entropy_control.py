@@ -9,13 +9,10 @@ import torch
 
 from lightrl.callbacks import AdaptiveEntropy
 from lightrl.records import SamplingParams
-from tests.algorithms.toys import SMALL, FirstSums, fit, grpo, weights
-from tests.toys import quickstart_model
+from tests.algorithms.toys import FirstSums, fit, grpo, weights
+from tests.toys import SMALL, model_fixture
 
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return quickstart_model(tmp_path_factory.mktemp("model"), **SMALL)
+model_path = model_fixture(**SMALL)
 
 
 class Module:

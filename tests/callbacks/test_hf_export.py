@@ -14,13 +14,9 @@ from lightrl.algorithms import PPOLightningModule
 from lightrl.callbacks import HFExport, WeightSync
 from lightrl.cli.export import export
 from lightrl.models.spec import LoraSpec, ModelSpec
-from tests.toys import quickstart_model, quiet_trainer, sums_data
+from tests.toys import model_fixture, quiet_trainer, sums_data
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("model")
-    return quickstart_model(folder, num_hidden_layers=2, hidden_size=64, intermediate_size=64)
+model = model_fixture(num_hidden_layers=2, hidden_size=64, intermediate_size=64)
 
 
 def fit(spec: ModelSpec, export: HFExport, **kwargs: Any) -> PPOLightningModule:

@@ -14,7 +14,7 @@ from lightrl.callbacks import EMA, HFExport
 from lightrl.data.preferences import PreferenceDataModule, PreferenceSource
 from lightrl.data.sft import SFTDataModule, SFTSource
 from lightrl.models.reward import RewardModel
-from tests.toys import quickstart_model, quiet_trainer, sums_data
+from tests.toys import SMALL, model_fixture, quiet_trainer, sums_data
 
 ROWS = [{"prompt": f"{a}+{b}=", "completion": "1", "chosen": "1", "rejected": "2"} for a in range(2) for b in range(2)]
 ARGUMENTS: dict[str, dict[str, Any]] = {
@@ -29,10 +29,7 @@ ROLLOUTS = {
 """Callbacks that mean nothing to a module without rollouts."""
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("model")
-    return quickstart_model(folder, num_hidden_layers=1, hidden_size=32, intermediate_size=32)
+path = model_fixture(**SMALL)
 
 
 def made(kind: str, path: str) -> tuple[LightningModule, LightningDataModule]:

@@ -18,17 +18,9 @@ from lightrl.models.spec import LoraSpec, ModelSpec
 from lightrl.objectives import KLInLoss
 from lightrl.rollout import Evaluation
 from lightrl.rollout.ptx import PTXSource
-from tests.toys import quickstart_model, quiet_trainer, sgd, sums_data
+from tests.toys import SMALL, adam, model_fixture, quiet_trainer, sgd, sums_data
 
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("model")
-    return quickstart_model(folder, num_hidden_layers=1, hidden_size=32, intermediate_size=32)
-
-
-def adam(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=1e-3)
+model_path = model_fixture(**SMALL)
 
 
 def flat(model: Any) -> Tensor:

@@ -25,21 +25,14 @@ from lightrl.checkpoints.files import StorageError, verify
 from lightrl.checkpoints.rollout_checkpoint import Preempted
 from lightrl.checkpoints.run_folder import RunGuard, is_of_another_run, last_of_runs
 from lightrl.models.spec import ModelSpec
-from tests.toys import quickstart_model, quiet_trainer, sums_data
-
-
-def adam(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=1e-3)
+from tests.toys import SMALL, adam, model_fixture, quiet_trainer, sums_data
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=1e-3, momentum=0.9)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("model")
-    return quickstart_model(folder, num_hidden_layers=1, hidden_size=32, intermediate_size=32)
+model = model_fixture(**SMALL)
 
 
 def fit(

@@ -15,13 +15,9 @@ from lightrl.callbacks import WeightSync
 from lightrl.engines.base import StaleWeightsError
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.models.spec import ModelSpec
-from tests.toys import quickstart_model, quiet_trainer, sums_data
+from tests.toys import model_fixture, quickstart_model, quiet_trainer, sums_data
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("model")
-    return quickstart_model(folder, num_hidden_layers=2, hidden_size=64, intermediate_size=64)
+model = model_fixture(num_hidden_layers=2, hidden_size=64, intermediate_size=64)
 
 
 class Engine(TransformersEngine):

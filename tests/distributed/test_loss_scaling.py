@@ -22,7 +22,7 @@ from lightrl.algorithms.settings import Updates
 from lightrl.distributed.strategies import loss_scaler
 from lightrl.models.spec import ModelSpec
 from tests import forks
-from tests.toys import quickstart_model, quiet_trainer, sums_data
+from tests.toys import SMALL, quickstart_model, quiet_trainer, sums_data
 
 SCALE = 2.0**12
 
@@ -32,7 +32,7 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 
 
 def tiny(folder: Path) -> str:
-    return quickstart_model(folder, num_hidden_layers=1, hidden_size=32, intermediate_size=32)
+    return quickstart_model(folder, **SMALL)
 
 
 def half(scale: float = SCALE, **options: Any) -> MixedPrecision:

@@ -22,7 +22,7 @@ from lightrl.objectives import KLInLoss
 from lightrl.rollout import Ahead
 from tests import forks
 from tests.distributed.test_two_ranks import Record, sgd, some_flat
-from tests.toys import ThreadEngine, quickstart_model, quiet_trainer, sums_data
+from tests.toys import SMALL, ThreadEngine, quickstart_model, quiet_trainer, sums_data
 
 WAYS: dict[str, dict[str, Any]] = {
     "staleness": {"schedule": Ahead(), "rewards": [some_flat], "dynamic_sampling_rounds": 8},
@@ -57,7 +57,7 @@ def run(way: str, path: str, devices: int) -> Record:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_two_ranks_equal_one(way: str, tmp_path: Path) -> None:
-    path = quickstart_model(tmp_path / "model", num_hidden_layers=1, hidden_size=32, intermediate_size=32)
+    path = quickstart_model(tmp_path / "model", **SMALL)
     one = run(way, path, devices=1)
     forks.ranks(__name__, way, path, str(tmp_path))
     ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]

@@ -49,7 +49,7 @@ from lightrl.checkpoints.files import verify
 from tests.faults.containment import adopt_orphans, contained, die_with_parent, libc_call
 from tests.faults.injection import Case, be_the_run
 from tests.ports import held_port
-from tests.toys import quickstart_model
+from tests.toys import SMALL, quickstart_model
 
 ROLLOUTS, PROMPTS = 4, 4
 BOUND = 90.0
@@ -221,9 +221,7 @@ class Campaign:
         self.known = known
         self.isolated = isolated
         heads = {"num_attention_heads": 1, "num_key_value_heads": 1}  # of 32, which vLLM can do
-        self.model = quickstart_model(
-            root / "model", num_hidden_layers=1, hidden_size=32, intermediate_size=32, **heads
-        )
+        self.model = quickstart_model(root / "model", **SMALL, **heads)
         self.undisturbed: dict[tuple[str, bool], tuple[dict[str, Any], float]] = {}
         root.chmod(0o755)  # a run that lost its rights still finds its folder
 

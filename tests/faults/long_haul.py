@@ -30,7 +30,7 @@ from lightrl.engines import Engine, VLLMEngine
 from lightrl.records import SamplingParams
 from lightrl.rollout import Ahead, OnPolicy
 from tests.faults.containment import contained, libc_call
-from tests.toys import ThreadEngine, quickstart_model, quiet_trainer, sums_data
+from tests.toys import SMALL, ThreadEngine, quickstart_model, quiet_trainer, sums_data
 
 BEGIN, END = "<!-- long haul -->", "<!-- end of long haul -->"
 COUNTED = ("memory", "descriptors", "threads", "temporary files")
@@ -88,9 +88,7 @@ def haul(kind: str, rollouts: int, *, shared_memory: bool) -> dict[str, Any]:
         os.environ["TMPDIR"] = str(temporary)
         tempfile.tempdir = None
         heads = {"num_attention_heads": 1, "num_key_value_heads": 1}  # of 32, which vLLM can do
-        model = quickstart_model(
-            Path(folder) / "model", num_hidden_layers=1, hidden_size=32, intermediate_size=32, **heads
-        )
+        model = quickstart_model(Path(folder) / "model", **SMALL, **heads)
         engine: Engine = ThreadEngine()
         if kind != "thread":
             engine = VLLMEngine(in_process=kind == "inside", engine_args={"kv_cache_memory_bytes": 16 << 20})

@@ -17,12 +17,9 @@ from lightrl.models.loading import load_causal_lm
 from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives import KLInReward
-from tests.toys import Keep, quickstart_model, quiet_trainer, sums_data
+from tests.toys import Keep, model_fixture, quiet_trainer, sums_data
 
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return quickstart_model(tmp_path_factory.mktemp("model"), num_hidden_layers=2, hidden_size=64, intermediate_size=96)
+path = model_fixture(num_hidden_layers=2, hidden_size=64, intermediate_size=96)
 
 
 def fit(path: str, *callbacks: Any, **arguments: Any) -> tuple[Any, Keep]:

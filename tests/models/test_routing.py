@@ -27,9 +27,9 @@ from lightrl.models.policy import PolicyModel
 from lightrl.models.routing import Routers
 from lightrl.models.spec import ModelSpec
 from lightrl.records import GenerationRequest, Routes, SamplingParams
-from tests.algorithms.toys import fit, sgd, weights
+from tests.algorithms.toys import fit, weights
 from tests.models.conftest import VOCAB, Batch
-from tests.toys import QUICKSTART_MODEL, ThreadEngine, near_ties
+from tests.toys import QUICKSTART_MODEL, ThreadEngine, near_ties, sgd
 
 LAYOUTS = ("padded", "packed", "shared_prefix")
 EXPERTS, K = 4, 3  # of two pairs that tie one is taken whole, and of the other one expert

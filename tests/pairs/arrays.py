@@ -19,7 +19,7 @@ from lightrl.callbacks import WeightSync
 from lightrl.objectives import GMPO, SequenceClip
 from lightrl.rollout.learner import RLCallback
 from tests.pairs.features import CALLBACKS, FACTORS, Settings, data_of, module_of, refused
-from tests.toys import quickstart_model, quiet_trainer
+from tests.toys import SMALL, quickstart_model, quiet_trainer
 
 Pair = tuple[str, str, str, str]
 """A factor, its setting, another factor, its setting."""
@@ -102,7 +102,7 @@ def models() -> dict[str, str]:
 
     folder = Path(tempfile.mkdtemp(prefix="lightrl-pairs-"))
     return {
-        "text": quickstart_model(folder / "text", num_hidden_layers=1, hidden_size=32, intermediate_size=32),
+        "text": quickstart_model(folder / "text", **SMALL),
         "image": str(build("qwen2_vl", folder / "image")),
         "environment": chat_model(folder / "environment"),
     }

@@ -18,7 +18,7 @@ from lightrl.callbacks import RolloutCheckpoint, WeightSync
 from lightrl.rewards import RemoteReward, RewardError
 from lightrl.rewards.scorer import RewardScorer
 from tests.rewards.conftest import Server
-from tests.toys import Keep, digits_reward, quickstart_model, quiet_trainer, sums_data
+from tests.toys import SMALL, Keep, digits_reward, model_fixture, quiet_trainer, sums_data
 
 ONCE = {"retries": 1, "backoff": 0.01}
 
@@ -36,9 +36,7 @@ class Watch(Keep):
             self.then()
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return quickstart_model(tmp_path_factory.mktemp("model"), num_hidden_layers=1, hidden_size=32, intermediate_size=32)
+model_path = model_fixture(**SMALL)
 
 
 def train(path: str, watch: Watch, reward: Any, *callbacks: Any, **fit: Any) -> None:

@@ -13,15 +13,13 @@ from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.rewards import CosineLength, ExactAnswer
 from lightrl.rewards.scorer import RewardScorer
 from lightrl.rollout import Evaluation
-from tests.toys import quickstart_model, quiet_trainer, sums_data
+from tests.toys import SMALL, model_fixture, quiet_trainer, sums_data
 
 WITH = [{"prompt": "1+1=", "answer": "2", "label": "m"}] * 4
 WITHOUT = [{"prompt": "1+2=", "label": "n"}] * 4
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return quickstart_model(tmp_path_factory.mktemp("model"), num_hidden_layers=1, hidden_size=32, intermediate_size=32)
+model_path = model_fixture(**SMALL)
 
 
 def needs(completions: list[str], answer: list[str]) -> list[float]:

@@ -13,7 +13,7 @@ from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.records import SamplingParams
 from lightrl.rewards import CosineLength, ExactAnswer, MathVerify
 from lightrl.rollout import Evaluation
-from tests.toys import quickstart_model, quiet_trainer, sums_data
+from tests.toys import SMALL, quickstart_model, quiet_trainer, sums_data
 
 THREE_RIGHT = [
     "first I add, so 1+1=2. The answer is \\boxed{2}",
@@ -39,7 +39,7 @@ class Says(TransformersEngine):
 
 
 def majority(tmp_path: Path, texts: list[str], reward: Any, answer: Any = None) -> float:
-    path = quickstart_model(tmp_path / "model", num_hidden_layers=1, hidden_size=32, intermediate_size=32)
+    path = quickstart_model(tmp_path / "model", **SMALL)
     rows = PromptSource(rows=[{"prompt": "1+1=", "answer": "2"}])
     made = sums_data(
         prompts=rows,

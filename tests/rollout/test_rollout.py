@@ -17,12 +17,9 @@ from lightrl.records import Completion, CompletionGroup, Prompts, SamplingParams
 from lightrl.rewards.base import RewardError
 from lightrl.rollout.collector import ScoredGroup, collate
 from lightrl.rollout.loaders import RolloutLoader
-from tests.toys import Idle, Keep, quickstart_model, quiet_trainer, sums_data
+from tests.toys import SMALL, Idle, Keep, model_fixture, quickstart_model, quiet_trainer, sums_data
 
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return quickstart_model(tmp_path_factory.mktemp("model"), num_hidden_layers=1, hidden_size=32, intermediate_size=32)
+model_path = model_fixture(**SMALL)
 
 
 def test_rows_are_laid_out_by_hand() -> None:
@@ -96,7 +93,7 @@ def test_an_epoch_that_lightning_cut_short_is_over_for_a_resumed_run(taken: floa
 
 
 def test_completions_end_with_the_turn_where_the_eos_is_another_token(tmp_path: Path) -> None:
-    path = quickstart_model(tmp_path, num_hidden_layers=1, hidden_size=32, intermediate_size=32, vocab_size=40)
+    path = quickstart_model(tmp_path, **SMALL, vocab_size=40)
     tokenizer = AutoTokenizer.from_pretrained(path)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
     tokenizer.chat_template = (

@@ -21,7 +21,7 @@ from lightrl.rollout import Ahead, Evaluation, InFlight, Schedule
 from lightrl.rollout.collector import ScoredGroup, collate
 from lightrl.rollout.learner import RLCallback
 from tests.rollout.conftest import ScriptedEngine
-from tests.toys import Keep, ThreadEngine, quickstart_model, quiet_trainer, sgd, sums_data
+from tests.toys import Keep, ThreadEngine, model_fixture, quiet_trainer, sgd, sums_data
 
 PLAIN = SamplingParams(max_new_tokens=6)
 WRONG: dict[str, dict[str, Any]] = {
@@ -32,9 +32,7 @@ WRONG: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return quickstart_model(tmp_path_factory.mktemp("model"))
+model = model_fixture()
 
 
 class Scores(Keep):

@@ -37,10 +37,9 @@ from lightrl.data.sft import SFTDataModule, SFTSource
 from lightrl.models.spec import LoraSpec, ModelSpec, RewardModelSpec
 from lightrl.rollout import Evaluation
 from tests.sim.device import HOST_READS, on_sim
-from tests.toys import QUICKSTART_MODEL, quickstart_model, quiet_trainer, sums_data
+from tests.toys import QUICKSTART_MODEL, SMALL, adam, quickstart_model, quiet_trainer, sums_data
 
 CASES: dict[str, Callable[[Path], None]] = {}
-SMALL = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32}
 
 
 class Reads(Callback):
@@ -62,10 +61,6 @@ class Reads(Callback):
     def on_train_end(self, trainer: Any, module: Any) -> None:
         assert {p.device.type for p in module.parameters()} == {"sim"}
         assert all(bool(p.isfinite().all()) for p in module.parameters())
-
-
-def adam(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=1e-3)
 
 
 @functools.cache
