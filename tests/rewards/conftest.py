@@ -1,20 +1,72 @@
-"""A scoring server in a process of its own, on a real loopback socket."""
+"""Servers on real loopback sockets, in this process and in one of their own, and what a scorer makes of completions."""
 
 from __future__ import annotations
 
+import http.server
 import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import httpx
 import pytest
 
+from lightrl.rewards import RewardScorer
 from tests.ports import held_port
 
 START = "import sys, json; from lightrl.rewards.server import serve_reward; serve_reward(**json.loads(sys.argv[1]))"
+
+
+def scored(reward, completions, group_ids=None, *, prompts=None, completion_ids=None, media=None, **columns):
+    """What a scorer of one function makes of completions; without `group_ids`, each has a prompt of its own."""
+    scorer, n = RewardScorer([reward]), len(completions)
+    groups = list(range(n)) if group_ids is None else group_ids
+    rows = {"prompts": prompts or ["pp"] * n, "completion_ids": completion_ids or [[1]] * n, "group_ids": groups}
+    try:
+        return scorer.submit(completions=completions, columns=columns, media=media, **rows).result(60)
+    finally:
+        scorer.close()
+
+
+class Loopback:
+    """A server in this process that keeps requests. `answer(body)`: a status with JSON or bytes, or None to hang up."""
+
+    path = "/score"
+
+    def __init__(self) -> None:
+        self.bodies, self.headers = [], []
+        outer = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                outer.bodies.append(body)
+                outer.headers.append(dict(self.headers))
+                if (answer := outer.answer(body)) is None:
+                    self.close_connection = True
+                    return
+                status, said = answer
+                data = said if isinstance(said, bytes) else json.dumps(said).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *_):
+                pass
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}{self.path}"
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
 
 
 class Server:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import http.server
-import json
 import math
 import random
 import threading
@@ -12,9 +10,10 @@ import pytest
 
 from lightrl.rewards import RemoteReward, RewardError, RewardScorer
 from lightrl.rewards.remote import _batches
+from tests.rewards.conftest import Loopback, scored
 
 
-class Scripted:
+class Scripted(Loopback):
     """Answers each request with the next entry of `script`; when it is used up, with the lengths of the completions.
 
     An entry is a status code, "break" (the connection is cut) or a JSON body. Requests with the completion `failing`
@@ -22,31 +21,16 @@ class Scripted:
     """
 
     def __init__(self) -> None:
-        self.script, self.bodies, self.headers = [], [], []
+        self.script = []
         self.failing = None
         self.running = self.most = 0
         self.lock = threading.Condition()
         self.gate = threading.Event()
         self.gate.set()
-        outer = self
+        super().__init__()
 
-        class Handler(http.server.BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_POST(self):
-                outer.answer(self, json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-
-            def log_message(self, *_):
-                pass
-
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}/score"
-        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
-
-    def answer(self, handler, body) -> None:
+    def answer(self, body):
         with self.lock:
-            self.bodies.append(body)
-            self.headers.append(dict(handler.headers))
             self.running += 1
             self.most = max(self.most, self.running)
             entry = self.script.pop(0) if self.script else {"rewards": [len(text) for text in body["completions"]]}
@@ -57,13 +41,8 @@ class Scripted:
         with self.lock:
             self.running -= 1
         if entry == "break":
-            handler.close_connection = True
-            return
-        data = b"try again" if isinstance(entry, int) else json.dumps(entry).encode()
-        handler.send_response(entry if isinstance(entry, int) else 200)
-        handler.send_header("Content-Length", str(len(data)))
-        handler.end_headers()
-        handler.wfile.write(data)
+            return None
+        return (entry, b"try again") if isinstance(entry, int) else (200, entry)
 
 
 @pytest.fixture
@@ -71,25 +50,13 @@ def server():
     scripted = Scripted()
     yield scripted
     scripted.gate.set()
-    scripted.server.shutdown()
-    scripted.server.server_close()
-
-
-def ask(reward, completions, group_ids=None, timeout=None, **columns):
-    scorer = RewardScorer([reward], timeout=timeout)
-    n = len(completions)
-    rows = {"prompts": ["p"] * n, "completions": completions, "completion_ids": [[1]] * n}
-    try:
-        groups = list(range(n)) if group_ids is None else group_ids
-        return scorer.submit(columns=columns, group_ids=groups, **rows).result(60)
-    finally:
-        scorer.close()
+    scripted.close()
 
 
 @pytest.mark.parametrize("failures", [[503, "break", 429]])
 def test_what_passes_is_tried_again(server, failures):
     server.script = list(failures)
-    assert ask(RemoteReward(server.url, backoff=0.001), ["abc"]).total == [3.0]
+    assert scored(RemoteReward(server.url, backoff=0.001), ["abc"]).total == [3.0]
     assert len(server.bodies) == len(failures) + 1
     assert all(body == server.bodies[0] for body in server.bodies)
 
@@ -97,7 +64,7 @@ def test_what_passes_is_tried_again(server, failures):
 def test_on_failure_none_loses_only_the_rows_of_that_request(server, caplog):
     server.failing = "ab"
     reward = RemoteReward(server.url, backoff=0.001, retries=1, batch_size=1, on_failure="skip")
-    scores = ask(reward, ["abc", "ab", "abcd"])
+    scores = scored(reward, ["abc", "ab", "abcd"])
     assert scores.total[::2] == [3.0, 4.0] and math.isnan(scores.total[1])
     assert len(server.bodies) == 4  # three, and one repetition
     assert scores.metrics == {"reward/RemoteReward/unanswered": pytest.approx(1 / 3)}
@@ -114,7 +81,7 @@ def test_the_last_failure_is_shown_without_secrets(monkeypatch, caplog):
         raise httpx.LocalProtocolError(f"Illegal header value {self.headers['Authorization'].encode()!r}")
 
     monkeypatch.setattr(httpx.AsyncClient, "post", post)
-    assert math.isnan(ask(reward, ["a"]).total[0])
+    assert math.isnan(scored(reward, ["a"]).total[0])
     assert "Illegal header value b'Bearer ***'" in caplog.text and "a-very-secret-one" not in caplog.text
 
 
@@ -122,7 +89,7 @@ def test_the_last_failure_is_shown_without_secrets(monkeypatch, caplog):
 def test_a_refusal_is_an_error_at_once(server, status):
     server.script = [status]
     with pytest.raises(RewardError, match=f"rejected the request with status {status}: try again"):
-        ask(RemoteReward(server.url, on_failure="skip"), ["a"])
+        scored(RemoteReward(server.url, on_failure="skip"), ["a"])
     assert len(server.bodies) == 1
 
 
@@ -130,7 +97,7 @@ def test_a_refusal_is_an_error_at_once(server, status):
 def test_an_answer_that_is_no_rewards(server, body):
     server.script = [body]
     with pytest.raises(RewardError, match="returned .*for 2 completions"):
-        ask(RemoteReward(server.url), ["a", "b"])
+        scored(RemoteReward(server.url), ["a", "b"])
 
 
 def test_waits_double_up_to_the_bound_with_jitter(server, monkeypatch):
@@ -146,7 +113,7 @@ def test_waits_double_up_to_the_bound_with_jitter(server, monkeypatch):
     monkeypatch.setattr("lightrl.rewards.remote.asyncio.sleep", record)
     monkeypatch.setattr(random, "uniform", lambda low, high: high)
     server.script = [500] * 5
-    ask(RemoteReward(server.url, retries=5, backoff=4.0), ["a"])
+    scored(RemoteReward(server.url, retries=5, backoff=4.0), ["a"])
     assert waits == [6.0, 12.0, 24.0, 30.0, 30.0]  # 1.5 * 4 * 2^k, at most 30
 
 
@@ -168,11 +135,11 @@ def test_requests_at_a_time_are_bounded(server):
 def test_what_is_sent(server, monkeypatch):
     monkeypatch.setenv("MY_TOKEN", "secret")
     reward = RemoteReward(server.url, columns=["level"], reference_column="answer", token_env="MY_TOKEN")
-    ask(reward, ["a", "b"], [5, 5], level=[1, 2], answer=["x", "y"], unsent=[0, 0])
+    scored(reward, ["a", "b"], [5, 5], level=[1, 2], answer=["x", "y"], unsent=[0, 0])
     assert server.bodies == [
         {
-            "queries": ["pa", "pb"],
-            "prompts": ["p", "p"],
+            "queries": ["ppa", "ppb"],
+            "prompts": ["pp", "pp"],
             "completions": ["a", "b"],
             "group_ids": [5, 5],
             "references": ["x", "y"],
@@ -180,7 +147,7 @@ def test_what_is_sent(server, monkeypatch):
         }
     ]
     assert server.headers[0]["Authorization"] == "Bearer secret"
-    ask(RemoteReward(server.url, label_column="kind"), ["a"], kind=["k"])
+    scored(RemoteReward(server.url, label_column="kind"), ["a"], kind=["k"])
     assert server.bodies[1]["labels"] == ["k"]
     assert "Authorization" not in server.headers[1]
 

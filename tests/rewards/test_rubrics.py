@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import base64
-import http.server
 import io
 import json
 import math
-import threading
 import time
 
 import pytest
@@ -17,6 +15,7 @@ from PIL import Image
 
 from lightrl.rewards import Criterion, GroupRanking, RegexFormat, RewardError, RewardScorer, Rubric
 from lightrl.rewards.chat import read_json
+from tests.rewards.conftest import Loopback, scored
 
 
 def completion(said, finish_reason="stop"):
@@ -24,36 +23,12 @@ def completion(said, finish_reason="stop"):
     return {"choices": [choice], "usage": {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}}
 
 
-class Grader:
-    """A chat server on a loopback socket that grades by the length of the answer in the JSON that it gets."""
+class Grader(Loopback):
+    """Grades by the length of the answer in the JSON that it gets."""
 
+    path = "/v1/chat/completions"
     replies: tuple[str, ...] = ()  # said first, whatever is asked
     delay = 0.0
-
-    def __init__(self) -> None:
-        self.bodies, self.headers = [], []
-        outer = self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_POST(self):
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                outer.bodies.append(body)
-                outer.headers.append(dict(self.headers))
-                status, data = outer.answer(body)
-                data = json.dumps(data).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, *_):
-                pass
-
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}/v1/chat/completions"
-        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
 
     def answer(self, body):
         time.sleep(self.delay)
@@ -79,8 +54,7 @@ class Grader:
 def grader():
     server = Grader()
     yield server
-    server.server.shutdown()
-    server.server.server_close()
+    server.close()
 
 
 def short(completions, log_metric):
@@ -98,17 +72,10 @@ def rubric(grader, **kwargs):
     return Rubric(criteria, grader.url, "judge", backoff=0.001, **kwargs)
 
 
-def score(reward, completions, groups=None, **columns):
-    scorer, n = RewardScorer([reward]), len(completions)
-    media = {"images": columns.pop("images")} if "images" in columns else {}
-    columns.setdefault("prompt", ["Say something."] * n)
-    try:
-        return scorer.submit(
-            prompts=["templated"] * n, completions=completions, completion_ids=[[1]] * n, columns=columns,
-            media=media, group_ids=groups or [0] * n,
-        ).result(30)  # fmt: skip
-    finally:
-        scorer.close()
+def score(reward, completions, groups=None, images=None, **columns):
+    n = len(completions)
+    media = None if images is None else {"images": images}
+    return scored(reward, completions, groups or [0] * n, media=media, **{"prompt": ["Say something."] * n, **columns})
 
 
 def test_a_rubric_sums_questions_functions_and_rewards_and_logs_each(grader):

@@ -16,12 +16,12 @@ from lightrl.rewards import (
     RepetitionPenalty,
     Reward,
     RewardError,
-    RewardScorer,
     SoftOverlong,
     extract_boxed,
     extract_gsm8k,
     extract_number,
 )
+from tests.rewards.conftest import scored
 
 
 def ids(*lengths):
@@ -100,13 +100,8 @@ def test_each_option_of_exact_answer_changes_a_reward():
 def test_format_sees_the_completion_only():
     pattern = r"(?s)<think>.*</think>\s*<answer>.*</answer>"
     good, bad = "<think>a\nb</think>\n<answer>c</answer>\n", "c"
-    scorer = RewardScorer([RegexFormat(pattern)])
     # The prompt shows the format, as prompts do; a completion that lacks it still earns nothing.
-    handle = scorer.submit(
-        prompts=[good, good], completions=[good, bad], completion_ids=ids(1, 1), columns={}, group_ids=[0, 0]
-    )
-    assert handle.result(10).total == [1.0, 0.0]
-    scorer.close()
+    assert scored(RegexFormat(pattern), [good, bad], prompts=[good, good]).total == [1.0, 0.0]
 
 
 def test_format_full_and_search():
@@ -161,17 +156,9 @@ def test_cosine_length():
 
 
 def test_cosine_length_in_a_scorer_passes_columns_to_its_judge():
-    scorer = RewardScorer([CosineLength(ExactAnswer(), max_tokens=2)])
-    handle = scorer.submit(
-        prompts=["p"] * 3,
-        completions=["4", "5", "4"],
-        completion_ids=ids(0, 0, 1),
-        columns={"answer": ["4", "4", None]},
-        group_ids=[0] * 3,
-    )
-    total = handle.result(10).total
+    judged = CosineLength(ExactAnswer(), max_tokens=2)
+    total = scored(judged, ["4", "5", "4"], completion_ids=ids(0, 0, 1), answer=["4", "4", None]).total
     assert total[:2] == [1.0, -1.0] and math.isnan(total[2])
-    scorer.close()
 
 
 # Exponential: before it can fail, the x are shared out over the two loops in every way.

@@ -12,24 +12,9 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
-from lightrl.rewards import RemoteReward, RewardError, RewardScorer
+from lightrl.rewards import RemoteReward, RewardError
 from lightrl.rewards.server import serve_reward
-
-
-def score(reward, completions, group_ids=None, media=None, **columns):
-    scorer = RewardScorer([reward], names=["remote"])
-    n = len(completions)
-    try:
-        return scorer.submit(
-            prompts=["pp"] * n,
-            completions=completions,
-            completion_ids=[[1, 2, 3]] * n,
-            columns=columns,
-            media=media,
-            group_ids=list(range(n)) if group_ids is None else group_ids,
-        ).result(60)
-    finally:
-        scorer.close()
+from tests.rewards.conftest import scored
 
 
 def post(server, **kwargs):
@@ -43,7 +28,7 @@ def plain(serve):
 
 def test_rewards_travel_and_none_stays_none(plain):
     before = plain.health["rows"]
-    scores = score(RemoteReward(plain.url), ["a", "skip", "abc"])
+    scores = scored(RemoteReward(plain.url), ["a", "skip", "abc"])
     assert scores.total[0] == 1.0 and math.isnan(scores.total[1]) and scores.total[2] == 3.0
     health = plain.health
     assert health["reward"] == "length_or_none" and health["rows"] == before + 3
@@ -59,11 +44,11 @@ def test_everything_that_can_be_sent_arrives(serve):
         batch_size=3,  # not a multiple of the groups of two: they must stay whole
     )
     columns = {"level": [100] * 6, "ref": [10] * 6, "kind": [1000] * 6}
-    scores = score(reward, ["a"] * 6, [0, 0, 1, 1, 2, 2], **columns)
+    scores = scored(reward, ["a"] * 6, [0, 0, 1, 1, 2, 2], **columns)
     assert scores.total == [2 + 1 + 10 + 1000 + 100] * 6  # |prompt| + |completion| + columns
     assert server.health["requests"] == 3
     with pytest.raises(RewardError, match="422.*references"):  # the server says what it needs
-        score(RemoteReward(server.url, columns=["level"]), ["a"], level=[1])
+        scored(RemoteReward(server.url, columns=["level"]), ["a"], level=[1])
 
 
 def test_media_travel_and_are_decoded_again(serve):
@@ -74,9 +59,9 @@ def test_media_travel_and_are_decoded_again(serve):
     red, dark = Image.new("RGB", (3, 2), (200, 0, 0)), Image.new("RGBA", (4, 4), (7, 0, 0, 9))
     media = {"images": [[red], [], [red, dark]], "videos": [[], [np.zeros((5, 4, 4, 3), np.uint8)], []]}
     before = [image.tobytes() for image in (red, dark)]
-    assert score(RemoteReward(server.url), ["a"] * 3, media=media).total == [200.0, 5.0, 207.0]
+    assert scored(RemoteReward(server.url), ["a"] * 3, media=media).total == [200.0, 5.0, 207.0]
     assert [image.tobytes() for image in (red, dark)] == before
-    assert score(RemoteReward(server.url, send_media=False), ["a"] * 3, media=media).total == [0.0] * 3
+    assert scored(RemoteReward(server.url, send_media=False), ["a"] * 3, media=media).total == [0.0] * 3
     said = post(server, json={"prompts": ["a"], "completions": ["a"], "images": [["no image"]]})
     assert said.status_code == 422 and "not a base64 image" in said.text
 
@@ -92,33 +77,33 @@ def test_token(serve, monkeypatch):
     server = serve("async_length", token="secret")
     assert server.health["status"] == "ok"  # health asks for no token
     with pytest.raises(RewardError, match="401"):
-        score(RemoteReward(server.url), ["a"])
+        scored(RemoteReward(server.url), ["a"])
     monkeypatch.setenv("MY_TOKEN", "wrong")
     with pytest.raises(RewardError, match="401"):
-        score(RemoteReward(server.url, token_env="MY_TOKEN"), ["a"])
+        scored(RemoteReward(server.url, token_env="MY_TOKEN"), ["a"])
     monkeypatch.setenv("MY_TOKEN", "secret")
-    assert score(RemoteReward(server.url, token_env="MY_TOKEN"), ["ab"]).total == [2.0]
+    assert scored(RemoteReward(server.url, token_env="MY_TOKEN"), ["ab"]).total == [2.0]
     assert server.health["rows"] == 1
 
 
 def test_a_function_that_fails_on_the_server(serve):
     server = serve("raises")
     with pytest.raises(RewardError, match=r"after 2 attempts.*500.*KeyError: 'inside'"):
-        score(RemoteReward(server.url, retries=1, backoff=0.01), ["a"])
+        scored(RemoteReward(server.url, retries=1, backoff=0.01), ["a"])
 
 
 def test_a_server_killed_in_the_middle_of_a_request(serve):
     server = serve("kill_once")
     reward = {"retries": 2, "backoff": 0.01, "batch_size": 1, "concurrency": 1}
     with pytest.raises(RewardError, match=r"failed to score 1 completion after 3 attempts"):
-        score(RemoteReward(server.url, **reward), ["a", "kill", "b"])
+        scored(RemoteReward(server.url, **reward), ["a", "kill", "b"])
     server.process.wait(60)
     server.start()
-    scores = score(RemoteReward(server.url, on_failure="skip", **reward), ["a", "kill", "b"])
+    scores = scored(RemoteReward(server.url, on_failure="skip", **reward), ["a", "kill", "b"])
     server.process.wait(60)
     # The first row was scored before the server died, the others not: nothing of the rollout is lost but these two.
     assert scores.total[0] == 1.0 and all(map(math.isnan, scores.total[1:]))
-    assert scores.metrics["reward/remote/unanswered"] == pytest.approx(2 / 3)
+    assert scores.metrics["reward/RemoteReward/unanswered"] == pytest.approx(2 / 3)
 
 
 def test_ctrl_c_ends_the_server_cleanly(serve):
@@ -208,7 +193,7 @@ def test_a_sequence_classification_model_is_served(serve, tmp_path):
     assert len(tokens[1]) > 2
     assert short == pytest.approx([model(torch.tensor([tokens[1][-2:]])).logits.item()], abs=1e-6)
     server = serve("length", reward=None, model=str(tmp_path))
-    assert score(RemoteReward(server.url), completions).total == pytest.approx(expected, abs=1e-6)
+    assert scored(RemoteReward(server.url), completions).total == pytest.approx(expected, abs=1e-6)
 
 
 def test_the_command_line_of_the_server():
