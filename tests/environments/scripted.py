@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,10 @@ from lightrl.environments import Environment, EnvironmentEpisode, Reply, Step, T
 from lightrl.environments.multi_turn import MultiTurn
 from lightrl.environments.parsing import ReplyParser
 from lightrl.records import Completion, CompletionGroup, GenerationRequest, Prompts, SamplingParams, Trajectory
+from tests.environments.families import FAMILIES, make_tokenizer
+
+TOKENIZER = make_tokenizer(FAMILIES["qwen2.5"])
+SAMPLING = SamplingParams(max_new_tokens=200)
 
 ADD = {
     "type": "function",
@@ -55,6 +60,12 @@ class Turn:
     ids: list[int]
     answer: list[dict[str, Any]] | None = None
     finish: str = "stop"
+
+
+def said(text: str, *calls: Any, errors: Sequence[str] = (), finish: str = "stop") -> Turn:
+    """A reply with these calls, spelt in the tokens of Qwen2.5."""
+    ids = spell(TOKENIZER, (text or "call") + ("<|im_end|>" if finish == "stop" else ""))
+    return Turn(Reply(text, None, list(calls), list(errors)), ids, finish=finish)
 
 
 class Script(Environment):
@@ -128,6 +139,32 @@ async def play(
     )
     (trajectory,) = await alone(attempts, engine, {}, SamplingParams(max_new_tokens=1000))
     return engine, trajectory
+
+
+def play_group(
+    environment: Any,
+    turns: Sequence[Turn],
+    row: Mapping[str, Any] | None = None,
+    *,
+    engine: Any = None,
+    number: int = 1,
+    seed: int = 1,
+    **settings: Any,
+) -> list[Trajectory]:
+    """The trajectories of attempts at a row, each with these replies."""
+
+    async def ask(request: GenerationRequest) -> CompletionGroup:
+        return await ScriptedEngine([turns[request.seed % 100]])(request)
+
+    attempts = ScriptedAttempts(environment, turns=turns, tokenizer=TOKENIZER, **settings)
+    return asyncio.run(
+        alone(attempts, engine or ask, {"prompt": "Go."} if row is None else row, SAMPLING, number, seed)
+    )
+
+
+def play_one(*args: Any, **settings: Any) -> Trajectory:
+    (trajectory,) = play_group(*args, **settings)
+    return trajectory
 
 
 class Numbered(Task):

@@ -6,7 +6,7 @@ import asyncio
 import io
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -15,32 +15,22 @@ from jsonargparse import ArgumentParser
 from PIL import Image
 
 from lightrl.environments import Environment, EnvironmentEpisode, EnvironmentFailedError, Reply, Step, ToolEnvironment
-from lightrl.records import CompletionGroup, GenerationRequest, SamplingParams, Trajectory
+from lightrl.records import CompletionGroup, GenerationRequest, Trajectory
 from tests.environments.families import FAMILIES, make_tokenizer
-from tests.environments.scripted import Script, ScriptedAttempts, ScriptedEngine, Turn, alone, call, spell
-
-TOKENIZER = make_tokenizer(FAMILIES["qwen2.5"])
-SAMPLING = SamplingParams(max_new_tokens=200)
-
-
-def said(text: str, *calls: Any, errors: Sequence[str] = (), finish: str = "stop") -> Turn:
-    ids = spell(TOKENIZER, text or "call")
-    end = [TOKENIZER.convert_tokens_to_ids("<|im_end|>")] if finish == "stop" else []
-    return Turn(Reply(text, None, list(calls), list(errors)), ids + end, finish=finish)
-
-
-def play(environment: Any, turns: Sequence[Turn], row: Mapping[str, Any] | None = None, **settings: Any) -> Trajectory:
-    return play_asked(environment, turns, row, **settings)[0]
-
-
-def play_asked(
-    environment: Any, turns: Sequence[Turn], row: Mapping[str, Any] | None = None, **settings: Any
-) -> tuple[Trajectory, ScriptedEngine]:
-    engine = ScriptedEngine(turns)
-    attempts = ScriptedAttempts(environment, turns=turns, tokenizer=TOKENIZER, **settings)
-    (trajectory,) = asyncio.run(alone(attempts, engine, row or {}, SAMPLING))
-    return trajectory, engine
-
+from tests.environments.scripted import (
+    SAMPLING,
+    TOKENIZER,
+    Script,
+    ScriptedAttempts,
+    ScriptedEngine,
+    Turn,
+    alone,
+    call,
+    play_group,
+    play_one,
+    said,
+    spell,
+)
 
 HELD = threading.Event()
 
@@ -97,7 +87,7 @@ class Calculator:
 def test_a_class_written_for_trl_plays_unchanged() -> None:
     turns = [said("", call(0, a=2)), said("", ToolCallOf("double")), said("done")]
     row = {"prompt": [{"role": "user", "content": "Count."}], "start": 5}
-    trajectory = play(lambda: ToolEnvironment(Calculator), turns, row)
+    trajectory = play_one(lambda: ToolEnvironment(Calculator), turns, row)
     assert trajectory.stop_reason == "stop"
     assert trajectory.messages[0]["content"] == "Count. Begin at 5."
     assert [m["content"] for m in trajectory.messages if m["role"] == "tool"] == ["total 7", "total 14"]
@@ -132,7 +122,7 @@ def test_wrong_calls_are_told_to_the_policy_and_counted() -> None:
         said("", ToolCallOf("add", a="x")),
         said("done"),
     ]
-    trajectory = play(lambda: ToolEnvironment(Calculator), turns, {"start": 0})
+    trajectory = play_one(lambda: ToolEnvironment(Calculator), turns, {"start": 0})
     told = [m["content"] for m in trajectory.messages if m["role"] == "tool"]
     assert told[0] == "Error: ValueError: no such thing"
     assert told[1].startswith("Error: unknown tool 'nothing'. Available tools: add,")
@@ -146,7 +136,7 @@ def test_a_hanging_sync_tool_is_left_behind_and_counted_and_the_policy_is_told()
     turns = [said("", ToolCallOf("hang")), said("done")]
     HELD.clear()
     try:
-        trajectory = play(lambda: ToolEnvironment(Calculator, tool_timeout=0.1), turns, {"start": 0})
+        trajectory = play_one(lambda: ToolEnvironment(Calculator, tool_timeout=0.1), turns, {"start": 0})
         assert [thread for thread in threading.enumerate() if thread.name == "Calculator"], "it is still held"
     finally:
         HELD.set()
@@ -156,7 +146,7 @@ def test_a_hanging_sync_tool_is_left_behind_and_counted_and_the_policy_is_told()
 
 
 def test_infrastructure_failures_are_failures_and_never_reward_zero() -> None:
-    trajectory = play(lambda: ToolEnvironment(Calculator), [said("", ToolCallOf("server"))], {"start": 4})
+    trajectory = play_one(lambda: ToolEnvironment(Calculator), [said("", ToolCallOf("server"))], {"start": 4})
     assert trajectory.stop_reason == "failure"
     assert trajectory.failure == "ConnectionRefusedError: tool server is down"
     assert len(trajectory.rows) == 1  # what was sampled is kept for the record
@@ -165,19 +155,19 @@ def test_infrastructure_failures_are_failures_and_never_reward_zero() -> None:
         async def step(self, reply: Reply) -> Step:
             raise EnvironmentFailedError("sandbox is gone")
 
-    trajectory = play(lambda: Broken([]), [said("hello")])
+    trajectory = play_one(lambda: Broken([]), [said("hello")])
     assert (trajectory.stop_reason, trajectory.failure) == ("failure", "EnvironmentFailedError: sandbox is gone")
 
     class Told(Script):
         async def step(self, reply: Reply) -> Step:
             return Step(reward=1.0, done=True, failure="judge is down")
 
-    assert play(lambda: Told([]), [said("hello")]).failure == "judge is down"
+    assert play_one(lambda: Told([]), [said("hello")]).failure == "judge is down"
 
     def absent() -> Environment:
         raise OSError("no container")
 
-    trajectory = play(absent, [])
+    trajectory = play_one(absent, [])
     assert (trajectory.stop_reason, trajectory.failure) == ("failure", "OSError: no container")
 
 
@@ -210,9 +200,9 @@ def test_what_is_no_exception_fails_the_attempt_and_not_the_loop(method: str) ->
 
     if method == "close":
         with pytest.warns(UserWarning, match="Failed to close an environment: SystemExit: out"):
-            assert play(make, [said("hello")]).stop_reason == "stop"
+            assert play_one(make, [said("hello")]).stop_reason == "stop"
         return
-    trajectory = play(make, [said("hello")])
+    trajectory = play_one(make, [said("hello")])
     assert trajectory.stop_reason == "failure"
     assert str(trajectory.failure).endswith("SystemExit: out")
 
@@ -299,7 +289,7 @@ def test_two_calls_where_the_template_takes_one_are_a_malformed_reply() -> None:
 
 def test_results_are_one_user_message_for_templates_without_tool_messages() -> None:
     turns = [said("", call(0, a=1), call(1, a=2)), said("done")]
-    trajectory = play(lambda: ToolEnvironment(Calculator, result_role="user"), turns, {"start": 0})
+    trajectory = play_one(lambda: ToolEnvironment(Calculator, result_role="user"), turns, {"start": 0})
     assert trajectory.messages[-2] == {"role": "user", "content": "total 1\ntotal 3"}
 
 
@@ -316,15 +306,15 @@ class Patient(Script):
 
 def test_timeouts_and_limits_that_the_policy_caused_are_scored_with_their_name() -> None:
     turns = [said("hello") for _ in range(9)]
-    ended = play(lambda: Patient([]), turns, max_turns=3)
+    ended = play_one(lambda: Patient([]), turns, max_turns=3)
     assert (ended.stop_reason, ended.turn_rewards, ended.failure) == ("turns", [1.0, 1.0, 11.0], None)
-    ended = play(lambda: Patient([]), turns, max_seconds=0.03)
+    ended = play_one(lambda: Patient([]), turns, max_seconds=0.03)
     assert (ended.stop_reason, ended.turn_rewards[-1], ended.failure) == ("time", 30.0, None)
-    ended = play(lambda: Patient([]), turns, max_tokens=300)
+    ended = play_one(lambda: Patient([]), turns, max_tokens=300)
     assert (ended.stop_reason, ended.failure) == ("tokens", None)
     assert ended.turn_rewards[-1] == 21.0
     assert len(ended.rows[0].token_ids) <= 300
-    ended = play(lambda: Patient([]), [said("hel", finish="length")])
+    ended = play_one(lambda: Patient([]), [said("hel", finish="length")])
     assert (ended.stop_reason, ended.turn_rewards) == ("length", [40.0])
 
 
@@ -333,7 +323,7 @@ def test_text_that_is_no_unicode_is_a_failure() -> None:
         async def step(self, reply: Reply) -> Step:
             return Step([{"role": "user", "content": "caf\udce9"}])
 
-    trajectory = play(lambda: Names([]), [said("hello")] * 2)
+    trajectory = play_one(lambda: Names([]), [said("hello")] * 2)
     assert trajectory.stop_reason == "failure" and "can't be tokenized" in str(trajectory.failure)
     json.dumps(trajectory.messages, ensure_ascii=False).encode()  # so that they can be saved
 
@@ -351,7 +341,7 @@ def test_a_failure_has_the_lines_of_the_users_code_that_raised() -> None:
             raise KeyError("nothere")
 
     for make in (lambda: ToolEnvironment(Broken), lambda: Steps([])):
-        trajectory = play(make, [said("hello")])
+        trajectory = play_one(make, [said("hello")])
         assert trajectory.failure == "KeyError: 'nothere'"
         first, *lines = trajectory.raised_at.strip().splitlines()
         assert __file__ in first and [line.strip() for line in lines] == ['raise KeyError("nothere")']
@@ -359,12 +349,12 @@ def test_a_failure_has_the_lines_of_the_users_code_that_raised() -> None:
 
 def test_a_malformed_call_is_told_ended_or_punished_as_configured() -> None:
     turns = [said("<tool_call>{", errors=["the tool call cannot be read."]), said("done")]
-    told = play(lambda: ToolEnvironment(Calculator), turns, {"start": 1}, parse_error_reward=-0.5)
+    told = play_one(lambda: ToolEnvironment(Calculator), turns, {"start": 1}, parse_error_reward=-0.5)
     assert told.messages[-2] == {"role": "user", "content": "Error: the tool call cannot be read."}
     assert told.turn_rewards == [-0.5, 1.0]
     assert told.metrics["parse_errors"] == 1
     assert {0, 1} <= set(told.rows[0].turn_ids)
-    ended = play(lambda: ToolEnvironment(Calculator), turns, {"start": 1}, on_parse_error="end")
+    ended = play_one(lambda: ToolEnvironment(Calculator), turns, {"start": 1}, on_parse_error="end")
     assert (ended.stop_reason, len(ended.turn_rewards), ended.failure) == ("stop", 1, None)
 
 
@@ -401,7 +391,7 @@ class ForgetsToReturn(Answering):
 def test_an_environment_that_breaks_its_contract_ends_the_run_by_name(environment: Any, message: str) -> None:
     """A reward that is no number would be taken for an attempt that nothing scored, no answer for one that is late."""
     with pytest.raises(ValueError, match=message):
-        play(lambda: environment, [said("1"), said("2")])
+        play_one(lambda: environment, [said("1"), said("2")])
 
 
 def test_reset_draws_one_task_for_a_group_or_the_run_stops() -> None:
@@ -412,15 +402,13 @@ def test_reset_draws_one_task_for_a_group_or_the_run_stops() -> None:
             Random.number += 1
             return [{"role": "user", "content": f"Task {seed if 'row' in row else Random.number}"}]
 
-    attempts = ScriptedAttempts(lambda: Random([Turn(Reply("x"), [1])]), turns=[said("hello")], tokenizer=TOKENIZER)
+    def play(row: Mapping[str, Any]) -> list[Trajectory]:
+        return play_group(lambda: Random([Turn(Reply("x"), [1])]), [said("hello")], row, number=3, seed=5)
 
-    async def ask(request: GenerationRequest) -> CompletionGroup:
-        return await ScriptedEngine([said("hello")])(request)
-
-    group = asyncio.run(alone(attempts, ask, {"row": 1}, SAMPLING, number=3, seed=5))
+    group = play({"row": 1})
     assert [t.messages[0]["content"] for t in group] == ["Task 5"] * 3
     with pytest.raises(ValueError, match="different messages for two trajectories of a group"):
-        asyncio.run(alone(attempts, ask, {}, SAMPLING, number=3))
+        play({})
 
 
 def test_each_turn_is_asked_with_the_seed_of_its_attempt_and_turn() -> None:
@@ -430,8 +418,7 @@ def test_each_turn_is_asked_with_the_seed_of_its_attempt_and_turn() -> None:
         seeds.append(request.seed)
         return await ScriptedEngine([said("hello")])(request)
 
-    attempts = ScriptedAttempts(lambda: Patient([]), max_turns=3, turns=[said("hello")] * 3, tokenizer=TOKENIZER)
-    asyncio.run(alone(attempts, ask, {}, SAMPLING, number=2))
+    play_group(lambda: Patient([]), [said("hello")] * 3, engine=ask, number=2, max_turns=3)
     assert sorted(seeds) == [0, 1, 2, 100, 101, 102]
 
 
@@ -513,6 +500,6 @@ def test_rendering_a_turn_does_not_cost_more_with_more_turns_before_it(monkeypat
 
     monkeypatch.setattr(type(TOKENIZER), "apply_chat_template", counted)
     turns = [said("", call(0, a=1)) for _ in range(20)] + [said("done")]
-    trajectory = play(lambda: ToolEnvironment(Calculator), turns, {"start": 0}, max_turns=30)
+    trajectory = play_one(lambda: ToolEnvironment(Calculator), turns, {"start": 0}, max_turns=30)
     assert trajectory.metrics["turns"] == 21
     assert max(lengths) <= 7  # the longest conversation that is rendered, of 42 messages

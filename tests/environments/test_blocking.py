@@ -11,9 +11,13 @@ from typing import Any
 import pytest
 
 from lightrl.environments import Environment, Reply, Step, ToolCall, ToolEnvironment
-from lightrl.records import CompletionGroup, GenerationRequest, Trajectory
-from tests.environments.scripted import ScriptedAttempts, ScriptedEngine, Turn, alone
-from tests.environments.test_attempts import SAMPLING, TOKENIZER, said
+from lightrl.records import CompletionGroup, GenerationRequest
+from tests.environments.scripted import (
+    ScriptedEngine,
+    play_group,
+    play_one,
+    said,
+)
 
 NUMBER = 4
 
@@ -23,19 +27,6 @@ def held() -> Iterator[threading.Event]:
     event = threading.Event()
     yield event
     event.set()
-
-
-def play(environment: Callable[[], Environment], *turns: Turn, number: int = 1, **settings: Any) -> list[Trajectory]:
-    """Plays a group of attempts, each with the given replies."""
-    attempts = ScriptedAttempts(environment, turns=turns, tokenizer=TOKENIZER, **settings)
-    asked: dict[int, int] = {}
-
-    async def ask(request: GenerationRequest) -> CompletionGroup:
-        attempt = request.seed // 100
-        asked[attempt] = asked.get(attempt, -1) + 1
-        return await ScriptedEngine([turns[asked[attempt]]])(request)
-
-    return asyncio.run(alone(attempts, ask, {"prompt": "Go."}, SAMPLING, number=number))
 
 
 class Quick(Environment):
@@ -78,7 +69,7 @@ PLACES = [("__init__", "plain"), ("reset", "async"), ("step", "async"), ("finish
 @pytest.mark.parametrize(("method", "kind"), PLACES)
 def test_methods_that_block_run_at_the_same_time(method: str, kind: str) -> None:
     everyone = threading.Barrier(NUMBER, timeout=60)  # which one after another never pass
-    group = play(blocking(method, kind, everyone.wait), said("hello"), number=NUMBER)
+    group = play_group(blocking(method, kind, everyone.wait), [said("hello")], number=NUMBER)
     assert [t.stop_reason for t in group] == ["stop"] * NUMBER, group[0].failure
 
 
@@ -86,7 +77,7 @@ def test_methods_that_block_run_at_the_same_time(method: str, kind: str) -> None
 @pytest.mark.filterwarnings("ignore:.*(blocks|still running)")
 def test_what_blocks_ends_at_its_limit(method: str, kind: str, held: threading.Event) -> None:
     limits: dict[str, Any] = {"max_seconds": 0.3} if method == "step" else {"environment_timeout": 0.3}
-    (trajectory,) = play(blocking(method, kind, lambda: held.wait(60)), said("hello"), **limits)
+    trajectory = play_one(blocking(method, kind, lambda: held.wait(60)), [said("hello")], **limits)
     assert not held.is_set()
     if kind == "awaits":
         assert "blocks the event loop" in str(trajectory.failure)
@@ -103,7 +94,6 @@ def test_the_engine_is_asked_while_an_environment_blocks(held: threading.Event) 
             return Step(reward=float(held.wait(30)), done=True)
 
     turn = said("hello")
-    attempts = ScriptedAttempts(Waits, turns=[turn], tokenizer=TOKENIZER)
 
     async def ask(request: GenerationRequest) -> CompletionGroup:
         if request.seed // 100:  # the second attempt's, which is answered while the first one's step blocks
@@ -111,7 +101,7 @@ def test_the_engine_is_asked_while_an_environment_blocks(held: threading.Event) 
             held.set()
         return await ScriptedEngine([turn])(request)
 
-    group = asyncio.run(alone(attempts, ask, {}, SAMPLING, number=2))
+    group = play_group(Waits, [turn], engine=ask, number=2)
     assert [t.turn_rewards for t in group] == [[1.0], [1.0]]
 
 
@@ -126,7 +116,7 @@ def test_async_methods_share_one_loop_with_their_clients_and_locks() -> None:
             return Step(done=True)
 
     for _ in range(2):  # also in another rollout
-        assert [t.failure for t in play(Shares, said("hello"), number=NUMBER)] == [None] * NUMBER
+        assert [t.failure for t in play_group(Shares, [said("hello")], number=NUMBER)] == [None] * NUMBER
 
 
 @pytest.mark.filterwarnings("ignore:.*blocks")
@@ -144,9 +134,9 @@ def test_a_step_that_blocks_the_loop_fails_the_others_and_leaves_a_loop_to_later
             await asyncio.sleep(0 if held.is_set() else 30)
             return Step(done=True)
 
-    both = play(Hangs, said("hello"), number=2, max_seconds=2)
+    both = play_group(Hangs, [said("hello")], number=2, max_seconds=2)
     assert all("blocks the event loop" in str(trajectory.failure) for trajectory in both)  # neither is scored
-    assert play(blocking("step", "awaits", lambda: None), said("hello"), max_seconds=30)[0].stop_reason == "stop"
+    assert play_one(blocking("step", "awaits", lambda: None), [said("hello")], max_seconds=30).stop_reason == "stop"
 
 
 def test_what_does_not_await_runs_in_one_thread_per_environment() -> None:
@@ -162,7 +152,7 @@ def test_what_does_not_await_runs_in_one_thread_per_environment() -> None:
             (value,) = self.connection.execute("select 3").fetchone()
             return Step(reward=float(value), done=True)
 
-    (trajectory,) = play(Database, said("hello"))
+    trajectory = play_one(Database, [said("hello")])
     assert trajectory.turn_rewards == [3.0], trajectory.failure
 
 
@@ -183,8 +173,8 @@ def test_an_async_tool_that_blocks_holds_up_no_other_environment_and_ends_at_its
             return "late"
 
     met, hung = (said("", ToolCall(name, {}, "call00000")) for name in ("meet", "hang"))
-    group = play(lambda: ToolEnvironment(Tools), met, said("done"), number=NUMBER)
+    group = play_group(lambda: ToolEnvironment(Tools), [met, said("done")], number=NUMBER)
     assert [t.messages[-2]["content"] for t in group] == ["met"] * NUMBER
     with pytest.warns(UserWarning, match="still running"):
-        (trajectory,) = play(lambda: ToolEnvironment(Tools, tool_timeout=0.3), hung, said("done"))
+        trajectory = play_one(lambda: ToolEnvironment(Tools, tool_timeout=0.3), [hung, said("done")])
     assert trajectory.messages[-2]["content"] == "Error: hang took longer than 0.3 seconds." and not held.is_set()

@@ -11,10 +11,8 @@ from typing import Any
 
 import yaml
 
-from lightrl.environments import AgentProgram, EnvironmentEpisode, Reply, ToolEnvironment
-from tests.environments.families import FAMILIES, make_tokenizer
-from tests.environments.scripted import ScriptedAttempts, ScriptedEngine, Turn, alone, call, spell
-from tests.environments.test_attempts import SAMPLING
+from lightrl.environments import AgentProgram, EnvironmentEpisode, ToolEnvironment
+from tests.environments.scripted import SAMPLING, TOKENIZER, ScriptedEngine, alone, call, play_one, said
 
 
 def blocks(root: Path, language: str = "python") -> list[str]:
@@ -23,37 +21,29 @@ def blocks(root: Path, language: str = "python") -> list[str]:
 
 
 def test_every_code_block_of_the_guide_runs(root: Path) -> None:
-    tokenizer = make_tokenizer(FAMILIES["qwen2.5"])
     tools, own, game, *_, program = blocks(root)
     names: dict[str, Any] = {"__name__": "guide"}
     exec(tools, names)
     exec(own, names)
 
-    def said(text: str, *calls: Any) -> Turn:
-        return Turn(Reply(text, None, list(calls)), spell(tokenizer, (text or "call") + "<|im_end|>"))
-
-    def play(environment: Any, turns: list[Turn], row: dict[str, Any]) -> Any:
-        attempts = ScriptedAttempts(environment, turns=turns, tokenizer=tokenizer)
-        return asyncio.run(alone(attempts, ScriptedEngine(turns), row, SAMPLING))[0]
-
-    guessed = play(names["GuessNumber"], [said("two"), *(said(str(n)) for n in (1, 2, 3))], {"up_to": 3})
+    guessed = play_one(names["GuessNumber"], [said("two"), *(said(str(n)) for n in (1, 2, 3))], {"up_to": 3})
     assert guessed.turn_rewards[0] == -0.1
     assert guessed.turn_rewards[-1] == 1.0
     submit = call(0, answer=6)
     submit.name = "submit"
     row = {"prompt": "What is 2 x 3?", "answer": 6}
     episode = EnvironmentEpisode(lambda: ToolEnvironment(names["Calculator"]))
-    handed_in = play(episode.environment, [said("", submit), said("done")], row)
+    handed_in = play_one(episode.environment, [said("", submit), said("done")], row)
     assert handed_in.turn_rewards == [0.0, 1.0]
     assert handed_in.messages[2]["content"] == "Received."
 
     exec(game, names)
-    won = play(names["games"].environment, [said("x"), *(said(str(n)) for n in range(10))], {"prompt": ""})
+    won = play_one(names["games"].environment, [said("x"), *(said(str(n)) for n in range(10))], {"prompt": ""})
     assert won.messages[0]["content"] == "Guess a digit." and won.turn_rewards[-1] == 1.0
 
     exec(program, names)
     agent = AgentProgram(names["main"])
-    agent.setup(tokenizer)
+    agent.setup(TOKENIZER)
     (answered,) = asyncio.run(alone(agent, ScriptedEngine([said("6")]), {**row, "answer": "6"}, SAMPLING))
     asyncio.run(agent.close())
     assert (answered.stop_reason, answered.turn_rewards) == ("stop", [1.0])

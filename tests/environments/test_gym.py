@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
-from lightrl.environments import GymnasiumEnvironment, Reply, TextArenaEnvironment
+from lightrl.environments import GymnasiumEnvironment, TextArenaEnvironment
 from lightrl.records import Trajectory
-from tests.environments.families import FAMILIES, make_tokenizer
-from tests.environments.scripted import ScriptedAttempts, ScriptedEngine, Turn, alone, spell
-from tests.environments.test_attempts import SAMPLING
-
-TOKENIZER = make_tokenizer(FAMILIES["qwen2.5"])
+from tests.environments.scripted import play_group, play_one, said
 
 
-def play(
-    make: Any, said: Sequence[str], row: Mapping[str, Any] | None = None, seed: int = 1, **limits: Any
-) -> Trajectory:
-    turns = [Turn(Reply(text), spell(TOKENIZER, text + "<|im_end|>")) for text in said]
-    attempts = ScriptedAttempts(make, turns=turns, tokenizer=TOKENIZER, **limits)
-    (trajectory,) = asyncio.run(
-        alone(attempts, ScriptedEngine(turns), row or {"prompt": "Go. "}, SAMPLING, seed=seed, max_model_len=10**6)
-    )
-    return trajectory
+def play(make: Any, replies: Sequence[str], row: Any = None, **settings: Any) -> Trajectory:
+    return play_one(make, [said(text) for text in replies], row or {"prompt": "Go. "}, **settings)
 
 
 def shown(trajectory: Trajectory) -> list[Any]:
@@ -104,12 +92,10 @@ class Wandering:
 
 
 def test_games_that_draw_from_the_processs_generators_repeat_and_leave_them_alone() -> None:
-    turns = [Turn(Reply("x"), spell(TOKENIZER, "x<|im_end|>"))] * 12
-    attempts = ScriptedAttempts(
-        lambda: GymnasiumEnvironment(Wandering, global_random=True), max_turns=3, turns=turns, tokenizer=TOKENIZER
-    )
     before = random.getstate(), np.random.get_state()[1].tolist()
-    games = asyncio.run(alone(attempts, ScriptedEngine(turns), {"prompt": ""}, SAMPLING, number=4))
+    games = play_group(
+        lambda: GymnasiumEnvironment(Wandering, global_random=True), [said("x")] * 3, number=4, max_turns=3
+    )
     assert len({tuple(shown(game)) for game in games}) == 1 and len(set(shown(games[0]))) == 3
     assert before == (random.getstate(), np.random.get_state()[1].tolist())
 
@@ -147,12 +133,9 @@ def test_games_of_gem_repeat() -> None:
     pytest.importorskip("gem")
     from gem.envs.game_env.guess_the_number import GuessTheNumberEnv
 
-    turns = [Turn(Reply(f"\\boxed{{{n}}}"), spell(TOKENIZER, "x<|im_end|>")) for n in (3, 3, 9, 9)]
-    attempts = ScriptedAttempts(
-        lambda: GymnasiumEnvironment(GuessTheNumberEnv), max_turns=2, turns=turns, tokenizer=TOKENIZER
-    )
+    turns = [said(f"\\boxed{{{n}}}") for n in (3, 9)]
     state = random.getstate()
-    games = asyncio.run(alone(attempts, ScriptedEngine(turns), {"prompt": ""}, SAMPLING, number=2))
+    games = play_group(lambda: GymnasiumEnvironment(GuessTheNumberEnv), turns, number=2, max_turns=2)
     assert [game.failure for game in games] == [None, None] and random.getstate() == state
     assert "Guess The Number" in shown(games[0])[0]
 

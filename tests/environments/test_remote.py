@@ -18,29 +18,23 @@ import pytest
 
 from lightrl.environments import MCPEnvironment, OpenEnvironment, Reply, ToolCall
 from lightrl.records import CompletionGroup, GenerationRequest, Trajectory
-from tests.environments.families import FAMILIES, make_tokenizer
-from tests.environments.scripted import ScriptedAttempts, ScriptedEngine, Turn, alone, spell
-from tests.environments.test_attempts import SAMPLING
+from tests.environments.scripted import (
+    SAMPLING,
+    TOKENIZER,
+    ScriptedAttempts,
+    ScriptedEngine,
+    Turn,
+    alone,
+    play_one,
+    said,
+)
 from tests.ports import held_port
 
 HERE = Path(__file__).resolve().parent
-TOKENIZER = make_tokenizer(FAMILIES["qwen2.5"])
-
-
-def said(text: str, *calls: ToolCall) -> Turn:
-    return Turn(Reply(text, None, list(calls)), spell(TOKENIZER, (text or "call") + "<|im_end|>"))
 
 
 def calls(*names: str, **arguments: Any) -> Turn:
     return said("", *(ToolCall(name, arguments, f"call{i:05d}") for i, name in enumerate(names)))
-
-
-def play(
-    environment: Any, turns: list[Turn], row: dict[str, Any] | None = None, seed: int = 1, **kwargs: Any
-) -> Trajectory:
-    attempts = ScriptedAttempts(environment, turns=turns, tokenizer=TOKENIZER, **kwargs)
-    (trajectory,) = asyncio.run(alone(attempts, ScriptedEngine(turns), row or {"prompt": "Go."}, SAMPLING, seed=seed))
-    return trajectory
 
 
 def results(trajectory: Trajectory) -> list[Any]:
@@ -94,7 +88,7 @@ def test_the_tools_of_an_mcp_server_are_called_and_its_errors_told() -> None:
         made.append(MCPEnvironment(COMMAND, tool_timeout=4))
         return made[-1]
 
-    trajectory = play(make, turns)
+    trajectory = play_one(make, turns)
     first, wrong, fails, unknown, late = results(trajectory)
     assert trajectory.stop_reason == "stop" and first == "total 2"
     assert wrong.startswith("Error: ") and "valid integer" in wrong
@@ -111,9 +105,9 @@ def test_the_tools_of_an_mcp_server_are_called_and_its_errors_told() -> None:
 def test_an_mcp_server_that_dies_in_a_call_is_a_failure_and_leaves_no_process() -> None:
     pytest.importorskip("mcp")
     before = children()
-    trajectory = play(lambda: MCPEnvironment(COMMAND), [calls("add", a=1), calls("dies"), said("done")])
+    trajectory = play_one(lambda: MCPEnvironment(COMMAND), [calls("add", a=1), calls("dies"), said("done")])
     assert trajectory.stop_reason == "failure" and "MCP server" in str(trajectory.failure)
-    absent = play(lambda: MCPEnvironment([sys.executable, "-c", "raise SystemExit(1)"]), [said("done")])
+    absent = play_one(lambda: MCPEnvironment([sys.executable, "-c", "raise SystemExit(1)"]), [said("done")])
     assert absent.stop_reason == "failure" and "MCP server" in str(absent.failure)
     assert children() <= before
 
@@ -137,7 +131,7 @@ def test_an_mcp_server_over_http_has_own_tools_and_rewards_beside_it_and_may_be_
     server = Server("mcp_server.py")
     try:
         environment = lambda: MCPEnvironment(f"{server.url}/mcp", Scored, tool_timeout=600)  # noqa: E731
-        trajectory = play(environment, [calls("add", "praise"), said("done")])
+        trajectory = play_one(environment, [calls("add", "praise"), said("done")])
         assert trajectory.turn_rewards == [0.0, 1.0] and trajectory.messages[0]["content"] == "Go. Count."
         assert "required" in results(trajectory)[0] and results(trajectory)[1] == "thanks"
 
@@ -148,9 +142,8 @@ def test_an_mcp_server_over_http_has_own_tools_and_rewards_beside_it_and_may_be_
                 return await super().__call__(request)
 
         turns = [calls("add", a=1), calls("add", a=1), said("done")]
-        attempts = ScriptedAttempts(environment, turns=turns, tokenizer=TOKENIZER)
         began = time.monotonic()
-        (killed,) = asyncio.run(alone(attempts, Kills(turns), {"prompt": "Go."}, SAMPLING))
+        killed = play_one(environment, turns, engine=Kills(turns))
         assert killed.stop_reason == "failure" and "MCP server" in str(killed.failure)
         assert time.monotonic() - began < 100
     finally:
@@ -170,7 +163,7 @@ def guess() -> Iterator[Server]:
 
 def test_an_environment_of_openenv_is_played(guess: Server) -> None:
     make = partial(OpenEnvironment, guess.url, observation_field="text")
-    trajectory = play(make, [said("1"), said("2"), said("7")], seed=2**40 + 7)
+    trajectory = play_one(make, [said("1"), said("2"), said("7")], seed=2**40 + 7)
     assert trajectory.messages[0]["content"] == "Go.Guess a digit."
     assert trajectory.stop_reason == "stop" and results(trajectory) == ["no, 1 tries", "no, 2 tries"]
     assert trajectory.turn_rewards == [-0.1, -0.1, 1.0]
@@ -178,13 +171,13 @@ def test_an_environment_of_openenv_is_played(guess: Server) -> None:
 
 def test_columns_of_the_row_reach_the_reset_of_openenv(guess: Server) -> None:
     make = partial(OpenEnvironment, guess.url, observation_field="text")
-    asked = play(make, [said("3")], {"prompt": "Go. ", "question": "Which?", "answer": None, "seed": 3})
+    asked = play_one(make, [said("3")], {"prompt": "Go. ", "question": "Which?", "answer": None, "seed": 3})
     assert asked.messages[0]["content"] == "Go. Which?" and asked.turn_rewards == [1.0]
 
 
 def test_an_action_that_openenv_does_not_take_is_told_to_the_policy(guess: Server) -> None:
     make = partial(OpenEnvironment, guess.url, observation_field="text")
-    trajectory = play(make, [said("a long way round to a seven"), said("7")], seed=7)
+    trajectory = play_one(make, [said("a long way round to a seven"), said("7")], seed=7)
     assert (trajectory.stop_reason, trajectory.failure, trajectory.turn_rewards) == ("stop", None, [0.0, 1.0])
     assert results(trajectory)[0].startswith("Error: message: ")
     assert trajectory.metrics["invalid_actions"] == 1.0
@@ -195,9 +188,9 @@ def test_remote_environments_are_given_back_whatever_ends_an_attempt(guess: Serv
 
     make = partial(OpenEnvironment, guess.url, observation_field="text")
     for _ in range(2):
-        failed = play(make, [said("broken dice")])
+        failed = play_one(make, [said("broken dice")])
         assert failed.stop_reason == "failure" and "the dice are gone" in str(failed.failure)
-        assert play(make, [said("x"), said("x")], max_turns=2).stop_reason == "turns"
+        assert play_one(make, [said("x"), said("x")], max_turns=2).stop_reason == "turns"
 
     async def cancelled() -> None:
         attempts = ScriptedAttempts(make, turns=[said("x")], tokenizer=TOKENIZER)
@@ -215,7 +208,7 @@ def test_remote_environments_are_given_back_whatever_ends_an_attempt(guess: Serv
             await task
 
     asyncio.run(cancelled())
-    assert play(make, [said("x"), said("x")], max_turns=2).stop_reason == "turns"
+    assert play_one(make, [said("x"), said("x")], max_turns=2).stop_reason == "turns"
 
 
 def test_typed_actions_of_openenv_are_json_and_a_lost_session_is_no_other_game() -> None:
@@ -233,14 +226,14 @@ def test_typed_actions_of_openenv_are_json_and_a_lost_session_is_no_other_game()
     corner = '{"row": 2, "col": 2}'
     try:
         bad = ["2, 2", "[2, 2]", '{"row": 2}', '{"row": 2, "col": 3}', '{"row": 2, "cow": 2, "col": 0}']
-        found = play(make, [said(text) for text in (*bad, '{"row": 0, "col": 2}', corner)])
+        found = play_one(make, [said(text) for text in (*bad, '{"row": 0, "col": 2}', corner)])
         assert (found.stop_reason, found.turn_rewards) == ("stop", [0.0] * 6 + [1.0])
         assert [text.startswith("Error: ") for text in results(found)] == [True] * 5 + [False]
         assert "row, col, note" in results(found)[0] and results(found)[2].startswith("Error: col: ")
         assert found.metrics["invalid_actions"] == 5.0
-        swore = play(make, [said('{"row": 2, "col": 2, "note": "damn"}')])
+        swore = play_one(make, [said('{"row": 2, "col": 2, "note": "damn"}')])
         assert (swore.stop_reason, swore.failure, swore.turn_rewards) == ("stop", None, [0.0])
-        lost = play(lambda: Dropped(server.url, observation_field="text"), [said(f"drop {corner}")])
+        lost = play_one(lambda: Dropped(server.url, observation_field="text"), [said(f"drop {corner}")])
         assert lost.stop_reason == "failure" and "session" in str(lost.failure)
     finally:
         server.kill()
@@ -255,7 +248,7 @@ def test_an_openenv_server_that_is_not_there_or_dies_is_a_failure() -> None:
             server.kill()
             return await super().step(reply)
 
-    died = play(lambda: Kills(server.url), [said("1"), said("2")])
+    died = play_one(lambda: Kills(server.url), [said("1"), said("2")])
     assert died.stop_reason == "failure" and died.failure
-    absent = play(lambda: OpenEnvironment(server.url), [said("1")])
+    absent = play_one(lambda: OpenEnvironment(server.url), [said("1")])
     assert absent.stop_reason == "failure" and absent.failure

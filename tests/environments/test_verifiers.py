@@ -16,12 +16,9 @@ import pytest
 
 from lightrl.environments import Reply, ToolCall, VerifiersProgram, VerifiersRows
 from lightrl.records import Trajectory
-from tests.environments.families import FAMILIES, make_tokenizer
-from tests.environments.scripted import ScriptedEngine, Turn, alone, mismatches, spell
-from tests.environments.test_attempts import SAMPLING
+from tests.environments.scripted import SAMPLING, TOKENIZER, ScriptedEngine, Turn, alone, mismatches, said, spell
 
 HERE = Path(__file__).resolve().parent
-TOKENIZER = make_tokenizer(FAMILIES["qwen2.5"])
 TASKSET = {"id": "digits-taskset", "first": 4}
 needs_verifiers = pytest.mark.skipif(
     not os.environ.get("LIGHTRL_VERIFIERS_PYTHON"), reason="LIGHTRL_VERIFIERS_PYTHON names no interpreter"
@@ -31,10 +28,6 @@ needs_verifiers = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(HERE))
-
-
-def said(text: str) -> Turn:
-    return Turn(Reply(text), spell(TOKENIZER, text + "<|im_end|>"))
 
 
 def play(program: VerifiersProgram, row: dict[str, Any], turns: list[Turn]) -> tuple[ScriptedEngine, Trajectory]:
