@@ -37,6 +37,7 @@ from lightrl.data.sft import SFTDataModule, SFTSource
 from lightrl.models.spec import LoraSpec, ModelSpec, RewardModelSpec
 from lightrl.rollout import Evaluation
 from tests.sim.device import HOST_READS, on_sim
+from tests.sim.names import KINDS, NAMED
 from tests.toys import QUICKSTART_MODEL, SMALL, adam, quickstart_model, quiet_trainer, sums_data
 
 CASES: dict[str, Callable[[Path], None]] = {}
@@ -111,27 +112,10 @@ def grpo(actor: Any = None, **arguments: Any) -> GRPOLightningModule:
 
 # ---- everything that has a name ------------------------------------------------------------------------------------
 
-NAMED = [name for name in algorithms.__all__ if name.endswith("LightningModule")]
-for _name in NAMED:
-    if _name not in ("RewardLightningModule", "SFTLightningModule"):
-        CASES[_name] = lambda folder, name=_name: (
-            fit(  # type: ignore[misc]
-                getattr(algorithms, name)(
-                    model_path(),
-                    optimizer=adam,
-                    updates=Updates(minibatch_size=8),
-                    **({"teachers": {"one": model_path()}} if name == "DistillLightningModule" else {}),
-                )
-            )
-            and None
-        )
 
-
-def concrete(base: type) -> list[type]:
-    """The exported classes below a base that are not bases themselves."""
-    found = [getattr(objectives, name) for name in objectives.__all__]
-    found = [x for x in found if isinstance(x, type) and issubclass(x, base) and x is not base]
-    return [x for x in found if not getattr(x, "__abstractmethods__", None)]
+def with_algorithm(folder: Path, name: str) -> None:
+    teachers = {"teachers": {"one": model_path()}} if name == "DistillLightningModule" else {}
+    fit(getattr(algorithms, name)(model_path(), optimizer=adam, updates=Updates(minibatch_size=8), **teachers))
 
 
 def made(kind: type) -> Any:
@@ -156,19 +140,17 @@ def with_aggregation(folder: Path, kind: type) -> None:
     fit(grpo(aggregation=kind(6) if kind is objectives.ConstantLength else kind()))
 
 
-for _kind in concrete(objectives.PolicyLoss):
-    CASES[f"loss {_kind.__name__}"] = functools.partial(with_loss, kind=_kind)
-for _kind in concrete(objectives.AdvantageEstimator):
-    CASES[f"advantage {_kind.__name__}"] = functools.partial(with_estimator, kind=_kind)
-for _kind in concrete(objectives.Aggregation):
-    CASES[f"aggregation {_kind.__name__}"] = functools.partial(with_aggregation, kind=_kind)
+def with_layout(folder: Path, layout: str) -> None:
+    fit(ppo(ModelSpec(model_path(), layout=layout), updates=Updates(micro_batch_tokens=64)))
+
+
+RUNS = {"loss": with_loss, "advantage": with_estimator, "aggregation": with_aggregation}
+for _name in sorted({*NAMED} - {"RewardLightningModule", "SFTLightningModule"}):
+    CASES[_name] = functools.partial(with_algorithm, name=_name)
+for _name, _kind in KINDS.items():
+    CASES[_name] = functools.partial(RUNS[_name.split()[0]], kind=_kind)
 for _layout in ("padded", "packed", "shared_prefix"):
-    CASES[f"layout {_layout}"] = lambda folder, layout=_layout: (
-        fit(  # type: ignore[misc]
-            ppo(ModelSpec(model_path(), layout=layout), updates=Updates(micro_batch_tokens=64))
-        )
-        and None
-    )
+    CASES[f"layout {_layout}"] = functools.partial(with_layout, layout=_layout)
 
 # ---- models --------------------------------------------------------------------------------------------------------
 

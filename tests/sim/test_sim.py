@@ -12,19 +12,14 @@ from typing import Any
 
 import pytest
 
-from lightrl import algorithms, callbacks, objectives
+from lightrl import callbacks
+from tests.sim.names import KINDS, NAMED
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-NAMED = [name for name in algorithms.__all__ if name.endswith("LightningModule")]
-LOSSES = ["CISPO", "CPG", "GMPO", "GSPO", "OffPolicyCorrection", "OffPolicySequenceMask", "PPOClip", "RLOOSequence"]
-LOSSES += ["SAPO", "VESPO", "RolloutRatio", "DPPO", "GeometricRejection"]
-ADVANTAGES = ["GAE", "GDPO", "OPO", "RLOO", "GroupRelative", "MaxRL", "PassAtK", "Reinforce", "ReinforcePlusPlus"]
-ADVANTAGES += ["ReinforcePlusPlusBaseline", "TurnReturns", "TurnGAE", "GiGPO"]
 CASES = [
-    *NAMED, *(f"loss {name}" for name in LOSSES), *(f"advantage {name}" for name in ADVANTAGES),
-    *(f"aggregation {name}" for name in ("ConstantLength", "SequenceMean", "SequenceSum", "TokenMean")),
+    *NAMED, *KINDS,
     "layout padded", "layout packed", "layout shared_prefix", "lora", "gradient checkpointing", "shared critic",
     "critic and reference of their own", "frozen reference in bfloat16", "bf16-mixed", "bf16-true",
     "masks, clips and an entropy bonus", "vision", "callbacks that take part",
@@ -56,6 +51,7 @@ LONG |= {f"advantage {name}" for name in ("GDPO", "PassAtK", "Reinforce", "Reinf
 LONG |= {"CPGDLightningModule", "GSPOLightningModule", "RLOOLightningModule", "bf16-true"}
 LONG |= {"DAPOLightningModule", "DrGRPOLightningModule", "frozen reference in bfloat16", "linear KL", "layout padded"}
 """What an algorithm with a case of its own uses, and close variants of other cases: with `-m long` only."""
+assert set(CASES) >= LONG
 
 
 def marked(name: str) -> Any:
@@ -76,15 +72,6 @@ def test_host_reads_of_a_micro_batch_stay_within_the_budget(algorithm: str, resu
     lines = {line: (count - few["reads"].get(line, 0)) / more for line, count in many["reads"].items()}
     listed = "\n".join(f"{reads:.1f} per micro-batch at {line}" for line, reads in sorted(lines.items()) if reads > 0)
     assert sum(lines.values()) <= PER_MICRO_BATCH[algorithm], listed
-
-
-def test_every_exported_loss_and_estimator_has_a_case() -> None:
-    known = {*LOSSES, *ADVANTAGES}
-    assert set(CASES) >= LONG
-    for name in objectives.__all__:
-        kind = getattr(objectives, name)
-        if isinstance(kind, type) and issubclass(kind, (objectives.PolicyLoss, objectives.AdvantageEstimator)):
-            assert name in known or getattr(kind, "__abstractmethods__", None), name
 
 
 def test_every_callback_that_takes_part_has_a_case() -> None:
