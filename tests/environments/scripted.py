@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -157,9 +157,8 @@ def play_group(
         return await ScriptedEngine([turns[request.seed % 100]])(request)
 
     attempts = ScriptedAttempts(environment, turns=turns, tokenizer=TOKENIZER, **settings)
-    return asyncio.run(
-        alone(attempts, engine or ask, {"prompt": "Go."} if row is None else row, SAMPLING, number, seed)
-    )
+    row = {"prompt": "Go."} if row is None else row
+    return asyncio.run(alone(attempts, engine or ask, row, number=number, seed=seed))
 
 
 def play_one(*args: Any, **settings: Any) -> Trajectory:
@@ -178,7 +177,7 @@ async def alone(
     attempts: MultiTurn,
     ask: Any,
     row: Mapping[str, Any],
-    sampling: SamplingParams,
+    sampling: SamplingParams = SAMPLING,
     number: int = 1,
     seed: int = 1,
     max_model_len: int = 1 << 30,
@@ -186,6 +185,13 @@ async def alone(
     """The trajectories of a group."""
     prompt = Prompts([[]], [""], {name: [value] for name, value in row.items()}, raw=[row.get("prompt", "")])
     return await attempts.run(Numbered(prompt, tuple(range(number)), seed, sampling, None, max_model_len), ask)
+
+
+async def closing(program: Any, playing: Awaitable[list[Trajectory]]) -> list[Trajectory]:
+    try:
+        return await playing
+    finally:
+        await program.close()
 
 
 def mismatches(engine: ScriptedEngine, trajectory: Trajectory) -> int:

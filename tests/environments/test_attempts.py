@@ -18,7 +18,6 @@ from lightrl.environments import Environment, EnvironmentEpisode, EnvironmentFai
 from lightrl.records import CompletionGroup, GenerationRequest, Trajectory
 from tests.environments.families import FAMILIES, make_tokenizer
 from tests.environments.scripted import (
-    SAMPLING,
     TOKENIZER,
     Script,
     ScriptedAttempts,
@@ -245,7 +244,7 @@ def test_calls_of_one_turn_end_with_the_one_that_fails() -> None:
     attempts = ScriptedAttempts(lambda: ToolEnvironment(Tools), turns=[turn], tokenizer=TOKENIZER)
 
     async def play_and_look() -> Trajectory:
-        (trajectory,) = await alone(attempts, engine, {}, SAMPLING)
+        (trajectory,) = await alone(attempts, engine, {})
         assert seen == ["slow cleaned up"]
         release.set()
         await asyncio.sleep(0.3)
@@ -281,7 +280,7 @@ def test_two_calls_where_the_template_takes_one_are_a_malformed_reply() -> None:
         Turn(Reply("done"), [*spell(tokenizer, "done"), end]),
     ]
     attempts = ScriptedAttempts(lambda: ToolEnvironment(Calculator), turns=turns, tokenizer=tokenizer)
-    (trajectory,) = asyncio.run(alone(attempts, ScriptedEngine(turns), {"start": 0}, SAMPLING))
+    (trajectory,) = asyncio.run(alone(attempts, ScriptedEngine(turns), {"start": 0}))
     assert trajectory.messages[1] == {"role": "assistant", "content": "two calls"}
     assert "takes one tool call at a time" in trajectory.messages[2]["content"]
     assert trajectory.metrics["parse_errors"] == 1
@@ -444,7 +443,7 @@ def test_no_more_environments_than_allowed_live_at_once_and_all_are_closed() -> 
     )
 
     async def several() -> None:
-        await asyncio.gather(*(alone(attempts, ScriptedEngine([said("hi")]), {}, SAMPLING, seed=i) for i in range(6)))
+        await asyncio.gather(*(alone(attempts, ScriptedEngine([said("hi")]), {}, seed=i) for i in range(6)))
 
     asyncio.run(several())
     asyncio.run(several())  # in another event loop
@@ -467,7 +466,7 @@ def test_an_environment_is_closed_when_its_attempt_is_cancelled() -> None:
     attempts = ScriptedAttempts(lambda: Stuck([]), turns=[said("hello")], tokenizer=TOKENIZER)
 
     async def cancel() -> None:
-        run = asyncio.ensure_future(alone(attempts, ScriptedEngine([said("hi")]), {}, SAMPLING))
+        run = asyncio.ensure_future(alone(attempts, ScriptedEngine([said("hi")]), {}))
         while not stepping.is_set():  # set on the environments' loop
             await asyncio.sleep(0.01)
         run.cancel()
@@ -487,7 +486,7 @@ def test_an_engine_that_died_is_raised_and_not_a_failed_trajectory() -> None:
     attempts = EnvironmentEpisode(lambda: Script([], tools=False))
     attempts.setup(TOKENIZER)
     with pytest.raises(EngineDiedError):
-        asyncio.run(alone(attempts, ask, {}, SAMPLING))
+        asyncio.run(alone(attempts, ask, {}))
 
 
 def test_rendering_a_turn_does_not_cost_more_with_more_turns_before_it(monkeypatch: pytest.MonkeyPatch) -> None:

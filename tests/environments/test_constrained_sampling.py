@@ -21,7 +21,7 @@ from lightrl.models.packaged import MODELS, packaged_model
 from lightrl.models.turns import ending_turns
 from lightrl.records import CompletionGroup, GenerationRequest, SamplingParams, Trajectory, TrajectoryRow
 from tests.environments import sdk_programs
-from tests.environments.scripted import alone
+from tests.environments.scripted import alone, closing
 
 pytest.importorskip("vllm")
 pytestmark = [
@@ -134,12 +134,9 @@ def played() -> Iterator[Played]:
         async def attempt(case: Case) -> Trajectory:
             program = AgentProgram(tried(case.run), max_turns=4)
             program.setup(tokenizer)
-            try:
-                sampling = ending_turns(SAMPLING, tokenizer)
-                (trajectory,) = await alone(program, ask, {"stream": False}, sampling, max_model_len=2047)
-                return trajectory
-            finally:
-                await program.close()
+            sampling = ending_turns(SAMPLING, tokenizer)
+            run = alone(program, ask, {"stream": False}, sampling, max_model_len=2047)
+            return (await closing(program, run))[0]
 
         async def attempts(cases: list[Case]) -> list[Trajectory]:
             return await asyncio.gather(*map(attempt, cases))

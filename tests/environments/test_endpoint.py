@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import urllib.error
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,11 +26,9 @@ from lightrl.environments import AgentProgram, EnvironmentEpisode, ToolEnvironme
 from lightrl.environments.endpoint import callers
 from lightrl.records import Completion, CompletionGroup, GenerationRequest, SamplingParams, Trajectory
 from tests.environments import plain_program, programs
-from tests.environments.families import FAMILIES, make_tokenizer
-from tests.environments.scripted import alone, spell
+from tests.environments.scripted import TOKENIZER, alone, closing, spell
 from tests.waiting import gone, no_thread_left, until
 
-TOKENIZER = make_tokenizer(FAMILIES["qwen2.5"])
 END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 TWO_CALLS = f"{CALL}\n{CALL}"
@@ -74,13 +72,6 @@ def play(
     program = AgentProgram(run, **settings)
     program.setup(TOKENIZER)
     return asyncio.run(closing(program, group(program, engine, row or {}, number, max_model_len)))
-
-
-async def closing(program: AgentProgram, playing: Awaitable[list[Trajectory]]) -> list[Trajectory]:
-    try:
-        return await playing
-    finally:
-        await program.close()
 
 
 async def group(

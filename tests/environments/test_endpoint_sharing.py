@@ -24,7 +24,8 @@ import pytest
 from lightrl.environments import AgentProgram
 from lightrl.environments.endpoint import callers
 from tests.environments import plain_program
-from tests.environments.test_endpoint import ASK, TOKENIZER, Engine, group, play
+from tests.environments.scripted import TOKENIZER, closing
+from tests.environments.test_endpoint import ASK, Engine, group, play
 from tests.waiting import until
 
 AGAIN = [*ASK, {"role": "assistant", "content": "Hi"}, {"role": "user", "content": "more"}]
@@ -157,17 +158,14 @@ def test_a_program_that_outlives_its_attempt_cannot_train_the_next_one() -> None
     program = AgentProgram(main, max_seconds=1)
     program.setup(TOKENIZER)
 
-    async def run() -> None:
+    async def run() -> Any:
         (first,) = await group(program, Engine("Hi"), {})
         assert first.stop_reason == "time"
         program.max_seconds = 60
-        try:
-            await group(program, Engine("Hi"), {})
-        finally:
-            await program.close()
+        await group(program, Engine("Hi"), {})
 
     with pytest.raises(ValueError, match="run: .*base_url"):
-        asyncio.run(run())
+        asyncio.run(closing(program, run()))
 
 
 def test_a_reward_without_a_request_ends_the_run_also_where_threads_hide_who_asks() -> None:

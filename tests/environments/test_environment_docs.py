@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from lightrl.environments import AgentProgram, EnvironmentEpisode, ToolEnvironment
-from tests.environments.scripted import SAMPLING, TOKENIZER, ScriptedEngine, alone, call, play_one, said
+from tests.environments.scripted import TOKENIZER, ScriptedEngine, alone, call, play_one, said
 
 
 def blocks(root: Path, language: str = "python") -> list[str]:
@@ -44,7 +44,7 @@ def test_every_code_block_of_the_guide_runs(root: Path) -> None:
     exec(program, names)
     agent = AgentProgram(names["main"])
     agent.setup(TOKENIZER)
-    (answered,) = asyncio.run(alone(agent, ScriptedEngine([said("6")]), {**row, "answer": "6"}, SAMPLING))
+    (answered,) = asyncio.run(alone(agent, ScriptedEngine([said("6")]), {**row, "answer": "6"}))
     asyncio.run(agent.close())
     assert (answered.stop_reason, answered.turn_rewards) == ("stop", [1.0])
 

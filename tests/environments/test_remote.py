@@ -18,16 +18,7 @@ import pytest
 
 from lightrl.environments import MCPEnvironment, OpenEnvironment, Reply, ToolCall
 from lightrl.records import CompletionGroup, GenerationRequest, Trajectory
-from tests.environments.scripted import (
-    SAMPLING,
-    TOKENIZER,
-    ScriptedAttempts,
-    ScriptedEngine,
-    Turn,
-    alone,
-    play_one,
-    said,
-)
+from tests.environments.scripted import TOKENIZER, ScriptedAttempts, ScriptedEngine, Turn, alone, play_one, said
 from tests.ports import held_port
 
 HERE = Path(__file__).resolve().parent
@@ -201,7 +192,7 @@ def test_remote_environments_are_given_back_whatever_ends_an_attempt(guess: Serv
             await asyncio.sleep(60)
             raise AssertionError
 
-        task = asyncio.ensure_future(alone(attempts, never, {}, SAMPLING, number=2))
+        task = asyncio.ensure_future(alone(attempts, never, {}, number=2))
         await asked.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-import urllib.request
 from typing import Any
 
+import openai
 import pytest
 
 from lightrl.environments import AgentProgram
 from lightrl.environments.base import Reply
 from lightrl.records import SamplingParams
 from tests.environments.families import FAMILIES, make_tokenizer
-from tests.environments.scripted import Script, ScriptedAttempts, ScriptedEngine, Turn, alone, spell
+from tests.environments.scripted import Script, ScriptedAttempts, ScriptedEngine, Turn, alone, closing, spell
 
 TOKENIZER = make_tokenizer(FAMILIES["qwen3"])
 CLOSED = "<think>\n\n</think>\n\n"
@@ -35,22 +35,14 @@ def by_program(row: dict[str, Any], settings: dict[str, Any]) -> str:
     engine = ScriptedEngine([turn()])
 
     def run(row: Any, base_url: str, api_key: str) -> float:
-        variables = json.loads(row["asks"]) if "asks" in row else {}
-        body = {"model": "policy", "messages": [{"role": "user", "content": "?"}], "chat_template_kwargs": variables}
-        headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
-        request = urllib.request.Request(f"{base_url}/chat/completions", json.dumps(body).encode(), headers)
-        urllib.request.urlopen(request).read()
+        chat = openai.OpenAI(base_url=base_url, api_key=api_key).chat.completions
+        more = {"chat_template_kwargs": json.loads(row.get("asks", "{}"))}
+        chat.create(model="policy", messages=[{"role": "user", "content": "?"}], extra_body=more)
         return 1.0
 
-    async def played() -> None:
-        program = AgentProgram(run, **settings)
-        program.setup(TOKENIZER)
-        try:
-            await alone(program, engine, row, SAMPLING)
-        finally:
-            await program.close()
-
-    asyncio.run(played())
+    program = AgentProgram(run, **settings)
+    program.setup(TOKENIZER)
+    asyncio.run(closing(program, alone(program, engine, row, SAMPLING)))
     return str(TOKENIZER.decode(engine.asked[0]))
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from lightrl.environments import Reply, ToolCall, VerifiersProgram, VerifiersRows
 from lightrl.records import Trajectory
-from tests.environments.scripted import SAMPLING, TOKENIZER, ScriptedEngine, Turn, alone, mismatches, said, spell
+from tests.environments.scripted import TOKENIZER, ScriptedEngine, Turn, alone, closing, mismatches, said, spell
 
 HERE = Path(__file__).resolve().parent
 TASKSET = {"id": "digits-taskset", "first": 4}
@@ -33,15 +33,8 @@ def path(monkeypatch: pytest.MonkeyPatch) -> None:
 def play(program: VerifiersProgram, row: dict[str, Any], turns: list[Turn]) -> tuple[ScriptedEngine, Trajectory]:
     engine = ScriptedEngine(turns)
     program.setup(TOKENIZER)
-
-    async def played() -> Trajectory:
-        try:
-            (trajectory,) = await alone(program, engine, row, SAMPLING, max_model_len=10**6)
-            return trajectory
-        finally:
-            await program.close()
-
-    return engine, asyncio.run(played())
+    (trajectory,) = asyncio.run(closing(program, alone(program, engine, row)))
+    return engine, trajectory
 
 
 @needs_verifiers

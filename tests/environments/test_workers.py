@@ -12,7 +12,8 @@ import pytest
 
 from lightrl.environments import AgentProgram
 from lightrl.environments.endpoint.running import CHILD
-from tests.environments.test_endpoint import TOKENIZER, Engine, group
+from tests.environments.scripted import TOKENIZER, closing
+from tests.environments.test_endpoint import Engine, group, play
 from tests.waiting import gone, until
 
 PROGRAM = f"{Path(__file__).with_name('kept_program.py')}:main"
@@ -29,12 +30,9 @@ def play_all(notes: Path, rows: list[dict[str, Any]], number: int = 1, **setting
     program.setup(TOKENIZER)
 
     async def run() -> list[Any]:
-        try:
-            return [each for row in rows for each in await group(program, Engine("Hi", "Ho"), row, number)]
-        finally:
-            await program.close()
+        return [each for row in rows for each in await group(program, Engine("Hi", "Ho"), row, number)]
 
-    return asyncio.run(run())
+    return asyncio.run(closing(program, run()))
 
 
 def test_processes_import_once_and_every_attempt_finds_them_clean(tmp_path: Path) -> None:
@@ -65,15 +63,7 @@ def test_a_program_whose_import_starts_threads_gets_a_process_per_attempt(tmp_pa
 def test_an_import_that_fails_or_takes_too_long_is_a_failure_that_tells_why(tmp_path: Path) -> None:
     for name, code, cause in (("a", "import no_such_package", "no_such_package"), ("b", "while True: 1", "max_secon")):
         (tmp_path / f"{name}.py").write_text(code)
-        program = AgentProgram(f"{tmp_path / name}.py:main", process=True, max_seconds=1)
-        program.setup(TOKENIZER)
-
-        async def run(program: AgentProgram = program) -> Any:
-            played = await group(program, Engine("Hi"), {})
-            await program.close()
-            return played
-
-        (trajectory,) = asyncio.run(run())
+        (trajectory,) = play(f"{tmp_path / name}.py:main", Engine("Hi"), process=True, max_seconds=1)
         assert cause in trajectory.failure
 
 

@@ -26,7 +26,7 @@ from lightrl.models.policy import named_hf_weights
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives import GroupRelative
 from lightrl.records import Completion, CompletionGroup, EngineContext, GenerationRequest, SamplingParams
-from tests.environments.scripted import alone
+from tests.environments.scripted import alone, closing
 from tests.rollout.tasks import fit, sgd
 from tests.vision.conftest import picture
 from tests.vision.looking import Looks, played
@@ -226,17 +226,11 @@ def test_images_that_a_program_sends_are_one_row_with_their_media(folder_of: Any
         ids = ids_of(folder, "yes<|im_end|>")
         return CompletionGroup(request, [Completion(ids, [-1.0] * len(ids), "", "stop")], 0)
 
-    async def attempt(program: AgentProgram) -> Any:
-        try:
-            return await alone(program, engine, {}, SamplingParams(max_new_tokens=9))
-        finally:
-            await program.close()
-
     rows = []
     for main in (chat, messages):
         program = AgentProgram(main)
         program.setup(folder.tokenizer, folder.processor)
-        (trajectory,) = asyncio.run(attempt(program))
+        (trajectory,) = asyncio.run(closing(program, alone(program, engine, {}, SamplingParams(max_new_tokens=9))))
         assert trajectory.failure is None and trajectory.metrics["turns"] == 2
         (row,) = trajectory.rows
         assert row.media is not None and [image.size for image in row.media.images] == [(16, 24)] * 2
