@@ -14,16 +14,10 @@ from lightning.pytorch import seed_everything
 from lightrl.algorithms import GRPOLightningModule
 from lightrl.data.curriculum import CurriculumSet, PromptCurriculum
 from lightrl.data.prompts import PromptSource
-from lightrl.data.templates import load_tokenizer
 from lightrl.records import SamplingParams
 from tests.toys import Keep, quickstart_model, quiet_trainer, sums_data
 
 ROWS = [{"prompt": f"{i}+{i}=", "level": "easy" if i < 4 else "hard"} for i in range(8)]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return load_tokenizer(quickstart_model(tmp_path_factory.mktemp("tokenizer")))
 
 
 def opened(tokenizer: Any, seed: int = 0, **settings: Any) -> CurriculumSet:

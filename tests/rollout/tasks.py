@@ -27,7 +27,9 @@ from tests.environments.families import FAMILIES, make_tokenizer
 from tests.toys import near_ties, quiet_trainer, sgd
 
 
-def chat_model(folder: Path, family: str = "qwen2.5", seed: int = 0, experts: bool = False) -> str:
+def chat_model(
+    folder: Path, family: str = "qwen2.5", seed: int = 0, experts: bool = False, positions: int = 512
+) -> str:
     """A model with a family's chat template and random weights; or a mixture of experts whose routers nearly tie."""
     tokenizer = make_tokenizer(FAMILIES[family])
     tokenizer.save_pretrained(folder)
@@ -39,7 +41,7 @@ def chat_model(folder: Path, family: str = "qwen2.5", seed: int = 0, experts: bo
         num_hidden_layers=1,
         num_attention_heads=2,  # heads of 32, which vLLM can do
         num_key_value_heads=1,
-        max_position_embeddings=512,
+        max_position_embeddings=positions,
         initializer_range=0.1,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
