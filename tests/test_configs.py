@@ -221,9 +221,6 @@ def test_overlays_run_with_a_tiny_model(overlay: str, place: Path) -> None:
     assert cli.trainer.global_step == 1
 
 
-"""The recipe without an overlay, once it is printed."""
-
-
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=name)
 def test_overlays_are_merged_into_a_recipe(overlay: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if overlay.stem.startswith("deepspeed"):
