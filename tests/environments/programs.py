@@ -9,8 +9,12 @@ import anthropic
 import openai
 
 
-def add(a: int, b: int) -> str:
-    return str(a + b)
+def add(a: int, b: int) -> int:
+    return a + b
+
+
+def multiply(a: int, b: int) -> int:
+    return a * b
 
 
 TOOL = {
@@ -28,30 +32,38 @@ TOOL = {
 QUESTION = "Add 1 and 2."
 
 
-def chat(row: dict[str, Any], base_url: str, api_key: str) -> float | None:
+def result(name: str, arguments: str) -> str:
+    return str({"add": add, "multiply": multiply}[name](**json.loads(arguments)))
+
+
+def chat(
+    row: dict[str, Any], base_url: str, api_key: str, question: str = QUESTION, tools: Any = (TOOL,), answer: str = "3"
+) -> float | None:
     """Chat completions, until there is no call."""
     client = openai.OpenAI(base_url=base_url, api_key=api_key)
-    messages: list[Any] = [{"role": "user", "content": QUESTION}]
+    messages: list[Any] = [{"role": "user", "content": question}]
+    tools = [{"type": "function", "function": tool} for tool in tools]
     while True:
-        tools: Any = [{"type": "function", "function": TOOL}]
         if row.get("stream"):
             with client.chat.completions.stream(model="m", messages=messages, tools=tools) as stream:
                 message = stream.get_final_completion().choices[0].message
         else:
             message = client.chat.completions.create(model="m", messages=messages, tools=tools).choices[0].message
         if not message.tool_calls:
-            return float(message.content == "3")
-        messages.append(message.model_dump(include={"role", "content", "tool_calls"}))
+            return float(message.content == answer)
+        messages.append(message)
         for call in message.tool_calls:
-            result = add(**json.loads(call.function.arguments))
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+            content = result(call.function.name, call.function.arguments)
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
 
 
-async def responses(row: dict[str, Any], base_url: str, api_key: str) -> float | None:
+async def responses(
+    row: dict[str, Any], base_url: str, api_key: str, question: str = QUESTION, tools: Any = (TOOL,), answer: str = "3"
+) -> float | None:
     """Responses, each continuing the last by its id, or by all items where the row says so."""
     client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
-    tools: Any = [{"type": "function", **TOOL}]
-    items: list[Any] = [{"role": "user", "content": QUESTION}]
+    tools = [{"type": "function", **tool} for tool in tools]
+    items: list[Any] = [{"role": "user", "content": question}]
     earlier: Any = openai.omit
     while True:
         asked: dict[str, Any] = {"model": "m", "input": items, "tools": tools, "previous_response_id": earlier}
@@ -62,10 +74,9 @@ async def responses(row: dict[str, Any], base_url: str, api_key: str) -> float |
             response = await client.responses.create(**asked)
         calls = [item for item in response.output if item.type == "function_call"]
         if not calls:
-            return float(response.output_text == "3")
+            return float(response.output_text == answer)
         results = [
-            {"type": "function_call_output", "call_id": c.call_id, "output": add(**json.loads(c.arguments))}
-            for c in calls
+            {"type": "function_call_output", "call_id": c.call_id, "output": result(c.name, c.arguments)} for c in calls
         ]
         if row.get("items"):
             items += [item.model_dump(exclude={"parsed_arguments"}) for item in response.output] + results
@@ -91,5 +102,5 @@ def messages(row: dict[str, Any], base_url: str, api_key: str) -> float | None:
         if not calls:
             return float(message.content[0].text == "3")
         said.append({"role": "assistant", "content": message.content})
-        results = [{"type": "tool_result", "tool_use_id": c.id, "content": add(**c.input)} for c in calls]
+        results = [{"type": "tool_result", "tool_use_id": c.id, "content": str(add(**c.input))} for c in calls]
         said.append({"role": "user", "content": results})

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
+
+from tests.environments import programs
 
 QUESTION = "What is (1 + 2) * 4?"
 
@@ -28,54 +29,21 @@ def multiply(a: int, b: int) -> int:
     return a * b
 
 
-TOOLS = {"add": add, "multiply": multiply}
 _SCHEMA = {
     "type": "object",
     "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
     "required": ["a", "b"],
 }
-FUNCTIONS = [{"name": name, "description": name, "parameters": _SCHEMA} for name in TOOLS]
+FUNCTIONS = [{"name": name, "description": name, "parameters": _SCHEMA} for name in ("add", "multiply")]
 
 
-def openai_chat(row: Any, base_url: str, api_key: str) -> float:
-    import openai
-
-    client = openai.OpenAI(base_url=base_url, api_key=api_key)
-    messages: list[Any] = [{"role": "user", "content": QUESTION}]
-    tools: Any = [{"type": "function", "function": function} for function in FUNCTIONS]
-    while True:
-        if row["stream"]:
-            with client.chat.completions.stream(model="m", messages=messages, tools=tools) as stream:
-                message: Any = stream.get_final_completion().choices[0].message
-        else:
-            message = client.chat.completions.create(model="m", messages=messages, tools=tools).choices[0].message
-        if not message.tool_calls:
-            return float(message.content == "12")
-        messages.append(message)
-        for call in message.tool_calls:
-            result = TOOLS[call.function.name](**json.loads(call.function.arguments))
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": str(result)})
+def openai_chat(row: Any, base_url: str, api_key: str) -> Any:
+    return programs.chat(row, base_url, api_key, QUESTION, FUNCTIONS, "12")
 
 
-def openai_responses(row: Any, base_url: str, api_key: str) -> float:
-    import openai
-
-    client = openai.OpenAI(base_url=base_url, api_key=api_key)
-    items: list[Any] = [{"role": "user", "content": QUESTION}]
-    tools: Any = [{"type": "function", **function, "strict": False} for function in FUNCTIONS]
-    while True:
-        if row["stream"]:
-            with client.responses.stream(model="m", input=items, tools=tools) as stream:
-                response: Any = stream.get_final_response()
-        else:
-            response = client.responses.create(model="m", input=items, tools=tools)
-        calls = [item for item in response.output if item.type == "function_call"]
-        if not calls:
-            return float(response.output_text == "12")
-        items += [item.model_dump(exclude={"parsed_arguments"}) for item in response.output]
-        for call in calls:
-            output = str(TOOLS[call.name](**json.loads(call.arguments)))
-            items.append({"type": "function_call_output", "call_id": call.call_id, "output": output})
+async def openai_responses(row: Any, base_url: str, api_key: str) -> Any:
+    tools = [{**function, "strict": False} for function in FUNCTIONS]
+    return await programs.responses({**row, "items": True}, base_url, api_key, QUESTION, tools, "12")
 
 
 async def _agents(row: Any, base_url: str, api_key: str, kind: str, output: Any = None) -> Any:

@@ -111,7 +111,7 @@ def native(engine: Engine, number: int = 1) -> list[Trajectory]:
                 a: one
                 b: two
             """
-            return programs.add(a, b)
+            return str(programs.add(a, b))
 
         def get_reward(self) -> float:
             return self.right
