@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 
 from lightrl.algorithms.experience import first_rows
-from lightrl.callbacks.run_files import run_folder
+from lightrl.callbacks.run_files import run_folder, type_name
 from lightrl.checkpoints.files import append_lines
 from lightrl.distributed import strategies
 
@@ -62,7 +62,7 @@ class PredictionWriter(BasePredictionWriter):
         groups = batch.group_ids[first_rows(batch.trajectory_ids)].tolist()  # a record is a trajectory
         order = {group: i for i, group in enumerate(dict.fromkeys(groups))}
         own = [
-            (order[group], trainer.global_rank, row, json.dumps(record, default=_type_name, ensure_ascii=False))
+            (order[group], trainer.global_rank, row, json.dumps(record, default=type_name, ensure_ascii=False))
             for row, (group, record) in enumerate(zip(groups, prediction, strict=True))
         ]
         gathered = strategies.gather_objects([] if batch.filler else own)  # a filler pads a rank without prompts
@@ -74,7 +74,3 @@ class PredictionWriter(BasePredictionWriter):
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prints the number of completions."""
         trainer.print(f"Wrote {self._written} completions to {self._target}")
-
-
-def _type_name(value: Any) -> Any:
-    return value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else f"<{type(value).__name__}>"

@@ -15,7 +15,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightrl.algorithms.evaluation import question, trajectory_record
-from lightrl.callbacks.run_files import run_folder, write_once
+from lightrl.callbacks.run_files import run_folder, type_name, write_once
 from lightrl.checkpoints.files import atomic_write
 from lightrl.records import Experience, Media, Rollouts
 from lightrl.rewards.encoding import png
@@ -113,7 +113,7 @@ class RolloutWriter(RLCallback):
                     place["media"] = saved[id(rollouts.media[record.pop("row")])]
                 else:
                     del record["row"]
-                file.write(json.dumps(place | record, default=_type_name, ensure_ascii=False) + "\n")
+                file.write(json.dumps(place | record, default=type_name, ensure_ascii=False) + "\n")
 
     def on_policy_updated(self, trainer: Trainer, pl_module: Any, metrics: dict[str, float]) -> None:
         """Adds the policy's log-probs after the update."""
@@ -234,10 +234,6 @@ def _turns(
 def _number(value: float) -> float | None:
     """Rounds to five decimals. Returns None for values that JSON doesn't support."""
     return round(value, 5) if math.isfinite(value) else None
-
-
-def _type_name(value: Any) -> str:
-    return f"<{type(value).__name__}>"
 
 
 def save_media(media: Media, folder: Path) -> dict[str, list[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
@@ -42,6 +43,11 @@ def write_once(data: bytes, folder: Path, suffix: str) -> str:
         with atomic_write(path) as file:
             file.write(data)
     return path.name
+
+
+def type_name(value: Any) -> Any:
+    """Converts a value for JSON: a scalar of NumPy or torch to a number, anything else to its type's name."""
+    return value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else f"<{type(value).__name__}>"
 
 
 def _count(number: int, noun: str) -> str:

@@ -114,19 +114,27 @@ class ChatJudge(RetryingReward):
         self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def ask(
-        self, messages: list[dict[str, Any]], read: Callable[[str], Any], schema: dict[str, Any] | None = None
+        self,
+        instruction: str,
+        text: str,
+        pictures: list[dict[str, Any]],
+        read: Callable[[str], Any],
+        schema: dict[str, Any],
     ) -> Judgment:
         """Queries the judge until its response is valid.
 
         Args:
-            messages: Conversation to send.
+            instruction: System message.
+            text: What to judge, as JSON.
+            pictures: Message parts to put before it.
             read: Parser of the response. Raises a ValueError with the reason if the response is invalid.
             schema: JSON schema of the response, for servers with structured output.
         """
-        body = {**self.body, "messages": messages}
-        if schema is not None:
-            form = {"name": "grades", "strict": True, "schema": schema}
-            body["response_format"] = {"type": "json_schema", "json_schema": form}
+        content = [*pictures, {"type": "text", "text": text}]
+        messages = [{"role": "system", "content": instruction}, {"role": "user", "content": content}]
+        form = {"name": "grades", "strict": True, "schema": schema}
+        response_format = {"type": "json_schema", "json_schema": form}
+        body = {**self.body, "messages": messages, "response_format": response_format}
         body = {key: value for key, value in {**body, **self.extra}.items() if value is not None}
         key = hashlib.sha256(json.dumps([self.url, body], default=str).encode()).hexdigest()
         lock = self._asking.setdefault(key, asyncio.Lock())

@@ -102,15 +102,8 @@ class GroupRanking(ChatJudge):
             reason={"type": "string"},
             score={"type": "integer", "enum": list(range(101))},
         )
-        judged = await self.ask(
-            [
-                {"role": "system", "content": self.instruction},
-                {"role": "user", "content": [*pictures, {"type": "text", "text": text}]},
-            ],
-            lambda said: self._rewards(said, names),
-            object_schema(answers={"type": "array", "items": entry}),
-        )
-        return judged
+        schema = object_schema(answers={"type": "array", "items": entry})
+        return await self.ask(self.instruction, text, pictures, lambda said: self._rewards(said, names), schema)
 
     def _rewards(self, said: str, names: Mapping[str, str]) -> dict[str, float]:
         listed = read_json(said).get("answers")

@@ -131,14 +131,7 @@ class Rubric(NestedReward):
         entry = object_schema(reason={"type": "string"}, score={"type": "integer", "enum": list(range(self.scale + 1))})
         schema = object_schema(**dict.fromkeys(self.questions, entry))
         judged = await all_of(
-            judge.ask(
-                [
-                    {"role": "system", "content": self.instruction},
-                    {"role": "user", "content": [*pictures, {"type": "text", "text": quoted(row)}]},
-                ],
-                self._scores,
-                schema,
-            )
+            judge.ask(self.instruction, quoted(row), pictures, self._scores, schema)
             for row, pictures in zip(shown, judge.pictures(images, len(shown)), strict=True)
         )
         judge.report(
