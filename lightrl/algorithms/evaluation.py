@@ -86,12 +86,8 @@ def records(rollouts: Rollouts, tokenizer: Any = None) -> list[dict[str, Any]]:
 def asked(rollouts: Rollouts, row: int, tokenizer: Any) -> str:
     """Returns the text of a trajectory's first request to the engine, including tools and the system prompt.
 
-    Repeated special tokens, such as image placeholders, appear once.
-
-    Args:
-        rollouts: B sequences.
-        row: Index of the trajectory's first sequence.
-        tokenizer: The policy's tokenizer. None returns the prompt from the data.
+    `row` is its first sequence. Repeated special tokens, such as image placeholders, appear once. A `tokenizer` of None
+    returns the prompt from the data.
     """
     if tokenizer is None:
         return rollouts.prompts[row]
@@ -119,12 +115,7 @@ def trajectory_record(
 ) -> dict[str, Any]:
     """Returns what every record of a trajectory contains: its texts, rewards, conversation, and end.
 
-    Args:
-        rollouts: B sequences.
-        row: Index of the trajectory's first sequence.
-        tokenizer: See `asked`.
-        rewards: (B,) rewards. Defaults to `rollouts.rewards`.
-        digits: Number of decimals of rewards. Defaults to no rounding.
+    `row` is its first sequence. `rewards` replaces `rollouts.rewards`, and `digits` rounds rewards.
     """
 
     def number(values: Tensor) -> float | None:
