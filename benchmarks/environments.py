@@ -7,7 +7,8 @@ policy calls its tool in each of six turns, the limit on both sides; TRL does no
 reply without a valid call ends the conversation. In the slow case, a call takes 0 to 2 s (twice the square of a seeded
 uniform number, 0.67 s on average, the same on all sides); in the quick case, it takes no time. The model (Qwen2
 architecture, Qwen 2.5's chat template, 0.6M parameters) first learns the format from written conversations and is kept
-in `--model`.
+in `--model`. With `--base smollm2`, it is SmolLM2-135M-Instruct with that template, which learns the format in about 40
+steps; `--prompts 4 --group 4` then runs 16 environments.
 Settings: temperature 0.4, float32, CPU, GRPO's loss without KL, one update per rollout, and a learning rate that leaves
 the policy unchanged.
 
@@ -42,7 +43,8 @@ from typing import Any, ClassVar
 
 from tiny_step import Side, Ticket
 
-PROMPTS, GROUP, TURNS = 8, 8, 6
+PROMPTS, GROUP = (int(number) for number in os.environ.get("BENCHMARK_ENVIRONMENTS", "8x8").split("x"))
+TURNS = 6
 ENVIRONMENTS = PROMPTS * GROUP
 WORDS = [
     *("amber", "birch", "cedar", "delta", "ember", "frost", "grove", "heron"),
@@ -101,7 +103,8 @@ def text_of(draw: random.Random, page: int, left: int) -> str:
 def prompts() -> list[list[dict[str, str]]]:
     """PROMPTS conversations."""
     return [
-        [{"role": "user", "content": f"Read the book of {word}, then say that you are done."}] for word in WORDS[:8]
+        [{"role": "user", "content": f"Read the book of {word}, then say that you are done."}]
+        for word in WORDS[:PROMPTS]
     ]
 
 
@@ -116,16 +119,13 @@ def conversation(draw: random.Random, calls: int) -> list[dict[str, Any]]:
     return said
 
 
-def build(folder: str, steps: int) -> None:
-    """Makes tokenizer and model, has it learn the form in so many steps, and saves both."""
-    import torch
-    import torch.nn.functional as F
+def tiny() -> tuple[Any, Any]:
+    """A tokenizer and a model of 0.6M random parameters."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
     from transformers.utils import get_json_schema
     from trl.chat_template_utils import qwen2_5_chat_template
 
-    torch.manual_seed(0)
     draw, schema = random.Random(0), get_json_schema(Book().read)
     own = Tokenizer(models.BPE())
     own.pre_tokenizer, own.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -140,20 +140,40 @@ def build(folder: str, steps: int) -> None:
         tokenizer_object=own, eos_token="<|im_end|>", pad_token="<|endoftext|>",
         extra_special_tokens=marks[1:2], clean_up_tokenization_spaces=False,
     )  # fmt: skip
-    tokenizer.chat_template = qwen2_5_chat_template
-    tokenizer.save_pretrained(folder)
     config = Qwen2Config(
         vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=True, bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
-    model = Qwen2ForCausalLM(config)
+    return tokenizer, Qwen2ForCausalLM(config)
+
+
+def build(folder: str, steps: int, base: str) -> None:
+    """Saves a tokenizer and a model that has learned the format in so many steps."""
+    import torch
+    import torch.nn.functional as F
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import get_json_schema
+    from trl.chat_template_utils import qwen2_5_chat_template
+
+    torch.manual_seed(0)
+    draw, schema = random.Random(0), get_json_schema(Book().read)
+    if base == "tiny":
+        (tokenizer, model), rate, sizes = tiny(), 2e-3, (8, 3)
+    else:
+        from lightrl.models.packaged import packaged_model
+
+        source, rate, sizes = packaged_model(base), 1e-4, (3, 1)
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    tokenizer.chat_template = qwen2_5_chat_template
+    tokenizer.save_pretrained(folder)
     print(f"{sum(p.numel() for p in model.parameters())} parameters, {len(tokenizer)} tokens", flush=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, max(steps, 2), pct_start=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, max(steps, 2), pct_start=0.1)
     for step in range(steps):
         rows, whole = [], step % 2 == 1  # the others are beginnings: whole conversations take long
-        for _ in range(3 if whole else 8):
+        for _ in range(sizes[whole]):
             said = conversation(draw, TURNS if whole else 2)
             text = tokenizer.apply_chat_template(said, tools=[schema], tokenize=False)
             ids: list[int] = []
@@ -457,6 +477,9 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=["quick", "slow", "turns"], default=["quick", "slow", "turns"])
     parser.add_argument("--sides", nargs="+", choices=["trl", "lightrl", "vllm"], default=["trl", "lightrl", "vllm"])
     parser.add_argument("--model", type=Path, required=True, help="model directory; created if missing")
+    parser.add_argument("--base", choices=["tiny", "smollm2"], default="tiny", help="what a new model starts from")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--group", type=int, default=8, help="environments per prompt")
     parser.add_argument("--warm-start", type=int, default=800, help="steps in which a new model learns the format")
     parser.add_argument("--steps", type=int, default=4, help="timed steps of each side; one in the case slow")
     parser.add_argument("--threads", type=int, default=1)
@@ -465,7 +488,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if not (arguments.model / "config.json").exists():
-        build(str(arguments.model), arguments.warm_start)
+        build(str(arguments.model), arguments.warm_start, arguments.base)
+    os.environ["BENCHMARK_ENVIRONMENTS"] = f"{arguments.prompts}x{arguments.group}"  # for the sides
     cases = {}
     for case in arguments.cases:
         cases[case] = our_share(str(arguments.model), 48, 8) if case == "turns" else measure(case, arguments)
@@ -478,7 +502,9 @@ def main() -> None:
         old = json.loads(arguments.out.read_text())["cases"] if arguments.out.exists() else {}
         versions = {"torch": torch.__version__, "transformers": transformers.__version__, "trl": trl.__version__}
         machine = {"processor": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()}
-        report = {"machine": machine, "versions": versions, "cases": {**old, **cases}}
+        model = "" if arguments.base == "tiny" else f" {arguments.base} {arguments.prompts}x{arguments.group}"
+        new = {f"{case}{model}": rows for case, rows in cases.items()}
+        report = {"machine": machine, "versions": versions, "cases": {**old, **new}}
         arguments.out.write_text(json.dumps(report, indent=1) + "\n")
 
 

@@ -3,6 +3,7 @@
     python benchmarks/quality.py --systems grpo rloo --seeds 1 2 3 4 5 --out results/quality.json
     python benchmarks/quality.py --systems trl ppo --seeds 1 2 3 --out results/quality.json
     python benchmarks/quality.py --systems trl --seeds 1 --rates 2e-5 8e-5 --out results/quality.json
+    python benchmarks/quality.py --rates 1e-5 2e-5 8e-5 16e-5 --out results/rates.json
     python benchmarks/quality.py --systems --out results/quality.json --picture ../docs/images/quality.png
     python benchmarks/quality.py --model Qwen/Qwen2.5-0.5B-Instruct --task gsm_symbolic --target 0.5 \\
         --new-tokens 256 --device cuda --out results/quality_gpu.json        (the same on a GPU; not run yet)
@@ -18,7 +19,8 @@ Rules, after MLPerf Training:
 - LightRL ends a completion at the end of its line. TRL has no stop string here: it samples up to 16 tokens, and
   the first line is scored.
 - All systems have the learning rate 4e-5, which decays linearly to 0 over `--rollouts`, AdamW, and one update per
-  rollout. PPO has a critic, a reference model, and an adaptive KL coefficient. `--rates` runs TRL with other rates.
+  rollout. PPO has a critic, a reference model, and an adaptive KL coefficient. `--rates` sets other rates (for PPO, the
+  actor's).
 - Each run's log lies next to the output file.
 """
 
@@ -39,6 +41,7 @@ from pathlib import Path
 from typing import Any
 
 EVERY = 2
+RATE = 4e-5
 SUMS = {
     "operators": ["+"], "min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2, "allow_parentheses": False,
     "allow_negation": False,
@@ -46,7 +49,7 @@ SUMS = {
 SOLVED = "eval/reward/ReasoningGymReward/solved"
 
 
-def command(given: argparse.Namespace, system: str, seed: int, folder: str) -> list[str]:
+def command(given: argparse.Namespace, system: str, rate: float, seed: int, folder: str) -> list[str]:
     """LightRL's run."""
     from lightrl.models.packaged import packaged_model
 
@@ -60,6 +63,7 @@ def command(given: argparse.Namespace, system: str, seed: int, folder: str) -> l
         "fit", f"--config=lightrl:quickstart/smollm2_{algorithm}",
         *(["--model=RLOOLightningModule"] if system == "rloo" else []),
         f"--model.init_args.actor.path={path}",
+        f"--model.init_args.optimizer.init_args.lr={rate}",
         f"--run_dir={folder}", f"--seed_everything={seed}",
         f"--trainer.precision={given.precision}",
         f"--trainer.accelerator={given.device}",
@@ -79,11 +83,11 @@ def command(given: argparse.Namespace, system: str, seed: int, folder: str) -> l
     return told
 
 
-def lightrl(given: argparse.Namespace, system: str, seed: int, log: Path) -> dict[str, Any]:
+def lightrl(given: argparse.Namespace, system: str, rate: float, seed: int, log: Path) -> dict[str, Any]:
     """Runs one seed and reads its metrics."""
     with tempfile.TemporaryDirectory() as folder, log.open("w") as output:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        told = [sys.executable, "-m", "lightrl", *command(given, system, seed, folder)]
+        told = [sys.executable, "-m", "lightrl", *command(given, system, rate, seed, folder)]
         subprocess.run(told, stdout=output, stderr=subprocess.STDOUT, check=True)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         with (Path(folder) / "metrics.csv").open() as file:
@@ -258,18 +262,18 @@ def main() -> None:
     parser.add_argument("--rollouts", type=int, default=24)
     parser.add_argument("--precision", default="bf16-mixed")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--rates", nargs="+", type=float, default=[4e-5], help="TRL's learning rates")
+    parser.add_argument("--rates", nargs="+", type=float, default=[RATE], help="learning rates")
     parser.add_argument("--micro", type=int, default=16, help="rows of TRL's micro-batch")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--picture", type=Path, help="PNG file; `-dark` at the end of its name draws light text")
     given = parser.parse_args()
     kept: dict[str, Any] = json.loads(given.out.read_text())["systems"] if given.out.exists() else {}
     for system in given.systems:
-        for rate in given.rates if system == "trl" else [4e-5]:
-            name = f"trl, {rate:g}" if system == "trl" else system
+        for rate in given.rates:
+            name = system if system != "trl" and rate == RATE else f"{system}, {rate:g}"
             for seed in given.seeds:
                 log = given.out.with_name(f"{given.out.stem}.{name.replace(', ', '_')}.{seed}.log")
-                run = trl(given, rate, seed, log) if system == "trl" else lightrl(given, system, seed, log)
+                run = trl(given, rate, seed, log) if system == "trl" else lightrl(given, system, rate, seed, log)
                 print(name, seed, run, flush=True)
                 runs = [r for r in kept.get(name, {}).get("runs", []) if r["seed"] != seed]
                 runs.append(

@@ -114,6 +114,7 @@ def run_trl(given: dict[str, Any], ticket: Ticket) -> None:
         optim="adamw_torch_fused", bf16=False, gradient_checkpointing=False, use_cpu=True, max_steps=steps + 1,
         logging_strategy="no", save_strategy="no", report_to="none", disable_tqdm=True, shuffle_dataset=False, seed=1,
         dataloader_num_workers=0,
+        **({"use_vllm": True, "vllm_mode": "colocate"} if given["engine"] == "vllm" else {}),
     )  # fmt: skip
     rows = Dataset.from_list(rows_of(given["model"], given["prompt_tokens"]) * (steps + 1))
     model = AutoModelForCausalLM.from_pretrained(given["model"], dtype=torch.float32)
@@ -230,9 +231,10 @@ def case(arguments: argparse.Namespace, new_tokens: int, prompt_tokens: int) -> 
         print(f"{name}: {row[name]}", flush=True)
 
     for side in arguments.sides:
-        if side == "trl":
+        if side.startswith("trl"):
             for micro in arguments.micro:
-                run(f"trl, micro-batch {micro}", micro=micro, steps=arguments.trl_steps, side="trl")
+                name = f"{side}, micro-batch {micro}"
+                run(name, micro=micro, steps=arguments.trl_steps, side="trl", engine=side.removeprefix("trl-"))
         else:
             run(f"lightrl, {side}", engine=side, side="lightrl")
     if arguments.features:
@@ -252,7 +254,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=["smollm2", "gemma3"], default="smollm2")
     parser.add_argument("--cases", nargs="+", default=["48/50"], help="new tokens/prompt tokens")
-    parser.add_argument("--sides", nargs="*", choices=["transformers", "vllm", "trl"],
+    parser.add_argument("--sides", nargs="*", choices=["transformers", "vllm", "trl", "trl-vllm"],
                         default=["transformers", "vllm", "trl"])  # fmt: skip
     parser.add_argument("--steps", type=int, default=3, help="timed steps of LightRL")
     parser.add_argument("--trl-steps", type=int, default=1, help="timed steps of TRL")
