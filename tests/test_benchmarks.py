@@ -51,6 +51,20 @@ def test_the_benchmark_page_has_the_time_to_quality_of_the_committed_runs() -> N
         assert found["failures"] == 0
 
 
+def test_the_benchmark_page_has_the_steps_compared_with_trl() -> None:
+    cases = json.loads((ROOT / "benchmarks" / "results" / "vs_trl.json").read_text())["cases"]
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    for name, shown in (
+        ("smollm2 256/50", "SmolLM2 | 50 | 256"),
+        ("smollm2 48/500", "SmolLM2 | 500 | 48"),
+        ("gemma3 48/50", "Gemma 3 | 50 | 48"),
+    ):
+        sides = [cases[name][side] for side in ("lightrl, transformers", "lightrl, vllm", "trl, micro-batch 8")]
+        cells = [f"{side['wall']:.1f} s, {side['peak_gb']:.1f} GB" for side in sides]
+        times = ", ".join(f"{sides[2]['wall'] / side['wall']:.1f}x" for side in sides[:2])
+        assert f"| {shown} | {' | '.join(cells)} | {times} |" in page
+
+
 def test_the_committed_runs_of_examples_end_above_their_bars_and_near_their_best(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
