@@ -1,7 +1,7 @@
 """Time to quality: rollouts and seconds until SmolLM2-135M-Instruct solves 65% of held-out sums.
 
-    python benchmarks/quality.py --systems grpo rloo --seeds 1 2 3 4 5 --out results/quality.json
-    python benchmarks/quality.py --systems trl ppo --seeds 1 2 3 --out results/quality.json
+    python benchmarks/quality.py --systems grpo rloo ppo --seeds 1 2 3 4 5 --out results/quality.json
+    python benchmarks/quality.py --systems trl --seeds 1 2 3 --out results/quality.json
     python benchmarks/quality.py --systems trl --seeds 1 --rates 2e-5 8e-5 --out results/quality.json
     python benchmarks/quality.py --rates 1e-5 2e-5 8e-5 16e-5 --out results/rates.json
     python benchmarks/quality.py --systems --out results/quality.json --picture ../docs/images/quality.png
