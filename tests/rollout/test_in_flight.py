@@ -18,9 +18,10 @@ from lightrl.callbacks import RolloutCheckpoint, TrajectoryLogprobCheck
 from lightrl.data.prompts import PromptSource
 from lightrl.engines import ServerEngine
 from lightrl.engines.transformers.decoding import Generation
+from lightrl.engines.vllm.conversion import joined
 from lightrl.environments.episodes import Episode, Task, one_turn
 from lightrl.models.spec import LoraSpec, ModelSpec
-from lightrl.records import CompletionGroup, GenerationRequest, Rollouts, SamplingParams, Trajectory
+from lightrl.records import Completion, CompletionGroup, GenerationRequest, Rollouts, SamplingParams, Trajectory
 from lightrl.rollout import Ahead, Evaluation, InFlight
 from lightrl.rollout.learner import RLCallback
 from tests.models.test_routing import saved
@@ -320,3 +321,21 @@ def test_what_cannot_work_is_refused_at_once(arguments: dict[str, Any], message:
 def test_a_check_of_old_weights_is_refused(side_model: str) -> None:
     with pytest.raises(ValueError, match="callback TrajectoryLogprobCheck"):
         in_flight(side_model, TrajectoryLogprobCheck())
+
+
+@pytest.mark.parametrize(
+    ("least", "tokens", "text"),
+    [(0, "a##b##", "a##b##"), (0, "ab#", "ab##"), (5, "ab#", "ab##c##"), (0, "abc", "abc##")],
+)
+def test_a_stop_string_ends_a_completion_across_an_interruption(least: int, tokens: str, text: str) -> None:
+    """vLLM, which continues the tokens, would end only at a stop string within the new ones. A token is a letter."""
+
+    def part(text: str, reason: Any) -> Completion:
+        return Completion([ord(c) for c in text], [-1.0] * len(text), text, reason, policy_versions=[0] * len(text))
+
+    new = {"a##b##": "", "ab#": "#c##", "abc": "##"}[tokens]
+    sampling = SamplingParams(max_new_tokens=9, min_new_tokens=least, stop=["##"])
+    request = GenerationRequest([1], sampling, 0, begun=[part(tokens, "suspended")])
+    found = joined(part(new, "stop"), request, 0, [1] * len(new), lambda ids: "".join(map(chr, ids)))
+    assert found.text == text == "".join(map(chr, found.token_ids))
+    assert found.finish_reason == "stop" and len(found.logprobs) == len(found.policy_versions) == len(text)

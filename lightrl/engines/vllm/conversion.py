@@ -365,7 +365,9 @@ def completion(output: Any, request: GenerationRequest, place: int) -> Completio
 def joined(
     new: Completion, request: GenerationRequest, place: int, versions: list[int], decode: Callable[[list[int]], str]
 ) -> Completion:
-    """Joins the earlier and new tokens of a completion. vLLM searches for stop strings only in new tokens.
+    """Joins the earlier and new tokens of a completion, up to the first stop string that begins in earlier tokens.
+
+    vLLM searches for stop strings only in new tokens.
 
     Args:
         new: Result of `completion`.
@@ -378,8 +380,20 @@ def joined(
     versions = before.policy_versions + versions
     if not before.token_ids:
         return replace(new, policy_versions=versions)
-    tokens = before.token_ids + new.token_ids
+    tokens, logprobs = before.token_ids + new.token_ids, before.logprobs + new.logprobs
+    begun = len(before.token_ids)
+    stops = (request.sampling.stop or []) if begun >= request.sampling.min_new_tokens else []
+    reach = max((len(stop.encode()) for stop in stops), default=0) + 8  # a visible token has at least one byte
+    start = max(begun - reach, 0)
+    earlier = len(decode(tokens[start:begun]))
+    for end in range(begun + 1, min(begun + reach, len(tokens)) + 1 if stops else 0):
+        near = decode(tokens[start:end])
+        found = [at + len(s) for s in stops if (at := near.find(s, max(earlier - len(s) + 1, 0))) >= 0]
+        if found:
+            text = decode(tokens[:end])
+            text = text[: len(text) - len(near) + min(found)]
+            return Completion(tokens[:end], logprobs[:end], text, "stop", policy_versions=versions[:end])
     text = decode(tokens)
     if request.sampling.stop and new.finish_reason == "stop":  # vLLM cuts the text after the stop string
         text = text[: len(text) - len(decode(new.token_ids)) + len(new.text)]
-    return Completion(tokens, before.logprobs + new.logprobs, text, new.finish_reason, policy_versions=versions)
+    return Completion(tokens, logprobs, text, new.finish_reason, policy_versions=versions)
