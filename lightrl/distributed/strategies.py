@@ -31,10 +31,11 @@ def keep_exact(plugin: Any) -> None:
 
     They convert only parameters and media. Rounded factors turn keys of distant tokens by up to a full turn.
     """
-    if isinstance(plugin, HalfPrecision | DeepSpeedPrecision):
+    kind: Any = type(plugin)
+    if issubclass(kind, HalfPrecision | DeepSpeedPrecision):
         plugin.forward_context = nullcontext
-        plugin.convert_input = partial(_convert_media, partial(type(plugin).convert_input, plugin))
-        plugin.convert_module = partial(_convert_parameters, partial(type(plugin).convert_module, plugin))
+        plugin.convert_input = partial(_convert_media, partial(kind.convert_input, plugin))
+        plugin.convert_module = partial(_convert_parameters, partial(kind.convert_module, plugin))
 
 
 def _convert_parameters(convert: Callable[[Any], Any], module: nn.Module) -> nn.Module:
