@@ -41,7 +41,8 @@ class AdvantageInput:
         values: (B, T) float values of the critic for the state before token t. None without a critic.
         valid: (B,) bool, False on rows that no reward function scored. Defaults to all True. Invalid rows get advantage
             0 and are excluded from all baselines and statistics.
-        reward_parts: Raw rewards (B,) by reward function, NaN if a function doesn't apply.
+        reward_parts: Raw rewards (B,) by reward function, NaN if a function doesn't apply. With `credit` "parts", also
+            the sum of turn rewards.
         part_weights: Weights by reward function.
         turn_ids: (B, T) int64 turn of each token, read on the mask. None if every row is one turn.
         anchors: (B, T) int64 state in which the token's turn began, read on the mask. Equal for equal states of a

@@ -82,8 +82,9 @@ class GDPO(AdvantageEstimator):
 
         A_i = sum_k w_k * (r_ik - mean_k) / (std_k + eps),    A_i <- (A_i - mean_batch) / (std_batch + eps)
 
-    A NaN part is excluded from that part's statistics and adds 0 to the row. `dynamic_sampling_rounds` still compares
-    summed rewards, so it replaces a group whose differing parts cancel exactly.
+    A NaN part is excluded from that part's statistics and adds 0 to the row. The sum of an environment's turn rewards
+    is another part with weight 1. `dynamic_sampling_rounds` still compares summed rewards, so it replaces a group whose
+    differing parts cancel exactly.
 
     Args:
         eps: Constant added to both stds, above 0.
