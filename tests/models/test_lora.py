@@ -60,6 +60,17 @@ def test_merged_weights_equal_pefts(tied: bool) -> None:
         torch.testing.assert_close(got[name], tensor, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_bfloat16_base_rounds_off_small_updates_when_merged(dtype: torch.dtype) -> None:
+    policy = adapted().to(dtype)
+    layer = policy.lm.model.layers[0].self_attn.q_proj
+    layer.base_layer.weight.data.fill_(1.0)
+    layer.lora_A["default"].weight.data.fill_(1.0)
+    layer.lora_B["default"].weight.data.fill_(0.0019 / 7.0)  # sum of B A: 3 B, alpha / r: 7 / 3
+    merged = dict(named_hf_weights(policy))["model.layers.0.self_attn.q_proj.weight"]
+    assert merged.float().mean().item() == pytest.approx(1.0 if dtype == torch.bfloat16 else 1.0019, abs=1e-6)
+
+
 def test_merged_model_gives_the_same_logprobs(batch: Batch) -> None:
     policy, plain = adapted(), build("qwen2", tie_word_embeddings=True)
     plain.load_state_dict(dict(named_hf_weights(policy)), strict=False)
