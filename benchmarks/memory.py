@@ -1,4 +1,4 @@
-"""Peak memory of a GRPO run on SmolLM2-135M-Instruct and Gemma 3 270M: full, LoRA, checkpointing, in each layout.
+r"""Peak memory of a GRPO run on SmolLM2-135M-Instruct and Gemma 3 270M: full, LoRA, checkpointing, in each layout.
 
     python benchmarks/memory.py --out results/memory.json
 
@@ -6,7 +6,10 @@ Each row is a process that trains one rollout of 8 prompts x 8 completions of 48
 float32 on a CPU. The prompts are sums of reasoning-gym's `chain_sum` after an example, about 50 tokens. AdamW's state
 exists from the start, as in every rollout after the first. The peak is the largest resident set of the process, in
 10^9 bytes. `planned` is the estimate of `lightrl plan`. Rows already in the file are kept. With the environment
-variable MALLOC_MMAP_THRESHOLD_ set, rows are listed separately.
+variable MALLOC_MMAP_THRESHOLD_ set, rows are listed separately. The row below 4 GB:
+
+    MALLOC_MMAP_THRESHOLD_=1048576 python benchmarks/memory.py --models gemma3 --ways "LoRA, checkpointing" \
+        --layouts shared_prefix --budget 256 --prompts 4 --out results/memory.json
 """
 
 from __future__ import annotations
@@ -32,15 +35,16 @@ WAYS = {  # name: adapter, checkpointing
     "LoRA": (True, False),
     "LoRA, checkpointing": (True, True),
 }
+PAIRED = ("mmap_threshold", "prompt_tokens", "new_tokens", "rollout_cpu_s", "update_cpu_s", "peak_gb")
 MODELS = {"smollm2": "SmolLM2-135M-Instruct", "gemma3": "Gemma 3 270M"}
 
 
-def prompts() -> list[str]:
+def prompts(count: int) -> list[str]:
     """Prompts with a sum and a worked example, for a base model."""
     from lightrl.data import ReasoningGymRows
 
     settings = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
-    rows = list(ReasoningGymRows({"chain_sum": settings}, size=PROMPTS + 1)())
+    rows = list(ReasoningGymRows({"chain_sum": settings}, size=count + 1)())
     return [f"{rows[0]['prompt']} {rows[0]['answer']}\n{row['prompt']}" for row in rows[1:]]
 
 
@@ -55,7 +59,9 @@ def resident(name: str) -> float:
     return 1024.0 * int(re.search(rf"{name}:\s*(\d+)", text)[1])  # type: ignore[index]
 
 
-def worker(path: str, layout: Any, lora: bool, checkpointing: bool, budget: int) -> dict[str, Any]:
+def worker(
+    path: str, layout: Any, lora: bool, checkpointing: bool, budget: int, count: int, new_tokens: int
+) -> dict[str, Any]:
     """One row of the table."""
     import torch
     from lightning.pytorch import Callback, Trainer, seed_everything
@@ -69,10 +75,12 @@ def worker(path: str, layout: Any, lora: bool, checkpointing: bool, budget: int)
     from lightrl.rollout import RolloutDataModule
 
     parts: dict[str, float] = {}
-    seen: dict[str, Any] = {}
+    cpu: dict[str, float] = {}
+    seen: dict[str, Any] = {"cpu": 0.0}
 
     def mark(name: str) -> None:
-        """Notes the peak since the last mark."""
+        """Notes the peak and CPU seconds since the last mark."""
+        cpu[f"{name}_cpu_s"], seen["cpu"] = time.process_time() - seen["cpu"], time.process_time()
         parts[name] = max(parts.get(name, 0.0), resident("VmHWM"))
         Path("/proc/self/clear_refs").write_text("5")
 
@@ -107,12 +115,12 @@ def worker(path: str, layout: Any, lora: bool, checkpointing: bool, budget: int)
         optimizer=lambda params: torch.optim.AdamW(params, lr=1e-6, weight_decay=0.0, fused=True),
     )
     data = RolloutDataModule(
-        PromptSource(rows=[{"prompt": text} for text in prompts()], shuffle=False),
+        PromptSource(rows=[{"prompt": text} for text in prompts(count)], shuffle=False),
         rewards=[spread],
         engine=TransformersEngine(),
-        sampling=SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True),
+        sampling=SamplingParams(max_new_tokens=new_tokens, ignore_eos=True),
         group_size=GROUP,
-        prompts_per_rollout=PROMPTS,
+        prompts_per_rollout=count,
         rollouts_per_epoch=1,
     )
     trainer = Trainer(
@@ -130,9 +138,19 @@ def worker(path: str, layout: Any, lora: bool, checkpointing: bool, budget: int)
         "budget": budget,
         "peak_gb": max(parts.values()) / 1e9,
         **{f"{name}_gb": value / 1e9 for name, value in parts.items()},
+        **cpu,
         "seconds": taken,
         "update_s": seen["update_s"],
     }
+
+
+def run(values: tuple[Any, ...], environment: dict[str, str]) -> dict[str, Any]:
+    """Figures of `worker` in a separate process."""
+    command = [sys.executable, __file__, "--worker", *map(str, values)]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        sys.exit(f"{values}: the process ended with {done.returncode}.")
+    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 
 
 def tensors(path: str, layout: str) -> dict[str, float]:
@@ -184,8 +202,8 @@ def planned(config: str, row: dict[str, Any]) -> float:
     prompt = max(lengths) if row["layout"] == "padded" else -(-sum(lengths) // len(lengths))
     case = Plan(
         size, critic=False, reference=False, gpus=1, precision="32-true", lora=16 * lora,
-        micro_batch_tokens=micro_batch(row["layout"], row["budget"], PROMPTS, GROUP, prompt, NEW_TOKENS),
-        checkpointing=checkpointing, cpu=True, engine_width=4, caches=False, sequences=PROMPTS * GROUP,
+        micro_batch_tokens=micro_batch(row["layout"], row["budget"], len(lengths), GROUP, prompt, NEW_TOKENS),
+        checkpointing=checkpointing, cpu=True, engine_width=4, caches=False, sequences=len(lengths) * GROUP,
         length=max(lengths) + NEW_TOKENS,
     )  # fmt: skip
     parts = memory(case, "ddp")
@@ -198,9 +216,10 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = ["| Model | Training | Layout | Micro-batch tokens | Peak GB | Planned GB |", "|---" * 6 + "|"]
     order = {name: i for i, name in enumerate([*MODELS, *WAYS, *LAYOUTS])}
     for row in sorted(rows, key=lambda row: [order[row[name]] for name in ("model", "way", "layout")]):
-        mapped = ", 1 MiB threshold" if row.get("mmap_threshold") else ""
+        how = ", 1 MiB threshold" if row.get("mmap_threshold") else ""
+        how += "" if len(row["prompt_tokens"]) == PROMPTS else f", {len(row['prompt_tokens'])} prompts"
         lines.append(
-            f"| {MODELS[row['model']]} | {row['way']}{mapped} | {row['layout'].replace('_', ' ')} | "
+            f"| {MODELS[row['model']]} | {row['way']}{how} | {row['layout'].replace('_', ' ')} | "
             f"{row['budget']:,} | {row['peak_gb']:.1f} | {row['planned_gb']:.1f} |"
         )
     return "\n".join(lines)
@@ -246,15 +265,18 @@ def main() -> None:
     parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS))
     parser.add_argument("--paths", nargs="*", help="Model directories; defaults to `packaged_model`", default=[])
     parser.add_argument("--budget", type=int, default=16384, help="micro_batch_tokens")
+    parser.add_argument("--prompts", type=int, default=PROMPTS, help="prompts per rollout")
+    parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS)
+    parser.add_argument("--pairs", type=int, default=0, help="only compare CPU seconds with and without a threshold")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, help="JSON file")
     parser.add_argument("--picture", type=Path, help="PNG file")
     parser.add_argument("--tensors", action="store_true", help="also count the tensors of an update of SmolLM2")
-    parser.add_argument("--worker", nargs=5, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs=7, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        path, layout, lora, checkpointing, budget = args.worker
-        row = worker(path, layout, lora == "True", checkpointing == "True", int(budget))
+        path, layout, lora, checkpointing, *counts = args.worker
+        row = worker(path, layout, lora == "True", checkpointing == "True", *map(int, counts))
         print(json.dumps(row))
         return
     from lightrl.models.packaged import packaged_model
@@ -264,16 +286,26 @@ def main() -> None:
     if args.tensors:
         result["tensors_gb"] = tensors(packaged_model("smollm2"), "shared_prefix")
     environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "PYTHONPATH": str(ROOT)}
+    for pair in range(args.pairs):
+        for threshold in ("0", "1048576")[:: -1 if pair % 2 else 1]:
+            environment.pop("MALLOC_MMAP_THRESHOLD_", None)
+            environment |= {"MALLOC_MMAP_THRESHOLD_": threshold} if threshold != "0" else {}
+            values = (paths[0], args.layouts[0], *WAYS[args.ways[0]], args.budget, args.prompts, args.new_tokens)
+            row = {"mmap_threshold": int(threshold), "new_tokens": args.new_tokens, **run(values, environment)}
+            result.setdefault("pairs", []).append({key: row[key] for key in PAIRED})
+            print(json.dumps(result["pairs"][-1]), flush=True)
+            if args.out:
+                args.out.write_text(json.dumps(result, indent=1) + "\n")
+    if args.pairs:
+        return
     for (model, path), way, layout in product(zip(args.models, paths, strict=True), args.ways, args.layouts):
         named = {"model": model, "way": way, "layout": layout, "budget": args.budget}
         named |= {"mmap_threshold": int(os.environ.get("MALLOC_MMAP_THRESHOLD_", 0))}
-        if any(named.items() <= row.items() for row in result["rows"]):
+        same = [row for row in result["rows"] if named.items() <= row.items()]
+        if args.prompts in {len(row["prompt_tokens"]) for row in same}:
             continue
-        command = [sys.executable, __file__, "--worker", path, layout, *map(str, (*WAYS[way], args.budget))]
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
-        if done.returncode:
-            sys.exit(f"{named}: the process ended with {done.returncode}.")
-        row = {**named, **json.loads(done.stdout.splitlines()[-1])}
+        values = (path, layout, *WAYS[way], args.budget, args.prompts, args.new_tokens)
+        row = {**named, **run(values, environment)}
         row["planned_gb"] = planned(path, row)
         print(json.dumps(row), flush=True)
         result["rows"].append(row)
