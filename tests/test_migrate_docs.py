@@ -25,7 +25,7 @@ def test_our_side_of_every_row_exists(root: Path) -> None:
     from lightning.pytorch import Trainer
 
     from lightrl import algorithms, callbacks, data, engines, environments, objectives, rewards, rollout
-    from lightrl.algorithms.settings import LRSchedule
+    from lightrl.algorithms.schedules import LRSchedule
 
     rooms = (lightrl, algorithms, callbacks, engines, objectives, rewards, data, environments, rollout)
     rows = rows_of_the_tables(root)

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from lightrl.algorithms.experience import TrajectoryLayout
     from lightrl.algorithms.loss_variants import CPGDLightningModule, GSPOLightningModule
     from lightrl.algorithms.ppo import PPOLightningModule
-    from lightrl.algorithms.settings import CriticSpec, ExtraLosses, LRSchedule, Shaping, Updates
+    from lightrl.algorithms.schedules import LRSchedule
+    from lightrl.algorithms.settings import CriticSpec, ExtraLosses, Shaping, Updates
     from lightrl.algorithms.supervised import RewardLightningModule, SFTLightningModule
     from lightrl.algorithms.variants import (
         DAPOLightningModule,
@@ -45,6 +46,6 @@ __all__ = [
 
 __getattr__ = lazy_names(
     __name__,
-    ("settings", "experience", "base", "ppo", "variants", "loss_variants", "supervised", "distill"),
+    ("settings", "schedules", "experience", "base", "ppo", "variants", "loss_variants", "supervised", "distill"),
     __all__,
 )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy, Strategy
@@ -21,18 +21,19 @@ from lightrl.algorithms.settings import (
     ExtraLosses,
     Updates,
     make_optimizer,
-    rollout_position,
-    with_schedule,
 )
 from lightrl.compat.lightning import run_seed
 from lightrl.distributed import strategies
 from lightrl.distributed.strategies import MetricSums, fingerprint
-from lightrl.models.policy import PolicyModel, ValueModel, named_hf_weights
+from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import ModelSpec, RewardModelSpec
 from lightrl.objectives.estimators import AdvantageEstimator
 from lightrl.objectives.loss_terms import KLPenalty
-from lightrl.records import Rollouts, Routes
+from lightrl.records import Rollouts
 from lightrl.rollout.learner import RLCallback, RolloutLearner, may_move_reference, require_rl_callbacks
+
+if TYPE_CHECKING:
+    from lightrl.models.critic import ValueModel
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +103,7 @@ def _own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in named if not name.startswith(("reward_models.", "reference.", "teachers."))]
 
 
-class RLLightningModule(RolloutLearner, SavesPretrained):
+class RLLightningModule(SavesPretrained, RolloutLearner):
     """Base of modules that train a policy on rollouts, with optional critic, reference, and reward models.
 
     A subclass implements `training_step`.
@@ -120,6 +121,7 @@ class RLLightningModule(RolloutLearner, SavesPretrained):
     updates: Updates
     extra_losses: ExtraLosses
     ppo_epochs: int
+    needs_rewards = True
     entropy_coef: float
     optimizer_factory: Callable[..., Any]
     lr_scheduler_factory: Any
@@ -177,7 +179,11 @@ class RLLightningModule(RolloutLearner, SavesPretrained):
 
             return_router_logits(self.actor.lm)
         own_critic = None if critic is None or shared else critic.model or spec
-        self.critic = None if own_critic is None else ValueModel.from_spec(own_critic, in_shards=in_shards)
+        self.critic = None
+        if own_critic is not None:
+            from lightrl.models.critic import ValueModel
+
+            self.critic = ValueModel.from_spec(own_critic, in_shards=in_shards)
         base = self.reference_spec
         if base is None and spec.lora is None:  # with LoRA, the reference is the policy without its adapter
             base = replace(spec, gradient_checkpointing=False)
@@ -203,6 +209,10 @@ class RLLightningModule(RolloutLearner, SavesPretrained):
         """Builds one optimizer (DeepSpeed supports only one) with the parameter groups `policy` and `critic`."""
         groups = parameter_groups(self.actor, self.critic, self.critic_spec)
         optimizer = make_optimizer(self.optimizer_factory, groups, self.trainer.strategy)
+        if self.lr_scheduler_factory is None:
+            return optimizer
+        from lightrl.algorithms.schedules import rollout_position, with_schedule
+
         return with_schedule(optimizer, self.lr_scheduler_factory, partial(rollout_position, self))
 
     @property
@@ -262,6 +272,11 @@ class RLLightningModule(RolloutLearner, SavesPretrained):
     def _optimizer(self) -> Any:
         return self.optimizers()
 
+    @property
+    def _schedulers(self) -> list[Any]:
+        found = self.lr_schedulers()
+        return found if isinstance(found, list) else [] if found is None else [found]
+
     def _count_skips(self, skip: bool, norm: Tensor | None, *, searching: bool) -> None:
         """Counts a skipped update. Searching for a lower float16 loss scale doesn't count toward the limit."""
         if not (skip and searching):
@@ -281,19 +296,9 @@ class RLLightningModule(RolloutLearner, SavesPretrained):
     # ---- interface for the data module and callbacks -----------------------------------------------------------
 
     @property
-    def policy_version(self) -> int:
-        """Number of changes to the policy's weights, by optimizer steps or otherwise; identifies them for engines."""
-        return int(self.trainer.global_step) + self.outside_changes
-
-    @property
     def needs_groups(self) -> bool:
         """Whether the advantage estimator compares the completions of a prompt."""
         return self.advantage.needs_groups
-
-    @property
-    def needs_rewards(self) -> bool:
-        """Whether completions without a reward can't be used for training."""
-        return True
 
     @property
     def scores_rollouts(self) -> bool:
@@ -309,36 +314,10 @@ class RLLightningModule(RolloutLearner, SavesPretrained):
         """Sets the weight of the entropy bonus, effective from the next rollout."""
         self.entropy_coef = coef
 
-    def named_policy_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields (Hugging Face name, full tensor) of all actor parameters, with LoRA merged.
-
-        Collective under FSDP2 and ZeRO-3: every rank must iterate to the end. Tied parameters are yielded once.
-        """
-        gather = strategies.gather_parameter(self._strategy())
-        return named_hf_weights(self.actor, gather)
-
-    def policy_adapter(self) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any]]:
-        """Returns the actor's LoRA adapter in PEFT format: an iterator of (name, full tensor), and its config."""
-        from lightrl.models.lora import adapter_config, named_adapter_weights
-
-        assert self.actor_spec.lora is not None, "only an actor with LoRA has an adapter"
-        gather = strategies.gather_parameter(self._strategy())
-        return named_adapter_weights(self.actor, gather), adapter_config(self.actor, self.actor_spec.lora)
-
     @property
     def trained_model(self) -> tuple[PolicyModel, ModelSpec]:
         """The policy and its spec, for saving in Hugging Face format."""
         return self.actor, self.actor_spec
-
-    @torch.no_grad()
-    def token_logprobs(self, token_ids: Tensor, routes: Sequence[Routes | None] = ()) -> Tensor:
-        """See `RolloutLearner.token_logprobs`."""
-        mask = torch.ones_like(token_ids, dtype=torch.bool)
-        response = mask.clone()
-        response[:, 0] = False
-        with self.trainer.precision_plugin.forward_context():
-            logprobs: Tensor = self.actor(token_ids, mask, response, routes=routes).logprobs
-        return logprobs
 
     def batched(self, model: Any, forward: Callable[[Any], dict[str, Tensor]], rows: Any) -> dict[str, Tensor]:
         """Runs `forward` over micro-batches; returns (B, T) results, 0 outside the response mask.
@@ -354,14 +333,6 @@ class RLLightningModule(RolloutLearner, SavesPretrained):
                 if len(index):
                     full[index, : value.shape[1]] = value
         return out
-
-    def all_sum(self, tensor: Tensor) -> Tensor:
-        """Sums over ranks."""
-        return strategies.all_sum(self.trainer.strategy, tensor)
-
-    def all_max(self, tensor: Tensor) -> Tensor:
-        """Returns the maximum over ranks."""
-        return strategies.all_max(self.trainer.strategy, tensor)
 
     def means(self, sums: MetricSums) -> dict[str, float]:
         """Reduces collected metrics to means and maxima over ranks. Collective."""

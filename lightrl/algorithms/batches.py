@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightrl.algorithms.experience import first_rows, loss_weights
 from lightrl.models.packing.micro_batches import micro_batches, told_apart
-from lightrl.models.policy import PolicyModel, ValueModel
+from lightrl.models.policy import StreamModel
 from lightrl.models.spec import Layout
 from lightrl.objectives.loss_terms import Aggregation
 from lightrl.records import Experience, MicroBatch, Rollouts, SupervisedBatch
@@ -23,9 +23,9 @@ WEIGHTS = "lightrl/weights"
 """Key of the token weights in `token_extras` of micro-batches."""
 
 
-def widest_layout(*models: PolicyModel | ValueModel | None) -> Layout:
+def widest_layout(*models: StreamModel) -> Layout:
     """Returns the layout of these models that computes the most tokens."""
-    used = {model.layout for model in models if model is not None}
+    used = {model.layout for model in models}
     return "padded" if "padded" in used else "packed" if "packed" in used else "auto"
 
 

@@ -72,6 +72,7 @@ class DistillLightningModule(CriticFreeLightningModule):
     """
 
     default_group_size = 1
+    needs_rewards = False  # teachers score the completions
     teachers: nn.ModuleDict
 
     def __init__(
@@ -259,11 +260,6 @@ class DistillLightningModule(CriticFreeLightningModule):
         if self.divergence is None:
             return loss, metrics
         return loss + self.distill_coef * out["divergence"], {**metrics, "loss/teacher": out["divergence"].detach()}
-
-    @property
-    def needs_rewards(self) -> bool:
-        """False: teachers score the completions."""
-        return False
 
     def skips_zero_advantages(self, rows: Experience) -> bool:
         """False with a divergence: every sequence then has a gradient."""

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from copy import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
@@ -42,17 +42,14 @@ from lightrl.algorithms.experience import (
 from lightrl.algorithms.settings import (
     CriticSpec,
     ExtraLosses,
-    LRSchedule,
     Shaping,
     Updates,
     require_matching_parts,
-    set_named_rates,
-    step_schedulers,
 )
 from lightrl.compat.lightning import forget_step_metrics
 from lightrl.distributed import strategies
 from lightrl.distributed.strategies import MetricSums
-from lightrl.models.policy import PolicyModel, ValueModel
+from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import ModelSpec, RewardModelSpec
 from lightrl.objectives.estimators import GAE, AdvantageEstimator
 from lightrl.objectives.loss_terms import Aggregation, KLInLoss, KLInReward, KLPenalty, PolicyLoss, PPOClip, TokenMean
@@ -60,6 +57,9 @@ from lightrl.ops.losses import clipped_value_loss
 from lightrl.records import Advantages, Experience, MicroBatch, ModelOutputs, Rollouts, SupervisedBatch
 from lightrl.rollout.datamodule import RolloutDataModule
 from lightrl.rollout.learner import reads_all_rows
+
+if TYPE_CHECKING:
+    from lightrl.algorithms.schedules import LRSchedule
 
 STEP = ("training_step", "micro_batches", "compute_loss", "forward_policy", "policy_loss")
 """Hooks between the mini-batch and its gradient."""
@@ -81,19 +81,6 @@ def policy_forward(model: PolicyModel, rows: Any, **wanted: Any) -> dict[str, Te
         **{"routes": rows.routes, **wanted},
     )
     return {name: value for name, value in output._asdict().items() if value is not None}
-
-
-def value_forward(critic: ValueModel, rows: Any) -> Tensor:
-    """Runs the critic and returns its (b, t) values."""
-    values: Tensor = critic(
-        rows.token_ids,
-        rows.attention_mask,
-        rows.response_mask,
-        group_ids=rows.group_ids,
-        host=rows.host_rows(),
-        inputs=rows.inputs,
-    )
-    return values
 
 
 class PPOLightningModule(RLLightningModule):
@@ -274,7 +261,7 @@ class PPOLightningModule(RLLightningModule):
         if self.loss.replaces_old_logprobs:
             outputs.old_logprobs = rollouts.engine_logprobs
         if critic is not None:
-            outputs.values = self.batched(critic, lambda x: {"values": value_forward(critic, x)}, rollouts)["values"]
+            outputs.values = self.batched(critic, lambda x: {"values": critic.evaluate(x)}, rollouts)["values"]
         if self.kl is not None:
             with actor.as_reference() if reference is None else nullcontext():
                 base = reference or actor
@@ -356,7 +343,7 @@ class PPOLightningModule(RLLightningModule):
         out = self.forward_policy(rows, entropy=True, values=self.actor.value_head is not None)
         logprobs, entropy, values = out["logprobs"], out["entropy"], out.get("values")
         if self.critic is not None:
-            values = value_forward(self.critic, rows)
+            values = self.critic.evaluate(rows)
         policy, metrics = self.policy_loss(rows, out)
         metrics = {**metrics, "loss/policy": policy, "policy/entropy": entropy}
         if not self.updates_made and (rows.old_logprobs is None or self.loss.replaces_old_logprobs):
@@ -419,14 +406,18 @@ class PPOLightningModule(RLLightningModule):
         overflow = norm is not None and not bool(torch.isfinite(norm))
         lost, overflow = self.all_max(torch.tensor([float(not finite), float(overflow)])).bool().tolist()
         skip = lost or overflow
-        set_named_rates(self.lr_schedulers())
+        named = [scheduler for scheduler in self._schedulers if hasattr(scheduler, "refresh")]  # `NamedSchedule`
+        for scheduler in named:
+            scheduler.refresh()
         metrics = self._learning_rates()
         if not skip:
             with strategies.frozen_group(optimizer, "policy") if self.in_critic_warmup else nullcontext():
                 optimizer.step()
             norm, skip = strategies.after_step(strategy, norm)
         if not skip:
-            step_schedulers(self.lr_schedulers())
+            for scheduler in self._schedulers:
+                if scheduler not in named:
+                    scheduler.step()
         elif scaler is not None:
             strategies.lower_scale(scaler)
         self._drop_gradients(used=not skip)

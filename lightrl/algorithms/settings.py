@@ -1,163 +1,17 @@
-"""Grouped settings of the RL modules, checks for incompatible combinations, and learning-rate schedules."""
+"""Grouped settings of the RL modules, and checks for incompatible combinations."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
 from lightning.pytorch.utilities import rank_zero_warn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
-from lightrl.compat.lightning import count_updates
 from lightrl.distributed.strategies import local_shard
 from lightrl.models.spec import ModelSpec
-
-_SHAPES: dict[str, Callable[[float], float]] = {
-    "constant": lambda progress: 1.0,
-    "linear": lambda progress: 1 - progress,
-    "cosine": lambda progress: (1 + math.cos(math.pi * progress)) / 2,
-}
-"""Decay factors of an `LRSchedule` with floor 0; `progress` is in [0, 1]."""
-
-
-@dataclass
-class LRSchedule:
-    """Learning-rate schedule with warmup over all updates of the run.
-
-    The factor of update u = 0, 1, ... U - 1 with W warmup updates is
-
-        u < W:     (u + 1) / W
-        constant:  1
-        linear:    floor + (1 - floor) (1 - p),                p = (u - W) / (U - W)
-        cosine:    floor + (1 - floor) (1 + cos(pi p)) / 2
-
-    Unlike the schedules of transformers, warmup doesn't start at 0, so the first update has an effect.
-
-    Args:
-        name: Decay after warmup: "constant", "linear", or "cosine".
-        warmup: Number of warmup updates, or a fraction of all updates if below 1.
-        floor: Final factor of the decay, in [0, 1].
-    """
-
-    name: Literal["constant", "linear", "cosine"] = "cosine"
-    warmup: float = 0.0
-    floor: float = 0.0
-
-    def factor(self, update: float, total: float) -> float:
-        """Returns the factor of update `update` out of `total`."""
-        warmup = int(self.warmup) if self.warmup >= 1 else math.ceil(self.warmup * total)
-        if update < warmup:
-            return (update + 1) / warmup
-        progress = min((update - warmup) / max(total - warmup, 1), 1.0)
-        return 1 - (1 - self.floor) * (1 - _SHAPES[self.name](progress))
-
-
-class NamedSchedule(LambdaLR):
-    """Scheduler of an `LRSchedule` that depends only on the run's position, not on its own step count.
-
-    A run resumed with a different length therefore continues at the rate of the new schedule.
-
-    Args:
-        optimizer: Optimizer whose rates are set.
-        schedule: Factors of the learning rate.
-        position: Callable that returns (updates so far, updates of the whole run).
-    """
-
-    def __init__(self, optimizer: Optimizer, schedule: LRSchedule, position: Callable[[], tuple[float, float]]) -> None:
-        super().__init__(optimizer, lambda _: schedule.factor(*position()))
-
-    def refresh(self) -> None:
-        """Sets the rates for the next update."""
-        factor = self.lr_lambdas[0](0)
-        for group, rate in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
-            group["lr"] = rate * factor
-
-
-def set_named_rates(schedulers: Any) -> None:
-    """Refreshes the named schedules among a module's schedulers."""
-    for scheduler in schedulers if isinstance(schedulers, list) else [schedulers]:
-        if isinstance(scheduler, NamedSchedule):
-            scheduler.refresh()
-
-
-def step_schedulers(schedulers: Any) -> None:
-    """Steps the schedulers that count updates themselves."""
-    for scheduler in schedulers if isinstance(schedulers, list) else [schedulers]:
-        if scheduler is not None and not isinstance(scheduler, NamedSchedule):
-            scheduler.step()
-
-
-def rollout_position(module: Any) -> tuple[float, float]:
-    """Returns (updates so far, updates of the whole run) of an RL module.
-
-    Updates are counted in rollouts, so an overridden `minibatches` may make any number of updates per rollout. Updates
-    of one rollout then share one rate. If `max_steps` ends the run first, its steps are counted.
-    """
-    trainer, each, size = module.trainer, module.ppo_epochs, module.updates.minibatch_size
-    if size is not None:
-        data = trainer.datamodule
-        each *= max(data.prompts_per_rollout * data.group_size // size, 1)
-    if trainer.train_dataloader is None:
-        trainer.fit_loop.setup_data()
-    epochs = math.inf if trainer.max_epochs in (None, -1) else trainer.max_epochs
-    steps = math.inf if trainer.max_steps == -1 else trainer.max_steps
-    updates = trainer.num_training_batches * epochs * each
-    if steps < updates:
-        return float(trainer.global_step), float(steps)
-    rollouts = trainer.current_epoch * trainer.num_training_batches + max(trainer.fit_loop.batch_idx, 0)
-    return float(rollouts * each + min(module.updates_made, each - 1)), updates
-
-
-def run_position(trainer: Any) -> Callable[[], tuple[float, float]]:
-    """Returns a function like `rollout_position` for a run with automatic optimization.
-
-    Counts epochs of the current dataset, so a run resumed with different data keeps its position.
-    """
-    total: list[float] = []
-
-    def position() -> tuple[float, float]:
-        if not total:
-            total.append(count_updates(trainer))
-        batches = trainer.num_training_batches
-        if trainer.max_steps != -1 or not math.isfinite(batches):
-            return float(trainer.global_step), total[0]
-        window, epoch = trainer.accumulate_grad_batches, trainer.fit_loop.epoch_progress.current
-        done = min(trainer.fit_loop.batch_idx + 1, batches) if epoch.ready > epoch.completed else 0
-        each = math.ceil(batches / window)
-        return float(trainer.current_epoch * each + (each if done == batches else done // window)), total[0]
-
-    return position
-
-
-def with_schedule(optimizer: Optimizer, schedule: Any, position: Callable[[], tuple[float, float]]) -> Any:
-    """Builds the return value of `configure_optimizers`.
-
-    Args:
-        optimizer: Optimizer of the module.
-        schedule: An `LRSchedule` over all updates of the run, a function of the optimizer, or None.
-        position: Callable that returns (updates so far, updates of the whole run). The latter is infinite if unknown.
-
-    Raises:
-        ValueError: An `LRSchedule` in a run without an end.
-    """
-    if schedule is None:
-        return optimizer
-    if isinstance(schedule, LRSchedule):
-        total = position()[1]
-        if not math.isfinite(total):
-            raise ValueError(
-                "lr_scheduler: a named schedule needs the length of the run. Set trainer.max_epochs or "
-                "trainer.max_steps, or pass a scheduler class with its number of steps."
-            )
-        made: Any = NamedSchedule(optimizer, schedule, position)
-    else:
-        made = schedule(optimizer)
-    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": made, "interval": "step"}}
 
 
 def make_optimizer(factory: Callable[[Any], Any], parameters: Any, strategy: Strategy) -> Any:

@@ -13,7 +13,8 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import BinaryAccuracy
 
 from lightrl.algorithms.saving import SavesPretrained
-from lightrl.algorithms.settings import LRSchedule, make_optimizer, run_position, set_named_rates, with_schedule
+from lightrl.algorithms.schedules import LRSchedule, NamedSchedule, run_position, with_schedule
+from lightrl.algorithms.settings import make_optimizer
 from lightrl.compat.lightning import accumulates
 from lightrl.distributed import strategies
 from lightrl.models.policy import PolicyModel
@@ -93,11 +94,15 @@ class _SupervisedModule(SavesPretrained):
         """Builds the optimizer and its schedule, stepped per update."""
         groups = [group for group in self.parameter_groups() if group["params"]]
         optimizer = make_optimizer(self.optimizer_factory, groups, self.trainer.strategy)
+        if self.lr_scheduler_factory is None:
+            return optimizer
         return with_schedule(optimizer, self.lr_scheduler_factory, run_position(self.trainer))
 
     def on_train_start(self) -> None:
         """Sets the rates of named schedules: a checkpoint's optimizer may come from a run of a different length."""
-        set_named_rates(self.lr_schedulers())
+        scheduler = self.lr_schedulers()
+        if isinstance(scheduler, NamedSchedule):
+            scheduler.refresh()
 
     def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         """Runs `validation_step`, for `lightrl test`."""

@@ -29,7 +29,7 @@ import lightrl.rewards
 import lightrl.rollout
 from lightrl.algorithms.run_record import hardware, versions
 from lightrl.algorithms.saving import SavesPretrained
-from lightrl.algorithms.settings import LRSchedule
+from lightrl.algorithms.schedules import LRSchedule
 from lightrl.callbacks import ThroughputMonitor
 from lightrl.checkpoints.redaction import plain_secrets, redact, redact_arguments, remember_secret, resolve_environment
 from lightrl.checkpoints.rollout_checkpoint import RolloutCheckpoint, preempt, preemptions

@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -52,7 +52,7 @@ class BackboneOutput:
 
 
 @dataclass
-class _Batch:
+class Batch:
     """A (B, T) batch on the device and in host memory.
 
     `rows` are B dictionaries of media inputs, None for text. `hidden` is (B, T) bool, True on placeholders sampled by
@@ -132,65 +132,21 @@ class Backbone:
             response, groups = (None if x is None else x.cpu() for x in (response_mask, group_ids))
             host = HostRows(token_ids.cpu(), attention_mask.cpu(), response, groups)
         self._refuse_long(host.attention_mask)
-        batch = _Batch(token_ids, attention_mask, host, inputs if inputs and any(inputs) else None, routes)
+        batch = Batch(token_ids, attention_mask, host, inputs if inputs and any(inputs) else None, routes)
         if batch.rows:
-            self._leave_unread_media_out(batch)
+            from lightrl.models.multimodal import leave_unread_media_out
+
+            leave_unread_media_out(self.config, batch)
         if self._context is not None:
             return self._run_spread(batch)
         if self.sees:
-            from lightrl.models.multimodal import lent_rows, runs_on_all_ranks
+            from lightrl.models.multimodal import lent_rows, own_output, runs_on_all_ranks, with_lent
 
             if runs_on_all_ranks(self.body):
                 lent = lent_rows(self.config, batch.rows or [], batch.host, token_ids.device)
                 if lent:
-                    return self._run_with(lent, batch)
+                    return own_output(self._run(with_lent(batch, lent)), *batch.shape)
         return self._run(batch)
-
-    def _leave_unread_media_out(self, batch: _Batch) -> None:
-        """Converts rows without read outputs to text: their masks don't mark sampled placeholders."""
-        host = batch.host
-        if host.response_mask is None or bool((read := host.response_mask[:, 1:].any(1)).all()):
-            return
-        rows = [row if used else {} for row, used in zip(batch.rows or (), read.tolist(), strict=True)]
-        places = torch.isin(host.token_ids, torch.tensor(list(placeholder_ids(self.config).values())))
-        places &= ~read[:, None]
-        harmless = harmless_id(self.config)
-        batch.host = replace(host, token_ids=host.token_ids.masked_fill(places, harmless))
-        batch.token_ids = batch.token_ids.masked_fill(places.to(batch.token_ids.device), harmless)
-        batch.rows = rows if any(rows) else None
-
-    def _run_with(self, lent: list[tuple[list[int], dict[str, Any]]], batch: _Batch) -> BackboneOutput:
-        """Runs the rows together with rows of other ranks, whose outputs are ignored."""
-        (count, width), more, host = batch.shape, len(lent), batch.host
-        longest = max(width, *(len(ids) for ids, _ in lent))
-        attention = host.attention_mask.bool()
-        response = attention & False if host.response_mask is None else host.response_mask.bool()
-        ids, attention, response = (
-            F.pad(x, (0, longest - width, 0, more)) for x in (host.token_ids, attention, response)
-        )
-        for i, (tokens, _) in enumerate(lent, count):
-            ids[i, : len(tokens)] = torch.tensor(tokens)
-            attention[i, : len(tokens)] = True
-            response[i, len(tokens) - 1] = True
-        groups = host.group_ids
-        if groups is not None:
-            groups = torch.cat([groups, int(groups.max()) + 1 + torch.arange(more)])
-        device = batch.token_ids.device
-        joint = _Batch(
-            ids.to(device),
-            attention.to(device),
-            HostRows(ids, attention, None if host.response_mask is None else response, groups),
-            [*(batch.rows or [{}] * count), *(inputs for _, inputs in lent)],
-            [*batch.routes, *[None] * more] if batch.routes else batch.routes,
-            count=count if bool(response[:count, 1:].any()) else None,  # a loss over no rows would be NaN
-        )
-        out = self._run(joint)
-        row, column = out.targets // longest, out.targets % longest
-        own = row < count
-        empty = not bool(own.any())
-        hidden = (out.hidden[:1] if empty else out.hidden[own]) + 0.0 * out.hidden[~own].sum()
-        targets = out.targets.new_zeros(1) if empty else (row * width + column)[own]
-        return BackboneOutput(hidden, targets, (count, width), empty, out.aux_loss)
 
     def _refuse_long(self, mask: Tensor) -> None:
         if self._longest is not None and (tokens := int(mask.sum(1).max())) > self._longest:
@@ -199,7 +155,7 @@ class Backbone:
                 "different factors, which depend on the batch. Use shorter sequences."
             )
 
-    def _run(self, batch: _Batch) -> BackboneOutput:
+    def _run(self, batch: Batch) -> BackboneOutput:
         if batch.rows:
             from lightrl.models.multimodal import sampled_placeholders
 
@@ -243,7 +199,7 @@ class Backbone:
 
     # ---- layouts --------------------------------------------------------------------------------------------------
 
-    def _stream(self, batch: _Batch) -> TokenStream:
+    def _stream(self, batch: Batch) -> TokenStream:
         ids, spans = batch.host.token_ids, None
         if batch.rows:
             from lightrl.models.multimodal import marked_tokens
@@ -259,7 +215,7 @@ class Backbone:
             device=batch.token_ids.device,
         )
 
-    def _run_stream(self, batch: _Batch, stream: TokenStream) -> BackboneOutput:
+    def _run_stream(self, batch: Batch, stream: TokenStream) -> BackboneOutput:
         def of_stream(x: Tensor) -> Tensor:
             return x.reshape(1, -1).index_select(1, stream.source)
 
@@ -293,7 +249,7 @@ class Backbone:
         with true_embeddings(self.body, hidden, ids):
             return self.body(input_ids=ids.masked_fill(hidden, harmless_id(self.config)), use_cache=False, **inputs)
 
-    def _run_spread(self, batch: _Batch) -> BackboneOutput:
+    def _run_spread(self, batch: Batch) -> BackboneOutput:
         """Runs this rank's part of its group's stream (context parallelism). Collective over the group."""
         from lightrl.models.packing.context import share_stream
 
@@ -322,7 +278,7 @@ class Backbone:
         targets = share.targets.new_zeros(1) if empty else share.targets
         return BackboneOutput(hidden, targets, share.shape, empty)
 
-    def _run_padded(self, batch: _Batch) -> BackboneOutput:
+    def _run_padded(self, batch: Batch) -> BackboneOutput:
         (rows, width), device = batch.shape, batch.token_ids.device
         text = self.config.get_text_config()
         chosen = getattr(text, "index_topk", None)

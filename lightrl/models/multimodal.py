@@ -9,7 +9,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,9 @@ from torch import Tensor
 from lightrl.distributed.strategies import is_sharded
 from lightrl.models.turns import TOKEN_INPUT, harmless_id, placeholder_ids
 from lightrl.records import HostRows
+
+if TYPE_CHECKING:
+    from lightrl.models.backbone import BackboneOutput, Batch
 
 Rows = Sequence[dict[str, Any]]
 
@@ -261,7 +265,58 @@ def _offers(config: Any, rows: Rows, host: HostRows) -> dict[str, tuple[list[int
     return offers
 
 
-# ---- sampled placeholders --------------------------------------------------------------------------------------------
+def with_lent(batch: Batch, lent: list[tuple[list[int], dict[str, Any]]]) -> Batch:
+    """Returns the batch with rows of other ranks at the end."""
+    (count, width), more, host = batch.shape, len(lent), batch.host
+    longest = max(width, *(len(ids) for ids, _ in lent))
+    attention = host.attention_mask.bool()
+    response = attention & False if host.response_mask is None else host.response_mask.bool()
+    ids, attention, response = (F.pad(x, (0, longest - width, 0, more)) for x in (host.token_ids, attention, response))
+    for i, (tokens, _) in enumerate(lent, count):
+        ids[i, : len(tokens)] = torch.tensor(tokens)
+        attention[i, : len(tokens)] = True
+        response[i, len(tokens) - 1] = True
+    groups = host.group_ids
+    if groups is not None:
+        groups = torch.cat([groups, int(groups.max()) + 1 + torch.arange(more)])
+    device = batch.token_ids.device
+    return replace(
+        batch,
+        token_ids=ids.to(device),
+        attention_mask=attention.to(device),
+        host=HostRows(ids, attention, None if host.response_mask is None else response, groups),
+        rows=[*(batch.rows or [{}] * count), *(inputs for _, inputs in lent)],
+        routes=[*batch.routes, *[None] * more] if batch.routes else batch.routes,
+        count=count if bool(response[:count, 1:].any()) else None,  # a loss over no rows would be NaN
+    )
+
+
+def own_output(out: BackboneOutput, count: int, width: int) -> BackboneOutput:
+    """Returns the output for the (count, width) rows of this rank from that of `with_lent`'s batch."""
+    longest = out.shape[1]
+    row, column = out.targets // longest, out.targets % longest
+    own = row < count
+    empty = not bool(own.any())
+    hidden = (out.hidden[:1] if empty else out.hidden[own]) + 0.0 * out.hidden[~own].sum()
+    targets = out.targets.new_zeros(1) if empty else (row * width + column)[own]
+    return replace(out, hidden=hidden, targets=targets, shape=(count, width), empty=empty)
+
+
+# ---- unread media and sampled placeholders ---------------------------------------------------------------------------
+
+
+def leave_unread_media_out(config: Any, batch: Batch) -> None:
+    """Converts rows without read outputs to text: their masks don't mark sampled placeholders."""
+    host = batch.host
+    if host.response_mask is None or bool((read := host.response_mask[:, 1:].any(1)).all()):
+        return
+    rows = [row if used else {} for row, used in zip(batch.rows or (), read.tolist(), strict=True)]
+    places = torch.isin(host.token_ids, torch.tensor(list(placeholder_ids(config).values())))
+    places &= ~read[:, None]
+    harmless = harmless_id(config)
+    batch.host = replace(host, token_ids=host.token_ids.masked_fill(places, harmless))
+    batch.token_ids = batch.token_ids.masked_fill(places.to(batch.token_ids.device), harmless)
+    batch.rows = rows if any(rows) else None
 
 
 def sampled_placeholders(config: Any, token_ids: Tensor, response_mask: Tensor | None) -> Tensor | None:

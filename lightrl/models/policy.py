@@ -1,4 +1,4 @@
-"""Policy and critic: (B, T) tensors in, (B, T) tensors out.
+"""The policy: (B, T) tensors in, (B, T) tensors out.
 
 Everything is computed inside `forward`, since FSDP2 shards these wrappers as roots, and ZeRO-3 gathers parameters in
 module calls.
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightrl.compat.transformers import block_class_names, router_modules
 from lightrl.models.backbone import Backbone, BackboneOutput
-from lightrl.models.loading import load_backbone, load_causal_lm
+from lightrl.models.loading import load_causal_lm
 from lightrl.models.logprobs import LogitMap, install_head
 from lightrl.models.spec import Layout, ModelSpec
 from lightrl.records import HostRows, Routes, Support
@@ -43,7 +43,7 @@ class PolicyOutput(NamedTuple):
     divergence: Tensor | None = None
 
 
-class _StreamModel(nn.Module):
+class StreamModel(nn.Module):
     """A model whose backbone runs (B, T) rows as a stream of tokens."""
 
     _backbone: Backbone
@@ -58,7 +58,7 @@ class _StreamModel(nn.Module):
         self._backbone.spread(group)
 
 
-class PolicyModel(_StreamModel):
+class PolicyModel(StreamModel):
     """A causal language model that scores tokens.
 
     Args:
@@ -74,7 +74,11 @@ class PolicyModel(_StreamModel):
         super().__init__()
         install_head(lm)
         self.lm = lm
-        self.value_head = new_value_head(lm) if value_head else None
+        self.value_head: nn.Linear | None = None
+        if value_head:
+            from lightrl.models.critic import new_value_head
+
+            self.value_head = new_value_head(lm)
         self.logit_map = LogitMap.of(lm.config.get_text_config())
         body = lm.base_model if lm.base_model is not lm else lm.model  # Llama 4's prefix is not an attribute
         self._backbone = Backbone(lm, body, layout)
@@ -135,7 +139,11 @@ class PolicyModel(_StreamModel):
         settings = self._head_settings(out, supports, temperature)
         head = self.lm.get_output_embeddings()
         picked, entropies = head(out.hidden, targets=tokens, entropy=entropy, **settings)
-        read = read_values(self.value_head, out.hidden) if values and self.value_head is not None else None
+        read = None
+        if values and self.value_head is not None:
+            from lightrl.models.critic import read_values
+
+            read = read_values(self.value_head, out.hidden)
         apart = None
         if divergence is not None:
             from lightrl.models.teachers import chunked_divergence
@@ -202,40 +210,6 @@ class PolicyModel(_StreamModel):
         return as_reference(self.lm)
 
 
-class ValueModel(_StreamModel):
-    """A critic with a separate backbone, from `load_backbone`; `layout` as in `ModelSpec`."""
-
-    def __init__(self, backbone: Any, *, layout: Layout = "auto") -> None:
-        super().__init__()
-        self.backbone = backbone
-        self.value_head = new_value_head(backbone)
-        self._backbone = Backbone(backbone, backbone, layout)
-
-    @classmethod
-    def from_spec(cls, spec: ModelSpec, *, in_shards: bool = False) -> ValueModel:
-        """Loads the backbone of a language model with a new head; `in_shards` as in `load_causal_lm`."""
-        backbone = load_backbone(spec, trainable=True, in_shards=in_shards)
-        return cls(backbone, layout=spec.layout)
-
-    def forward(
-        self,
-        token_ids: Tensor,
-        attention_mask: Tensor,
-        response_mask: Tensor,
-        *,
-        group_ids: Tensor | None = None,
-        host: HostRows | None = None,
-        inputs: list[dict[str, Any]] | None = None,
-    ) -> Tensor:
-        """Returns (B, T) float32 values of the state before each response token, 0 elsewhere. See `PolicyModel`."""
-        out = self._backbone(token_ids, attention_mask, response_mask, group_ids, inputs, host)
-        return out.scatter(read_values(self.value_head, out.hidden))
-
-    def blocks(self) -> list[nn.Module]:
-        """Returns the transformer blocks, as FSDP2 shards them."""
-        return transformer_blocks(self.backbone)
-
-
 @torch.no_grad()
 def named_hf_weights(policy: Any, gather: Gather | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yields all parameters of the policy's language model under their Hugging Face names, LoRA merged, one at a time.
@@ -260,26 +234,6 @@ def named_hf_weights(policy: Any, gather: Gather | None = None) -> Iterator[tupl
     for name, parameter in policy.lm.named_parameters():
         with gather(parameter) as full:
             yield name, full
-
-
-def new_value_head(model: Any) -> nn.Linear:
-    """Creates a linear head with initial values close to 0: weights with std 1 / (D + 1), bias 0."""
-    from lightrl.compat.deepspeed import whole_parameters
-
-    size = model.config.get_text_config().hidden_size
-    with whole_parameters():
-        head = nn.Linear(size, 1)
-    nn.init.normal_(head.weight, std=1.0 / (size + 1))
-    nn.init.zeros_(head.bias)
-    device = next(model.parameters()).device
-    return head if device.type == "meta" else head.to(device)
-
-
-def read_values(head: Any, hidden: Tensor) -> Tensor:
-    """Returns (M,) float32 values or rewards, in the head's precision: autocast would round close ones to ties."""
-    with torch.autocast(hidden.device.type, enabled=False):
-        values: Tensor = head(hidden.to(head.weight.dtype)).squeeze(-1).float()
-    return values
 
 
 def transformer_blocks(model: Any) -> list[nn.Module]:

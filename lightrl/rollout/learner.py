@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from lightrl.distributed.strategies import fingerprint
+from lightrl.distributed import strategies
 from lightrl.engines.base import Engine
 from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import ModelSpec
@@ -18,13 +18,14 @@ from lightrl.records import Experience, GenerationRequest, Rollouts, Routes, Sam
 
 
 class RolloutLearner(LightningModule, ABC):
-    """Base class of modules that are trained on rollouts.
+    """Base class of modules that are trained on rollouts: what the data module, the engine host, and callbacks use.
 
     Attributes:
         actor: The policy. Available after `configure_model`.
         actor_spec: The policy's model, whose tokenizer, processor, and dtype the data module and the engine also use.
         ptx_coef: Coefficient of the SFT loss; 0 disables it.
         default_group_size: Number of trajectories per prompt unless the data module sets it.
+        needs_rewards: Whether completions without a reward can't be used for training.
         outside_changes: Number of weight changes that were not optimizer steps of Lightning.
     """
 
@@ -32,13 +33,14 @@ class RolloutLearner(LightningModule, ABC):
     actor_spec: ModelSpec
     ptx_coef: float = 0.0
     default_group_size: int = 1
+    needs_rewards: bool = False
     outside_changes: int = 0
     _noted: tuple[int, int] | None = None
 
     @property
-    @abstractmethod
     def policy_version(self) -> int:
-        """Version of the policy's weights, which increases with each optimizer step."""
+        """Number of changes to the policy's weights, by optimizer steps or otherwise; identifies them for engines."""
+        return int(self.trainer.global_step) + self.outside_changes
 
     def note_weight_changes(self) -> None:
         """Increases `policy_version` if something other than an optimizer step has changed the weights. Collective.
@@ -46,7 +48,7 @@ class RolloutLearner(LightningModule, ABC):
         Called before each generation and each step, so that engines also receive changes made by a callback, a manual
         optimizer step, or an SFT warm start.
         """
-        now = self.policy_version, fingerprint(self.actor)
+        now = self.policy_version, strategies.fingerprint(self.actor)
         changed = self._noted is not None and self._noted[0] == now[0] and self._noted[1] != now[1]
         if bool(self.all_max(torch.tensor(float(changed)))):
             self.outside_changes += 1
@@ -59,11 +61,15 @@ class RolloutLearner(LightningModule, ABC):
         Collective if the weights are sharded: every rank must iterate to the end. Tied parameters appear once.
         """
 
-    @abstractmethod
     def policy_adapter(self) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any]]:
         """Returns the actor's LoRA adapter in PEFT format: an iterator of (name, full tensor), and its config."""
+        from lightrl.models.lora import adapter_config, named_adapter_weights
 
-    @abstractmethod
+        assert self.actor_spec.lora is not None, "only an actor with LoRA has an adapter"
+        gather = strategies.gather_parameter(self.trainer.strategy)
+        return named_adapter_weights(self.actor, gather), adapter_config(self.actor, self.actor_spec.lora)
+
+    @torch.no_grad()
     def token_logprobs(self, token_ids: Tensor, routes: Sequence[Routes | None] = ()) -> Tensor:
         """Computes token log-probs at temperature 1 for the weight-sync check.
 
@@ -74,23 +80,24 @@ class RolloutLearner(LightningModule, ABC):
         Returns:
             (B, T) log-probs. The first column is undefined.
         """
+        mask = torch.ones_like(token_ids, dtype=torch.bool)
+        response = mask.clone()
+        response[:, 0] = False
+        with self.trainer.precision_plugin.forward_context():
+            logprobs: Tensor = self.actor(token_ids, mask, response, routes=routes).logprobs
+        return logprobs
 
-    @abstractmethod
     def all_sum(self, tensor: Tensor) -> Tensor:
-        """Sum over ranks."""
+        """Sums over ranks."""
+        return strategies.all_sum(self.trainer.strategy, tensor)
 
-    @abstractmethod
     def all_max(self, tensor: Tensor) -> Tensor:
-        """Maximum over ranks."""
+        """Returns the maximum over ranks."""
+        return strategies.all_max(self.trainer.strategy, tensor)
 
     @property
     def needs_groups(self) -> bool:
         """Whether advantages compare the trajectories of a prompt, which requires a group size of at least 2."""
-        return False
-
-    @property
-    def needs_rewards(self) -> bool:
-        """Whether training requires rewards."""
         return False
 
     @property

@@ -14,7 +14,8 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
 from lightrl.algorithms import GRPOLightningModule, SFTLightningModule
-from lightrl.algorithms.settings import ExtraLosses, LRSchedule, Shaping, Updates
+from lightrl.algorithms.schedules import LRSchedule
+from lightrl.algorithms.settings import ExtraLosses, Shaping, Updates
 from lightrl.callbacks import RolloutCheckpoint, WeightSync
 from lightrl.data import SFTDataModule, SFTSource
 from lightrl.models.spec import ModelSpec

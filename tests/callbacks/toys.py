@@ -61,18 +61,6 @@ class LoggingModule(RolloutLearner):
     def named_policy_weights(self) -> Any:
         return iter(())
 
-    def policy_adapter(self) -> Any:
-        return iter(()), {}
-
-    def token_logprobs(self, token_ids: torch.Tensor, routes: Any = ()) -> torch.Tensor:
-        return torch.zeros_like(token_ids, dtype=torch.float32)
-
-    def all_sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
-    def all_max(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.0)
 

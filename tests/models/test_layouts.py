@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from lightrl.compat import torch as compat
+from lightrl.models.critic import ValueModel
 from lightrl.models.packing import attention
 from lightrl.models.packing.streams import TokenStream, make_stream
-from lightrl.models.policy import PolicyModel, ValueModel
+from lightrl.models.policy import PolicyModel
 from tests.models.conftest import Batch, build, make_batch, plain_scores
 
 LAYOUTS = ("padded", "packed", "shared_prefix")

@@ -12,7 +12,8 @@ from lightrl import algorithms as a
 from lightrl import callbacks as c
 from lightrl import objectives as o
 from lightrl.algorithms import CriticSpec
-from lightrl.algorithms.settings import ExtraLosses, LRSchedule, Shaping, Updates
+from lightrl.algorithms.schedules import LRSchedule
+from lightrl.algorithms.settings import ExtraLosses, Shaping, Updates
 from lightrl.data.prompts import PromptSource
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.environments import EnvironmentEpisode

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen2VLForConditionalGeneration
 
 from examples.vlm.make_model import main, make_config, make_tokenizer
+from lightrl.models.critic import ValueModel
 from lightrl.models.folders import save_hf_folder
 from lightrl.models.loading import load_causal_lm
-from lightrl.models.policy import ValueModel
 from lightrl.models.reward import RewardModel, load_scalar
 from lightrl.models.spec import ModelSpec, RewardModelSpec
 from lightrl.records import Rollouts
