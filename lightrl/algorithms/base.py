@@ -371,6 +371,8 @@ class RLLightningModule(SavesPretrained, RolloutLearner):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds the model specs, counters, and random states. Collective."""
+        from lightrl.algorithms import run_record
+
         models = {"actor": self.actor_spec}
         if self.critic_spec is not None and not self.critic_spec.shared:
             models["critic"] = self.critic_spec.model or self.actor_spec
@@ -380,7 +382,7 @@ class RLLightningModule(SavesPretrained, RolloutLearner):
             "outside_changes": int(self.outside_changes),
             "num_skipped_updates": int(self.num_skipped_updates),
             "skipped_in_a_row": int(self.skipped_in_a_row),
-            "rng": strategies.collect_random_states(),
+            "rng": run_record.collect_random_states(),
             "optimizers": self._optimizer_names(),
         }
 
@@ -419,5 +421,7 @@ class RLLightningModule(SavesPretrained, RolloutLearner):
                 "optimizer, or start a new run from the checkpoint's weights (lightrl export)."
             )
         if self._restored_rng is not None:
-            strategies.restore_random_states(self._restored_rng)
+            from lightrl.algorithms.run_record import restore_random_states
+
+            restore_random_states(self._restored_rng)
             self._restored_rng = None

@@ -255,12 +255,13 @@ def join_experience(
     those before changes by callbacks, (B,), NaN for unscored rows.
     """
     firsts = first_rows(rollouts.trajectory_ids)
-    metrics = rollout_metrics(rollouts, outputs, raw_rewards, firsts)
+    metrics = rollout_metrics(rollouts, outputs, raw_rewards, firsts, shaping.reward_clip)
     trained = found.valid & ~rollouts.truncated if shaping.mask_truncated else found.valid
     mask = rollouts.response_mask & trained.unsqueeze(1)
-    explained = None
+    explained: dict[str, float] = {}
     if outputs.values is not None and found.returns is not None:
-        explained = explained_variance(outputs.values, found.returns, mask, all_sum)
+        share = explained_variance(outputs.values, found.returns, mask, all_sum)
+        explained = {"value/explained_variance": float(share)}
     advantages = masked_whiten(found.advantages, mask, all_sum=all_sum) if whiten else found.advantages
     keep, clip = None, shaping.advantage_clip
     if shaping.top_entropy_fraction < 1 and outputs.entropy is not None:
@@ -268,29 +269,14 @@ def join_experience(
 
         keep = top_entropy_mask(outputs.entropy, mask, shaping.top_entropy_fraction, all_sum=all_sum)
         metrics["policy/top_entropy"] = outputs.entropy[keep]
-    varied = group_stats(rollouts.rewards, rollouts.group_ids, rollouts.rewards.isfinite()).varied
-    metrics["reward/zero_std_fraction"] = (~varied[firsts]).float()
     metrics["advantage/abs"] = advantages[mask].abs()
     if clip is not None:
         metrics["advantage/clip_fraction"] = (advantages[mask].abs() > clip).float()
         advantages = advantages.clamp(-clip, clip)
     advantages = advantages * mask
-    if shaping.reward_clip is not None:
-        metrics["reward/clip_fraction"] = (rollouts.rewards[firsts].abs() > shaping.reward_clip).float()
     taught = rollouts.trajectory_ids[(advantages != 0).any(1)]
     metrics["advantage/nonzero_fraction"] = torch.isin(rollouts.trajectory_ids[firsts], taught).float()
-    sums, squares = MetricSums(), MetricSums()
-    sums.add(metrics)
-    measured = means(sums)
-    # Two passes for numerical stability: `E[r^2] - E[r]^2` loses a small spread of large rewards.
-    for name, rewards in {"mean": raw_rewards, **rollouts.reward_parts}.items():
-        if f"reward/{name}" in measured:
-            given = rewards[firsts]
-            spread = (given[given.isfinite()].double() - measured[f"reward/{name}"]).square()
-            squares.add({"reward/std" if name == "mean" else f"reward/{name}/std": spread})
-    measured |= {name: value**0.5 for name, value in means(squares).items()}
-    if explained is not None:
-        measured["value/explained_variance"] = float(explained)
+    rewards = {name: part[firsts] for name, part in {"mean": raw_rewards, **rollouts.reward_parts}.items()}
     sampled = {f.name: getattr(rollouts, f.name) for f in fields(Experience) if hasattr(rollouts, f.name)}
     own: dict[str, Any] = {
         "host": dict(rollouts.host),
@@ -298,25 +284,46 @@ def join_experience(
         "advantages": advantages,
         "in_policy_loss": keep,
         "is_stale": is_stale,
-        "metrics": measured,
+        "metrics": _means_and_stds(metrics, rewards, means) | explained,
     }
     return Experience(**(sampled | vars(outputs) | vars(found) | own))
 
 
-def rollout_metrics(rollouts: Rollouts, outputs: ModelOutputs, raw_rewards: Tensor, rows: Tensor) -> dict[str, Tensor]:
+def _means_and_stds(
+    metrics: dict[str, Tensor], rewards: dict[str, Tensor], means: Callable[[MetricSums], dict[str, float]]
+) -> dict[str, float]:
+    """Returns the means of metrics, and the stds of rewards whose mean is among them, over ranks. Collective."""
+    sums, squares = MetricSums(), MetricSums()
+    sums.add(metrics)
+    measured = means(sums)
+    # Two passes for numerical stability: `E[r^2] - E[r]^2` loses a small spread of large rewards.
+    for name, given in rewards.items():
+        if f"reward/{name}" in measured:
+            spread = (given[given.isfinite()].double() - measured[f"reward/{name}"]).square()
+            squares.add({"reward/std" if name == "mean" else f"reward/{name}/std": spread})
+    return measured | {name: value**0.5 for name, value in means(squares).items()}
+
+
+def rollout_metrics(
+    rollouts: Rollouts, outputs: ModelOutputs, raw_rewards: Tensor, rows: Tensor, reward_clip: float | None
+) -> dict[str, Tensor]:
     """Collects metrics per trajectory (`rows` are the first rows) and per token; the caller averages them."""
     mask = rollouts.response_mask
     lengths = trajectory_lengths(mask, rollouts.trajectory_ids)[rows].float()
     rewards = raw_rewards[rows]
     scored = rewards.isfinite()
+    varied = group_stats(rollouts.rewards, rollouts.group_ids, rollouts.rewards.isfinite()).varied
     before = torch.where(mask.any(1), mask.int().argmax(1), rollouts.attention_mask.sum(1))
     metrics: dict[str, Tensor] = {
         "reward/mean": rewards[scored],
         "reward/scored_fraction": scored.float(),
+        "reward/zero_std_fraction": (~varied[rows]).float(),
         **dict.fromkeys(("completions/length", "completions/length_max", "completions/length_min"), lengths),
         "rollout/truncated_fraction": rollouts.truncated[rows].float(),
         "rollout/prompt_length": before[rows].float(),
     }
+    if reward_clip is not None:
+        metrics["reward/clip_fraction"] = (rollouts.rewards[rows].abs() > reward_clip).float()
     finished = lengths[~rollouts.truncated[rows]]
     if len(finished):
         names = ("rollout/finished_length", "rollout/finished_length_min", "rollout/finished_length_max")

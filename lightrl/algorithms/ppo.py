@@ -223,6 +223,8 @@ class PPOLightningModule(RLLightningModule):
         self.note_weight_changes()  # since the rollout was sampled
         outputs = self.evaluate_models(rollouts)
         found = self.compute_advantages(rollouts, outputs)
+        # Other data loaders may set any `policy_version`.
+        counts = isinstance(self.trainer.datamodule, RolloutDataModule)  # type: ignore[attr-defined]
         experience = join_experience(
             rollouts,
             outputs,
@@ -230,7 +232,7 @@ class PPOLightningModule(RLLightningModule):
             raw_rewards,
             self.shaping,
             whiten=self.whiten_advantages,
-            is_stale=self._knows_versions and rollouts.policy_version != self.policy_version,
+            is_stale=counts and rollouts.policy_version != self.policy_version,
             all_sum=self.all_sum,
             means=self.means,
         )
@@ -375,8 +377,7 @@ class PPOLightningModule(RLLightningModule):
 
     def policy_loss(self, rows: Experience, out: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Computes (b, T) policy losses and metrics with `loss`, which reads each trajectory as one row."""
-        loss = self._loss_of(rows)
-        return trajectory_loss(loss, rows, out)
+        return trajectory_loss(self._loss_of(rows), rows, out)
 
     def compute_ptx_loss(self, rows: SupervisedBatch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Computes the supervised loss, -log pi of each token, on one micro-batch; weighted by `ptx_coef`."""
@@ -470,8 +471,3 @@ class PPOLightningModule(RLLightningModule):
             )
             self._correction = OffPolicyCorrection(self.loss)
         return self._correction
-
-    @property
-    def _knows_versions(self) -> bool:
-        """Whether `Rollouts.policy_version` counts this module's updates. Other data loaders may set any number."""
-        return isinstance(self.trainer.datamodule, RolloutDataModule)  # type: ignore[attr-defined]

@@ -7,6 +7,7 @@ import hashlib
 import inspect
 import json
 import os
+import random
 import shlex
 import sys
 from collections.abc import Mapping
@@ -16,10 +17,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from lightrl.checkpoints.redaction import redact, redact_arguments
+from lightrl.distributed.strategies import gather_objects, has_process_group
 from lightrl.models.spec import ModelSpec
 from lightrl.ops.progress import count
 
@@ -180,6 +183,34 @@ def require_weights(own: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"The checkpoint's {name} has shape {list(stored[name].shape)}, not {list(tensor.shape)}. {fix}"
             )
+
+
+def collect_random_states() -> list[dict[str, Any]]:
+    """Returns the states of Python's, NumPy's, and torch's random generators, one entry per rank. Collective."""
+    name, keys, *rest = np.random.get_state(legacy=True)  # type: ignore[misc]
+    version, numbers, gauss = random.getstate()
+    own: dict[str, Any] = {
+        "python": [version, list(numbers), gauss],
+        "numpy": [str(name), torch.from_numpy(np.asarray(keys).astype(np.int64)), *map(float, rest)],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+    }
+    return gather_objects(own)
+
+
+def restore_random_states(states: list[dict[str, Any]]) -> None:
+    """Restores this rank's random states. A rank missing in the checkpoint keeps its current states."""
+    rank = torch.distributed.get_rank() if has_process_group() else 0
+    if rank >= len(states):
+        return
+    state = states[rank]
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), int(position), int(has_gauss), cached))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
 
 
 # ---- settings --------------------------------------------------------------------------------------------------------

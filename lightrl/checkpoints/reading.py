@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from lightrl.checkpoints.files import DamagedError, verify
-from lightrl.compat.lightning import load_distributed_checkpoint
+from lightrl.compat.lightning_checkpoints import load_distributed_checkpoint
 
 
 def checkpoint_kind(path: str | Path) -> str:

@@ -26,9 +26,9 @@ from lightrl.checkpoints.run_folder import (
     newest_whole,
     written_at,
 )
-from lightrl.compat.lightning import (
+from lightrl.compat.lightning import accumulates
+from lightrl.compat.lightning_checkpoints import (
     SavingCheckpoint,
-    accumulates,
     begin_evaluation,
     ended_in_batch,
     evaluation_follows,

@@ -2,39 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Collection, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Collection
 from typing import Any
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 
 def run_seed() -> int:
     """Returns the seed of `seed_everything`; 0 without one."""
     return int(os.environ.get("PL_GLOBAL_SEED", "0"))
-
-
-class SavingCheckpoint(ModelCheckpoint):
-    """`ModelCheckpoint` with an overridable choice of the last checkpoint. Its subclass saves checkpoints."""
-
-    def last_checkpoints(self, trainer: Trainer) -> set[str]:
-        """Returns the files from which `--ckpt_path last` uses the newest. Override it."""
-        return super()._find_last_checkpoints(trainer)
-
-    def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
-        return self.last_checkpoints(trainer)
-
-    def write(self, trainer: Trainer, path: str) -> None:
-        """Saves the run to a file or directory, and notifies loggers. Collective."""
-        trainer.save_checkpoint(path)
-        self._last_global_step_saved = trainer.global_step
-        self._last_checkpoint_saved = path
-        for logger in trainer.loggers if trainer.is_global_zero else ():
-            logger.after_save_checkpoint(self)
 
 
 def tensor_parallel_size(strategy: ModelParallelStrategy) -> int | str:
@@ -45,25 +22,6 @@ def tensor_parallel_size(strategy: ModelParallelStrategy) -> int | str:
 def set_data_parallel_size(strategy: ModelParallelStrategy, ranks: int) -> None:
     """Sets the constructor argument once the number of ranks is known."""
     strategy._data_parallel_size = ranks
-
-
-def load_module_state(state: Mapping[str, Any], module: Any) -> None:
-    """Loads full tensors into a module sharded by FSDP2; ignores names that it lacks."""
-    from lightning.fabric.strategies.model_parallel import _load_raw_module_state
-
-    _load_raw_module_state(dict(state), module, strict=False)
-
-
-def load_distributed_checkpoint(folder: Path) -> dict[str, Any]:
-    """Loads the full tensors of a directory written by FSDP2 ranks, without a process group."""
-    from lightning.fabric.utilities.load import _load_distributed_checkpoint
-
-    return _load_distributed_checkpoint(folder)
-
-
-def set_logged_step(trainer: Any, step: int) -> None:
-    """Sets the step of the next logged metrics: Lightning counts one too many when a run is resumed."""
-    trainer.fit_loop.epoch_loop._batches_that_stepped = step
 
 
 def count_updates(trainer: Any) -> float:
@@ -82,50 +40,9 @@ def accumulates(trainer: Any) -> bool:
     return trainer.fit_loop.epoch_loop._should_accumulate()
 
 
-def ended_in_batch(trainer: Any) -> bool:
-    """Whether a resumed run was saved at the end of a batch, before Lightning counted it and evaluated."""
-    return bool(trainer.fit_loop.epoch_loop.restarted_on_train_batch_end)
-
-
-def evaluation_follows(trainer: Any) -> bool:
-    """Whether Lightning evaluates before the next batch. Call it at the end of a batch."""
-    return trainer.fit_loop.epoch_loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
-
-
-@contextlib.contextmanager
-def evaluation_pending(trainer: Any) -> Iterator[None]:
-    """Context manager that makes a run resumed from checkpoints saved within start with the pending evaluation.
-
-    Lightning finishes an evaluation whose first batch had begun, so the saved state imitates that.
-    """
-    loop = trainer.fit_loop.epoch_loop
-    trained, evaluated = loop.batch_progress, loop.val_loop.batch_progress
-    before = trained.state_dict(), evaluated.state_dict()
-    for tracker in (trained.total, trained.current):
-        tracker.completed = tracker.processed
-    for tracker in (evaluated.total, evaluated.current):
-        tracker.reset()
-        tracker.ready = tracker.started = 1
-    try:
-        yield
-    finally:
-        trained.load_state_dict(before[0])
-        evaluated.load_state_dict(before[1])
-
-
-def begin_evaluation(trainer: Any) -> None:
-    """Resets the batch that had begun, which Lightning would keep counting."""
-    trainer.fit_loop.epoch_loop.val_loop.batch_progress.total.reset_on_restart()
-
-
 def forget_step_metrics(trainer: Any, names: Collection[str]) -> None:
     """Removes metrics that an earlier step logged and this one doesn't; Lightning would log their values again."""
     results = trainer.fit_loop.epoch_loop._results
     for metric in results.values():
         if metric.meta.name in names and metric.meta.on_step:
             metric.reset()
-
-
-def flush_step_metrics(trainer: Any) -> None:
-    """Logs this step's metrics now; Lightning does so after `on_train_batch_end`."""
-    trainer._logger_connector.update_train_step_metrics()

@@ -26,7 +26,8 @@ from lightrl.checkpoints.reading import (
     readable,
     require_optimizer_states,
 )
-from lightrl.compat.lightning import load_module_state, set_data_parallel_size
+from lightrl.compat.lightning import set_data_parallel_size
+from lightrl.compat.lightning_checkpoints import load_module_state
 
 
 class FSDP2Strategy(ModelParallelStrategy):

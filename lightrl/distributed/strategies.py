@@ -1,4 +1,4 @@
-"""Differences between Lightning's strategies in manual optimization, and what ranks share: metrics and random states.
+"""Differences between Lightning's strategies in manual optimization, and what ranks share: metrics and seeds.
 
 The differences arise because one optimizer step has several backward passes. DDP must defer its reduction to the last
 one, FSDP2 has a switch for it, and DeepSpeed ZeRO silently loses gradients unless the reduction is coalesced. Modules
@@ -8,7 +8,6 @@ call these functions, so they don't depend on strategies.
 from __future__ import annotations
 
 import hashlib
-import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,7 +15,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
@@ -429,7 +427,7 @@ class MetricSums:
         return out
 
 
-# ---- fingerprints and random states ------------------------------------------------------------------------------
+# ---- fingerprints and seeds --------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -461,31 +459,3 @@ def derived_seed(*numbers: int) -> int:
     """Derives a 56-bit seed from several numbers."""
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=7).digest()
     return int.from_bytes(digest, "big")
-
-
-def collect_random_states() -> list[dict[str, Any]]:
-    """Returns the states of Python's, NumPy's, and torch's random generators, one entry per rank. Collective."""
-    name, keys, *rest = np.random.get_state(legacy=True)  # type: ignore[misc]
-    version, numbers, gauss = random.getstate()
-    own: dict[str, Any] = {
-        "python": [version, list(numbers), gauss],
-        "numpy": [str(name), torch.from_numpy(np.asarray(keys).astype(np.int64)), *map(float, rest)],
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-    }
-    return gather_objects(own)
-
-
-def restore_random_states(states: list[dict[str, Any]]) -> None:
-    """Restores this rank's random states. A rank missing in the checkpoint keeps its current states."""
-    rank = torch.distributed.get_rank() if has_process_group() else 0
-    if rank >= len(states):
-        return
-    state = states[rank]
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    name, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), int(position), int(has_gauss), cached))
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -146,17 +147,10 @@ class PolicyModel(StreamModel):
             read = read_values(self.value_head, out.hidden)
         apart = None
         if divergence is not None:
-            from lightrl.models.teachers import chunked_divergence
+            from lightrl.models.teachers import divergence_from
 
-            apart = torch.zeros_like(picked)
-            for lesson in lessons:
-                here, states = lesson.among(out.targets, token_ids.numel())
-                if len(here):
-                    settings = self._head_settings(out, supports, temperature, here)
-                    value = head(
-                        out.hidden[here], compute=chunked_divergence, teacher=states, divergence=divergence, **settings
-                    )
-                    apart = apart.index_add(0, here, value)
+            settings_at = partial(self._head_settings, out, supports, temperature)
+            apart = divergence_from(picked, lessons, out, token_ids.numel(), head, settings_at, divergence)
         return PolicyOutput(
             out.scatter(picked),
             None if entropies is None else out.scatter(entropies),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lightrl.models.logprobs import CHUNK_ELEMENTS, CUT, Distribution, LogitMap, chunks, outside_support
 from lightrl.records import Support, TopTokens
+
+if TYPE_CHECKING:
+    from lightrl.models.backbone import BackboneOutput
 
 DIVERGENCE_ELEMENTS = 1 << 24  # logits of either model per chunk of a divergence; four times that on CUDA
 
@@ -60,6 +63,36 @@ class Lesson:
         if isinstance(states, TopTokens):
             return here, TopTokens(states.ids[rows], states.logprobs[rows])
         return here, states._replace(hidden=states.hidden[rows])
+
+
+def divergence_from(
+    like: Tensor,
+    lessons: Sequence[Lesson],
+    out: BackboneOutput,
+    size: int,
+    head: Any,
+    settings_at: Callable[[Tensor], dict[str, Any]],
+    divergence: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    """Returns the divergence of the student's distribution from its lesson at each of M targets, 0 without a lesson.
+
+    Args:
+        like: (M,) tensor of the result's dtype.
+        lessons: Lessons at different tokens.
+        out: Output of the student's backbone.
+        size: B * T.
+        head: The student's `TokenHead`.
+        settings_at: Returns the settings of the sampling distribution at some of the targets.
+        divergence: See `chunked_divergence`.
+    """
+    apart = torch.zeros_like(like)
+    for lesson in lessons:
+        here, states = lesson.among(out.targets, size)
+        if len(here):
+            part, settings = out.hidden[here], settings_at(here)
+            value = head(part, compute=chunked_divergence, teacher=states, divergence=divergence, **settings)
+            apart = apart.index_add(0, here, value)
+    return apart
 
 
 def chunked_divergence(

@@ -195,15 +195,11 @@ class OffPolicySequenceMask(WeightedLoss):
     """
 
     zero_advantage_is_zero_loss = property(_as_wrapped)
+    engine_use = property(_at_least_compared)
 
     def __init__(self, loss: PolicyLoss, threshold: float = 0.5) -> None:
         super().__init__(loss)
         self.threshold = threshold
-
-    @property
-    def engine_use(self) -> EngineUse | None:
-        """The wrapped loss's `engine_use`, or "compared" if that is "unused"."""
-        return "compared" if self.loss.engine_use == "unused" else self.loss.engine_use
 
     @torch.no_grad()
     def weights(self, given: LossInput) -> tuple[Tensor, Metrics]:

@@ -32,13 +32,17 @@ from lightrl.records import (
     Scores,
     StopReason,
     Trajectory,
-    TrajectoryRow,
     pad_rows,
 )
 from lightrl.rewards.base import mean
 
 ENVIRONMENT = "environment"
 """Name of the turn rewards among the reward components."""
+SWITCH_SECONDS = 5e-4
+"""Thread switch interval during multi-turn episodes. Python's default of 5 ms is a third of a small model's step, and
+each turn switches threads several times."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -81,19 +85,13 @@ def collate(groups: Sequence[ScoredGroup], pad_token_id: int, temperature: float
         masked_tokens: Number of tokens at the start of each turn to exclude from the response mask.
             `rollout/masked_tokens` counts them.
     """
-    of_group, of_trajectory = list[int](), list[int]()  # for each sequence
-    owners, rows, count = list[Trajectory](), list[TrajectoryRow](), 0
-    for number, group in enumerate(groups):
-        for trajectory in group.trajectories:
-            of_group += [number] * len(trajectory.rows)
-            of_trajectory += [count] * len(trajectory.rows)
-            owners += [trajectory] * len(trajectory.rows)
-            rows += trajectory.rows
-            count += 1
+    trajectories = [(number, trajectory) for number, group in enumerate(groups) for trajectory in group.trajectories]
+    sequences = [(p, i, t, row) for i, (p, t) in enumerate(trajectories) for row in t.rows]
+    of_group, of_trajectory, owners, rows = (list(column) for column in zip(*sequences, strict=True))
     prompts = [group.prompt for group in groups]
     rewards = [reward for group in groups for reward in group.rewards]
     scores = Scores.concat([group.scores for group in groups if group.scores is not None])
-    assert len(scores.total) in (0, count), "either all groups are scored by functions, or none"
+    assert len(scores.total) in (0, len(trajectories)), "either all groups are scored by functions, or none"
     turn_ids = pad_rows([row.turn_ids for row in rows], -1, torch.long)
     masked = _first_of_turns(turn_ids, masked_tokens)
     turn_ids[masked] = -1
@@ -181,13 +179,6 @@ def trajectory_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         values = [trajectory.metrics[name] for trajectory in trajectories if name in trajectory.metrics]
         metrics[f"rollout/{name}"] = mean(values)
     return metrics
-
-
-log = logging.getLogger(__name__)
-
-SWITCH_SECONDS = 5e-4
-"""Thread switch interval during multi-turn episodes. Python's default of 5 ms is a third of a small model's step, and
-each turn switches threads several times."""
 
 
 class RolloutStalledError(RuntimeError):

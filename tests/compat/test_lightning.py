@@ -21,7 +21,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from torch import Tensor, nn
 
-from lightrl.compat import lightning as compat
+from lightrl.compat import lightning_checkpoints as compat
 from lightrl.compat import lightning_cli
 from tests import forks
 

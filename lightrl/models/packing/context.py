@@ -69,29 +69,17 @@ def share_stream(
 ) -> SharedStream:
     """Plans the stream of all rows of a group, and this rank's part; `share` computes prefixes once. Collective."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    taken_by = list(routes) or [None] * len(host.token_ids)
-    own = (host.token_ids, host.attention_mask, host.response_mask, host.group_ids, taken_by)
-    rows: list[Any] = [None] * ranks
-    dist.all_gather_object(rows, own, group=group)
-    width = max(ids.shape[1] for ids, *_ in rows)
-    ids, attention, response = (
-        torch.cat([F.pad(row[i], (0, width - row[i].shape[1])) for row in rows]) for i in range(3)
-    )
-    share = share and all(row[3] is not None for row in rows)
-    all_routes = [entry for row in rows for entry in row[4]]
-    stream = make_stream(ids, attention, response, share=share, routes=all_routes)
+    (ids, attention, response), begins, all_routes, grouped = _all_rows(host, group, routes)
+    width = ids.shape[1]
+    stream = make_stream(ids, attention, response, share=share and grouped, routes=all_routes)
     count = stream.num_tokens
     each = -(-count // ranks)
     stretch = slice(rank * each, (rank + 1) * each)
     source, positions = (F.pad(x, (0, ranks * each - count)) for x in (stream.source, stream.position_ids))
-    begins = torch.tensor([len(row[0]) for row in rows]).cumsum(0)
-    owner = torch.bucketize(stream.targets // width, begins, right=True)  # ascending, as targets are
+    owner = torch.bucketize(stream.targets // width, begins[1:], right=True)  # ascending, as targets are
     place = stream.read // each
     mine, here = owner == rank, place == rank
-    row, column = (
-        stream.targets[mine] // width - (int(begins[rank]) - len(host.token_ids)),
-        stream.targets[mine] % width,
-    )
+    row, column = stream.targets[mine] // width - int(begins[rank]), stream.targets[mine] % width
     experts = Routes.at(all_routes, source[stretch], width)
     by_place = place[mine].argsort(stable=True)
     if ranks * each > count:  # the padding of the last part is a separate segment
@@ -124,6 +112,25 @@ def share_stream(
         (host.token_ids.shape[0], host.token_ids.shape[1]),
         None if experts is None else experts.to(device),
     )
+
+
+def _all_rows(
+    host: HostRows, group: Any, routes: Sequence[Routes | None]
+) -> tuple[list[Tensor], Tensor, list[Routes | None], bool]:
+    """Gathers the rows of P ranks. Collective.
+
+    Returns:
+        Token IDs, attention mask, and response mask of all rows; the P + 1 bounds of the ranks' rows; the recorded
+        experts of all rows; and whether all ranks have group IDs.
+    """
+    taken = list(routes) or [None] * len(host.token_ids)
+    rows: list[Any] = [None] * dist.get_world_size(group)
+    own = (host.token_ids, host.attention_mask, host.response_mask, host.group_ids is not None, taken)
+    dist.all_gather_object(rows, own, group=group)
+    width = max(ids.shape[1] for ids, *_ in rows)
+    tensors = [torch.cat([F.pad(row[i], (0, width - row[i].shape[1])) for row in rows]) for i in range(3)]
+    bounds = torch.tensor([0, *(len(row[0]) for row in rows)]).cumsum(0)
+    return tensors, bounds, [entry for row in rows for entry in row[4]], all(row[3] for row in rows)
 
 
 def heads_for_tokens(x: Tensor, group: Any) -> Tensor:

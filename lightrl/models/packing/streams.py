@@ -158,17 +158,13 @@ def make_stream(
     positions = torch.arange(len(segment_of)) - (starts - torch.tensor(offsets))[segment_of]
     width = token_ids.shape[1]
     source = torch.tensor(rows)[segment_of] * width + positions
-    where = torch.full(attention.shape, -1)  # position in the stream of each row's tokens
-    order = torch.tensor(prefixes.order, dtype=torch.long)
-    for segment, start in zip(segments, starts.tolist(), strict=True):
-        own = order[segment.first : segment.last]
-        where[own, segment.offset : segment.offset + segment.length] = torch.arange(start, start + segment.length)
+    where = _places(segments, starts.tolist(), prefixes.order, attention.shape)
     if response_mask is None:
         targets = torch.arange(len(attention)) * width + needed - 1
-        read = where.view(-1)[targets]
+        read = where[targets]
     else:
         targets = wanted.view(-1).nonzero().squeeze(1)
-        read = where.view(-1)[targets - 1]
+        read = where[targets - 1]
     assert bool((read >= 0).all())
     begins = [-1] * len(attention) if spans is None else spans[:, 0].tolist()
     shown = [s.row for s in segments if s.offset <= begins[s.row] < s.offset + s.length]
@@ -185,6 +181,15 @@ def _extents(wanted: Tensor) -> tuple[Tensor, Tensor]:
     last = torch.where(wanted, positions, 0).amax(1)
     first = torch.where(wanted, positions, wanted.shape[1]).amin(1)
     return last, torch.minimum(first, last)
+
+
+def _places(segments: list[_Segment], starts: list[int], order: list[int], shape: torch.Size) -> Tensor:
+    """Returns the position in the stream of each token of the flattened (B, T) batch, -1 for dropped ones."""
+    where, rows = torch.full(shape, -1), torch.tensor(order, dtype=torch.long)
+    for segment, start in zip(segments, starts, strict=True):
+        own = rows[segment.first : segment.last]
+        where[own, segment.offset : segment.offset + segment.length] = torch.arange(start, start + segment.length)
+    return where.view(-1)
 
 
 def _segments(prefixes: Prefixes, lengths: list[int]) -> list[_Segment]:
