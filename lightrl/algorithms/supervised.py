@@ -169,11 +169,6 @@ class SFTLightningModule(_SupervisedModule):
         """Adds what `lightrl export` needs to build the model."""
         checkpoint["lightrl"] = self._description({"actor": self.actor_spec})
 
-    @property
-    def policy_version(self) -> int:
-        """Number of optimizer steps taken."""
-        return int(self.trainer.global_step)
-
 
 class RewardLightningModule(_SupervisedModule):
     """Trains a reward model on preference pairs with the Bradley-Terry loss.

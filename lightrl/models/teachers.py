@@ -74,16 +74,9 @@ def divergence_from(
     settings_at: Callable[[Tensor], dict[str, Any]],
     divergence: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """Returns the divergence of the student's distribution from its lesson at each of M targets, 0 without a lesson.
+    """Returns a student's divergence from its lessons at each of M targets, 0 without a lesson, in the dtype of `like`.
 
-    Args:
-        like: (M,) tensor of the result's dtype.
-        lessons: Lessons at different tokens.
-        out: Output of the student's backbone.
-        size: B * T.
-        head: The student's `TokenHead`.
-        settings_at: Returns the settings of the sampling distribution at some of the targets.
-        divergence: See `chunked_divergence`.
+    `settings_at` returns the settings of the sampling distribution at some of the targets. `size` is B * T.
     """
     apart = torch.zeros_like(like)
     for lesson in lessons:

@@ -447,17 +447,8 @@ class Collection:
         return " and ".join(waited)
 
 
-def _require_finite(whose: str, logprobs: Sequence[float]) -> None:
-    """Raises a ValueError for non-finite log-probs."""
-    if not math.isfinite(sum(logprobs)):
-        raise ValueError(
-            f"{whose}: a log-prob is not finite. The weights are not finite, or the dtype's range is too small. Use "
-            "bfloat16 or float32."
-        )
-
-
 def _check_trajectories(episode: str, task: Task, trajectories: Sequence[Trajectory]) -> None:
-    """Raises a ValueError unless there is one trajectory per attempt, with as many log-probs as tokens."""
+    """Raises a ValueError unless there is one trajectory per attempt, with a finite log-prob for each token."""
     if len(trajectories) != len(task.attempts):
         raise ValueError(
             f"{episode}.run: returned {len(trajectories)} trajectories for {task.name}. Return one for each of the "
@@ -466,7 +457,11 @@ def _check_trajectories(episode: str, task: Task, trajectories: Sequence[Traject
     for row in (row for trajectory in trajectories for row in trajectory.rows):
         if len({len(each) for each in (row.token_ids, row.turn_ids, row.logprobs, row.policy_versions)}) > 1:
             raise ValueError(f"{episode}.run: fields of a row of {task.name} have different lengths. Align them.")
-        _require_finite(f"{episode}.run: {task.name}", row.logprobs)
+        if not math.isfinite(sum(row.logprobs)):
+            raise ValueError(
+                f"{episode}.run: {task.name}: a log-prob is not finite. The weights are not finite, or the dtype's "
+                "range is too small. Use bfloat16 or float32."
+            )
 
 
 def _key(request: GenerationRequest) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +14,7 @@ from lightrl.compat.transformers import as_saved
 from lightrl.distributed.strategies import fingerprint
 from lightrl.engines.base import TOLERANCE, Engine, StaleWeightsError
 from lightrl.models.turns import harmless_id, placeholder_ids
-from lightrl.records import Completion, EngineContext, GenerationRequest, Prompts, SamplingParams
+from lightrl.records import EngineContext, GenerationRequest, Prompts, SamplingParams
 from lightrl.rollout.collector import ScoredGroup
 from lightrl.rollout.learner import EngineSync, RolloutLearner, TrajectoryCheck
 
@@ -142,7 +141,9 @@ class WeightSync(EngineSync):
             asked = replace(request, sampling=SamplingParams(max_new_tokens=room, ignore_eos=True), seed=0)
             (group,) = engine.generate_all([asked])
             new = group.completions[0]
-            gap = float((_logprobs(module, request, new) - torch.tensor(new.logprobs)).abs().mean())
+            start, ids = len(request.token_ids), torch.tensor([[*request.token_ids, *new.token_ids]])
+            ours = module.token_logprobs(ids.to(module.device), [new.routes], [request.inputs], start)[0, start:].cpu()
+            gap = float((ours - torch.tensor(new.logprobs)).abs().mean())
             self.last_media_gap = gap
         tolerance = self._tolerance(engine)
         worst = float(module.all_max(torch.tensor(gap if gap == gap else float("inf"))))
@@ -188,22 +189,6 @@ class WeightSync(EngineSync):
         half = moved > 10 * rounding and float((ours - theirs).abs().mean()) > moved / 2
         return "; the engine changed less than half as much as the trainer" if half else ""
 
-
-@torch.no_grad()
-def _logprobs(module: RolloutLearner, request: GenerationRequest, completion: Completion) -> torch.Tensor:
-    """Returns the trainer's log-probs of a completion of a prompt with media."""
-    start = len(request.token_ids)
-    token_ids = torch.tensor([[*request.token_ids, *completion.token_ids]], device=module.device)
-    response = torch.arange(token_ids.shape[1], device=module.device)[None] >= start
-    with module.trainer.precision_plugin.forward_context():
-        out = module.actor(
-            token_ids, torch.ones_like(response), response, inputs=[request.inputs], routes=[completion.routes]
-        )
-    logprobs: torch.Tensor = out.logprobs[0, start:].cpu()
-    return logprobs
-
-
-log = logging.getLogger(__name__)
 
 PRECISION_TO_DTYPE = {"bf16": "bfloat16", "16": "float16", "32": "float32", "64": "float32", "transformer": "bfloat16"}
 
@@ -289,13 +274,12 @@ class EngineHost:
 
     def checks(self) -> list[TrajectoryCheck]:
         """Returns the trainer's callbacks that check trajectories."""
-        return [callback for callback in self._callbacks() if isinstance(callback, TrajectoryCheck)]
+        trainer: Any = self.module.trainer
+        return [callback for callback in trainer.callbacks if isinstance(callback, TrajectoryCheck)]
 
     def _syncs(self) -> list[EngineSync]:
-        return [callback for callback in self._callbacks() if isinstance(callback, EngineSync)] or [self._default_sync]
-
-    def _callbacks(self) -> list[Any]:
-        return self.module.trainer.callbacks  # type: ignore[attr-defined, no-any-return]
+        trainer: Any = self.module.trainer
+        return [callback for callback in trainer.callbacks if isinstance(callback, EngineSync)] or [self._default_sync]
 
     def show(self, prompts: Prompts, sampling: SamplingParams, *, first_turn_only: bool) -> None:
         """Passes the next prompts to the `EngineSync` callbacks, for the weight-sync check.

@@ -70,21 +70,29 @@ class RolloutLearner(LightningModule, ABC):
         return named_adapter_weights(self.actor, gather), adapter_config(self.actor, self.actor_spec.lora)
 
     @torch.no_grad()
-    def token_logprobs(self, token_ids: Tensor, routes: Sequence[Routes | None] = ()) -> Tensor:
+    def token_logprobs(
+        self,
+        token_ids: Tensor,
+        routes: Sequence[Routes | None] = (),
+        inputs: list[dict[str, Any]] | None = None,
+        start: int = 1,
+    ) -> Tensor:
         """Computes token log-probs at temperature 1 for the weight-sync check.
 
         Args:
             token_ids: (B, T) token IDs without padding.
             routes: Experts of each sequence's tokens, for mixture-of-experts models.
+            inputs: B dictionaries of media inputs. Defaults to text only.
+            start: Index of the first token to score, at least 1.
 
         Returns:
-            (B, T) log-probs. The first column is undefined.
+            (B, T) log-probs. Columns before `start` are undefined.
         """
         mask = torch.ones_like(token_ids, dtype=torch.bool)
         response = mask.clone()
-        response[:, 0] = False
+        response[:, :start] = False
         with self.trainer.precision_plugin.forward_context():
-            logprobs: Tensor = self.actor(token_ids, mask, response, routes=routes).logprobs
+            logprobs: Tensor = self.actor(token_ids, mask, response, inputs=inputs, routes=routes).logprobs
         return logprobs
 
     def all_sum(self, tensor: Tensor) -> Tensor:

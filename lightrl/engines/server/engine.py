@@ -51,8 +51,6 @@ class ServerEngine(Engine):
         weights: How to push weights. "path" writes files to `shared_folder`. "transfer" uses vLLM's weight transfer
             over NCCL from the trainer's GPU and requires vLLM in the trainer's environment.
         shared_folder: Directory that trainer and servers share under the same path, for `weights: path`.
-        transfer_address: Address at which servers reach the trainer, for `weights: transfer`. Defaults to that of the
-            network interface that the trainer uses to reach them.
         model: Name of the served model. Defaults to the first that the servers report.
         dtype: Dtype of the servers' weights: "float32", "bfloat16", or "float16". Defaults to the one that they report
             (SGLang: the trainer's).
@@ -78,7 +76,6 @@ class ServerEngine(Engine):
         kind: Literal["vllm", "sglang"] = "vllm",
         weights: Literal["path", "transfer"] = "path",
         shared_folder: str | None = None,
-        transfer_address: str | None = None,
         model: str | None = None,
         dtype: str | None = None,
         api_key: str | None = None,
@@ -95,7 +92,6 @@ class ServerEngine(Engine):
         )
         self.weights = weights
         self.shared_folder = shared_folder
-        self.transfer_address = transfer_address
         self.model = model
         self.requested_dtype = dtype
         self.harmless_extra = self._connection.protocol.harmless_extra
@@ -132,9 +128,7 @@ class ServerEngine(Engine):
         assert connection.loop is not None and self.dtype is not None
         dtype: torch.dtype = getattr(torch, self.dtype)
         if self.weights == "transfer":
-            return TransferTransport(
-                connection.loop, connection.protocol, dtype, self.transfer_address, connection.timeout
-            )
+            return TransferTransport(connection.loop, connection.protocol, dtype, connection.timeout)
         from transformers import AutoConfig
 
         assert self.shared_folder is not None

@@ -150,21 +150,11 @@ class TransferTransport(Transport):
     Tested with a CPU communicator; NCCL has not been tested. See `Transport` for the other arguments.
 
     Args:
-        address: Host name or address at which servers reach the trainer. None uses that of the network interface that
-            the trainer uses to reach them.
         patience: Maximum seconds of a broadcast after the server died.
     """
 
-    def __init__(
-        self,
-        loop: BackgroundLoop,
-        protocol: ServerProtocol,
-        dtype: torch.dtype,
-        address: str | None,
-        patience: float,
-    ) -> None:
+    def __init__(self, loop: BackgroundLoop, protocol: ServerProtocol, dtype: torch.dtype, patience: float) -> None:
         super().__init__(loop, protocol, dtype)
-        self.address = address
         self.patience = patience
         self._groups: dict[tuple[str, int], Any] = {}  # by server life, since a restarted server needs a new group
 
@@ -189,7 +179,7 @@ class TransferTransport(Transport):
         if server.life in self._groups:
             return
         size = 1 + int(self.loop.run(server.get("/get_world_size"))["world_size"])
-        host, port = self.address or _own_address(server.url), free_port("")
+        host, port = _own_address(server.url), free_port("")
         group = {"master_address": host, "master_port": port, "world_size": size}
         body = {"init_info": group | {"rank_offset": 1, "packed": False}}
         request = self.loop.submit(server.post("/init_weight_transfer_engine", body))
