@@ -145,7 +145,8 @@ class Backbone:
             if runs_on_all_ranks(self.body):
                 lent = lent_rows(self.config, batch.rows or [], batch.host, token_ids.device)
                 if lent:
-                    return own_output(self._run(with_lent(batch, lent)), *batch.shape)
+                    output: BackboneOutput = own_output(self._run(with_lent(batch, lent)), *batch.shape)
+                    return output
         return self._run(batch)
 
     def _refuse_long(self, mask: Tensor) -> None:

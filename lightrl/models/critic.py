@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lightrl.models.backbone import Backbone
 from lightrl.models.loading import load_backbone
-from lightrl.models.policy import StreamModel, transformer_blocks
+from lightrl.models.policy import StreamModel, new_value_head, read_values, transformer_blocks
 from lightrl.models.spec import Layout, ModelSpec
 from lightrl.records import HostRows
 
@@ -58,23 +57,3 @@ class ValueModel(StreamModel):
             inputs=rows.inputs,
         )
         return values
-
-
-def new_value_head(model: Any) -> nn.Linear:
-    """Creates a linear head with initial values close to 0: weights with std 1 / (D + 1), bias 0."""
-    from lightrl.compat.deepspeed import whole_parameters
-
-    size = model.config.get_text_config().hidden_size
-    with whole_parameters():
-        head = nn.Linear(size, 1)
-    nn.init.normal_(head.weight, std=1.0 / (size + 1))
-    nn.init.zeros_(head.bias)
-    device = next(model.parameters()).device
-    return head if device.type == "meta" else head.to(device)
-
-
-def read_values(head: Any, hidden: Tensor) -> Tensor:
-    """Returns (M,) float32 values or rewards, in the head's precision: autocast would round close ones to ties."""
-    with torch.autocast(hidden.device.type, enabled=False):
-        values: Tensor = head(hidden.to(head.weight.dtype)).squeeze(-1).float()
-    return values

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,6 @@ from torch import Tensor
 from lightrl.distributed.strategies import is_sharded
 from lightrl.models.turns import TOKEN_INPUT, harmless_id, placeholder_ids
 from lightrl.records import HostRows
-
-if TYPE_CHECKING:
-    from lightrl.models.backbone import BackboneOutput, Batch
 
 Rows = Sequence[dict[str, Any]]
 
@@ -265,8 +262,8 @@ def _offers(config: Any, rows: Rows, host: HostRows) -> dict[str, tuple[list[int
     return offers
 
 
-def with_lent(batch: Batch, lent: list[tuple[list[int], dict[str, Any]]]) -> Batch:
-    """Returns the batch with rows of other ranks at the end."""
+def with_lent(batch: Any, lent: list[tuple[list[int], dict[str, Any]]]) -> Any:
+    """Returns the backbone's `Batch` with rows of other ranks at the end."""
     (count, width), more, host = batch.shape, len(lent), batch.host
     longest = max(width, *(len(ids) for ids, _ in lent))
     attention = host.attention_mask.bool()
@@ -291,8 +288,8 @@ def with_lent(batch: Batch, lent: list[tuple[list[int], dict[str, Any]]]) -> Bat
     )
 
 
-def own_output(out: BackboneOutput, count: int, width: int) -> BackboneOutput:
-    """Returns the output for the (count, width) rows of this rank from that of `with_lent`'s batch."""
+def own_output(out: Any, count: int, width: int) -> Any:
+    """Returns the `BackboneOutput` for the (count, width) rows of this rank from that of `with_lent`'s batch."""
     longest = out.shape[1]
     row, column = out.targets // longest, out.targets % longest
     own = row < count
@@ -305,7 +302,7 @@ def own_output(out: BackboneOutput, count: int, width: int) -> BackboneOutput:
 # ---- unread media and sampled placeholders ---------------------------------------------------------------------------
 
 
-def leave_unread_media_out(config: Any, batch: Batch) -> None:
+def leave_unread_media_out(config: Any, batch: Any) -> None:
     """Converts rows without read outputs to text: their masks don't mark sampled placeholders."""
     host = batch.host
     if host.response_mask is None or bool((read := host.response_mask[:, 1:].any(1)).all()):

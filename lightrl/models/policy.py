@@ -75,11 +75,7 @@ class PolicyModel(StreamModel):
         super().__init__()
         install_head(lm)
         self.lm = lm
-        self.value_head: nn.Linear | None = None
-        if value_head:
-            from lightrl.models.critic import new_value_head
-
-            self.value_head = new_value_head(lm)
+        self.value_head = new_value_head(lm) if value_head else None
         self.logit_map = LogitMap.of(lm.config.get_text_config())
         body = lm.base_model if lm.base_model is not lm else lm.model  # Llama 4's prefix is not an attribute
         self._backbone = Backbone(lm, body, layout)
@@ -140,11 +136,7 @@ class PolicyModel(StreamModel):
         settings = self._head_settings(out, supports, temperature)
         head = self.lm.get_output_embeddings()
         picked, entropies = head(out.hidden, targets=tokens, entropy=entropy, **settings)
-        read = None
-        if values and self.value_head is not None:
-            from lightrl.models.critic import read_values
-
-            read = read_values(self.value_head, out.hidden)
+        read = read_values(self.value_head, out.hidden) if values and self.value_head is not None else None
         apart = None
         if divergence is not None:
             from lightrl.models.teachers import divergence_from
@@ -228,6 +220,26 @@ def named_hf_weights(policy: Any, gather: Gather | None = None) -> Iterator[tupl
     for name, parameter in policy.lm.named_parameters():
         with gather(parameter) as full:
             yield name, full
+
+
+def new_value_head(model: Any) -> nn.Linear:
+    """Creates a linear head with initial values close to 0: weights with std 1 / (D + 1), bias 0."""
+    from lightrl.compat.deepspeed import whole_parameters
+
+    size = model.config.get_text_config().hidden_size
+    with whole_parameters():
+        head = nn.Linear(size, 1)
+    nn.init.normal_(head.weight, std=1.0 / (size + 1))
+    nn.init.zeros_(head.bias)
+    device = next(model.parameters()).device
+    return head if device.type == "meta" else head.to(device)
+
+
+def read_values(head: Any, hidden: Tensor) -> Tensor:
+    """Returns (M,) float32 values or rewards, in the head's precision: autocast would round close ones to ties."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        values: Tensor = head(hidden.to(head.weight.dtype)).squeeze(-1).float()
+    return values
 
 
 def transformer_blocks(model: Any) -> list[nn.Module]:

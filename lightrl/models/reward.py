@@ -12,10 +12,9 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoToke
 
 from lightrl.compat.transformers import model_class, with_from_config
 from lightrl.models.backbone import Backbone
-from lightrl.models.critic import read_values
 from lightrl.models.loading import causal_class, load_model, model_config
 from lightrl.models.packing.micro_batches import micro_batches, told_apart
-from lightrl.models.policy import transformer_blocks
+from lightrl.models.policy import read_values, transformer_blocks
 from lightrl.models.spec import Layout, ModelSpec, RewardModelSpec
 from lightrl.models.turns import placeholder_ids, text_ids
 from lightrl.records import pad_rows
