@@ -16,12 +16,7 @@ from torch import Tensor, nn
 
 from lightrl.algorithms.batches import micro_batch_rows
 from lightrl.algorithms.saving import SavesPretrained
-from lightrl.algorithms.settings import (
-    CriticSpec,
-    ExtraLosses,
-    Updates,
-    make_optimizer,
-)
+from lightrl.algorithms.settings import CriticSpec, ExtraLosses, Updates, make_optimizer
 from lightrl.compat.lightning import run_seed
 from lightrl.distributed import strategies
 from lightrl.distributed.strategies import MetricSums, fingerprint

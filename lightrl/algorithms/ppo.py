@@ -39,13 +39,7 @@ from lightrl.algorithms.experience import (
     trajectory_loss,
     uncredited,
 )
-from lightrl.algorithms.settings import (
-    CriticSpec,
-    ExtraLosses,
-    Shaping,
-    Updates,
-    require_matching_parts,
-)
+from lightrl.algorithms.settings import CriticSpec, ExtraLosses, Shaping, Updates, require_matching_parts
 from lightrl.compat.lightning import forget_step_metrics
 from lightrl.distributed import strategies
 from lightrl.distributed.strategies import MetricSums
