@@ -142,8 +142,8 @@ class WeightSync(EngineSync):
             (group,) = engine.generate_all([asked])
             new = group.completions[0]
             start, ids = len(request.token_ids), torch.tensor([[*request.token_ids, *new.token_ids]])
-            ours = module.token_logprobs(ids.to(module.device), [new.routes], [request.inputs], start)[0, start:].cpu()
-            gap = float((ours - torch.tensor(new.logprobs)).abs().mean())
+            ours = module.token_logprobs(ids.to(module.device), [new.routes], inputs=[request.inputs], start=start)
+            gap = float((ours[0, start:].cpu() - torch.tensor(new.logprobs)).abs().mean())
             self.last_media_gap = gap
         tolerance = self._tolerance(engine)
         worst = float(module.all_max(torch.tensor(gap if gap == gap else float("inf"))))

@@ -74,6 +74,7 @@ class RolloutLearner(LightningModule, ABC):
         self,
         token_ids: Tensor,
         routes: Sequence[Routes | None] = (),
+        *,
         inputs: list[dict[str, Any]] | None = None,
         start: int = 1,
     ) -> Tensor:
