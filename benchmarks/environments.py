@@ -259,10 +259,9 @@ def run_lightrl(name: str, folder: str, micro_tokens: int, steps: int, ticket: T
     answers: list[Any] = []
     generate = engine.generate
 
-    def kept(requests: Any) -> Any:
-        for answer in generate(requests):
-            answers.append(answer)
-            yield answer
+    async def kept(request: Any) -> Any:
+        answers.append(answer := await generate(request))
+        return answer
 
     engine.generate = kept  # type: ignore[method-assign]
     quicker = ticket.ready

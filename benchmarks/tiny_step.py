@@ -220,7 +220,7 @@ class Side:
         command = [sys.executable, str(path), "--worker", name, case, folder, str(micro), str(steps)]
         # Threads that wait must not spin where other processes want the core.
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "KMP_BLOCKTIME": "0", **(variables or {})}
-        environment["PYTHONPATH"] = str(package)
+        environment["PYTHONPATH"] = os.pathsep.join([str(package), os.environ.get("PYTHONPATH", "")])
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
