@@ -226,7 +226,7 @@ def _entries(file: Path, sep: str = ",") -> Iterator[tuple[int, dict[str, Any]]]
             if file.suffix == ".csv":
                 csv.field_size_limit(2**31 - 1)
                 reader = csv.DictReader(text, delimiter=sep, strict=True)
-                names = list(reader.fieldnames or ())
+                names = list(filter(None, reader.fieldnames or ()))  # spreadsheets export empty columns
                 if len(names) > len(set(names)):
                     raise ValueError(f"the header {names} repeats a column")
                 for row in reader:

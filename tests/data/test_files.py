@@ -94,7 +94,7 @@ def test_cells_of_csv_are_text(tmp_path: Path, streaming: bool) -> None:
     wanted = ["007", "1.50", None, "true", "None", "2024-01-01", "a\n\nb", "c,d", "x" * 200_000]
     for sep, options in ((",", {}), (";", {"sep": ";"})):
         path = tmp_path / "rows.csv"
-        path.write_text(f"prompt{sep}answer\n" + "".join(f"p{sep}{cell}\n" for cell in cells))
+        path.write_text(f"prompt{sep}answer{sep}{sep}\n" + "".join(f"p{sep}{cell}{sep}{sep}\n" for cell in cells))
         data = RowSource(path=str(path), streaming=streaming, load_kwargs=options).read()
         assert [row["answer"] for row in data] == wanted
 
