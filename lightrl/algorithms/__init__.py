@@ -46,6 +46,6 @@ __all__ = [
 
 __getattr__ = lazy_names(
     __name__,
-    ("settings", "schedules", "experience", "base", "ppo", "variants", "loss_variants", "supervised", "distill"),
+    ("settings", "experience", "base", "ppo", "variants", "schedules", "loss_variants", "supervised", "distill"),
     __all__,
 )
