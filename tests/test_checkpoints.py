@@ -57,8 +57,8 @@ def test_how_models_are_built_is_said_without_secrets() -> None:
 # ---- the one to go on from -------------------------------------------------------------------------------------------
 
 
-def lightnings(path: Path, step: int = 1) -> Path:
-    entries = {"pytorch-lightning_version": "2.6", "state_dict": {}, "epoch": 0, "global_step": step}
+def lightnings(path: Path) -> Path:
+    entries = {"pytorch-lightning_version": "2.6", "state_dict": {}, "epoch": 0, "global_step": 1}
     entries |= {"loops": {}, "optimizer_states": []}
     with atomic_write(path, checksum=True) as file:
         torch.save(entries, file)

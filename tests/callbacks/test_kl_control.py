@@ -26,8 +26,8 @@ def batch(rows: int) -> Any:
     return SimpleNamespace(trajectory_ids=torch.arange(rows))
 
 
-def after(callback: AdaptiveKL, kl: float, coef: float = 0.1, rows: int = 100, ranks: int = 1) -> float:
-    module, trainer = Module(coef), SimpleNamespace(world_size=ranks)
+def after(callback: AdaptiveKL, kl: float, rows: int = 100, ranks: int = 1) -> float:
+    module, trainer = Module(0.1), SimpleNamespace(world_size=ranks)
     callback.on_train_start(trainer, module)  # type: ignore[arg-type]
     callback.on_train_batch_end(trainer, module, {"kl/ref": kl}, batch(rows), 0)  # type: ignore[arg-type]
     return module.kl.coef

@@ -16,36 +16,20 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lightrl.algorithms import PPOLightningModule
-from lightrl.callbacks import (
-    RolloutCheckpoint,
-    RolloutWriter,
-    WeightSync,
-)
+from lightrl.callbacks import RolloutCheckpoint, RolloutWriter, WeightSync
 from lightrl.checkpoints.files import StorageError, verify
 from lightrl.checkpoints.rollout_checkpoint import Preempted
 from lightrl.checkpoints.run_folder import RunGuard, is_of_another_run, last_of_runs
 from lightrl.models.spec import ModelSpec
 from tests.toys import SMALL, adam, model_fixture, quiet_trainer, sums_data
 
-
-def sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=1e-3, momentum=0.9)
-
-
 model = model_fixture(**SMALL)
 
 
 def fit(
-    folder: Path,
-    model: str | ModelSpec,
-    *callbacks: Any,
-    optimizer: Any = adam,
-    resume: Any = None,
-    trainer: Any = None,
-    module: Any = None,
-    **data: Any,
+    folder: Path, model: str | ModelSpec, *callbacks: Any, resume: Any = None, trainer: Any = None, **data: Any
 ) -> Any:
-    learner = PPOLightningModule(model, **{"optimizer": optimizer, "ppo_epochs": 1, **(module or {})})
+    learner = PPOLightningModule(model, optimizer=adam, ppo_epochs=1)
     arguments = {"max_epochs": 1 if resume is None else 2, **(trainer or {})}
     run = quiet_trainer(
         callbacks=[WeightSync(), *callbacks], enable_checkpointing=True, default_root_dir=folder, **arguments

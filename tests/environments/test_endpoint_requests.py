@@ -28,9 +28,9 @@ def clients(attempt: Open) -> tuple[openai.OpenAI, anthropic.Anthropic]:
     return openai.OpenAI(**key), anthropic.Anthropic(**key)  # type: ignore[arg-type]
 
 
-def ids_of(trajectory: Any, row: int = 0, turn: int = 0) -> list[int]:
-    row = trajectory.rows[row]
-    return [token for token, number in zip(row.token_ids, row.turn_ids, strict=True) if number == turn]
+def ids_of(trajectory: Any) -> list[int]:
+    row = trajectory.rows[0]
+    return [token for token, number in zip(row.token_ids, row.turn_ids, strict=True) if number == 0]
 
 
 def test_a_stop_string_is_sampled_and_trained_and_cut_from_what_the_program_sees() -> None:

@@ -30,14 +30,13 @@ def paths() -> Iterator[list[int]]:
                 yield [a for a in (first, second, third) if a is not None]
 
 
-def exact(gamma: float = 1.0, weights: tuple[float, ...] = (1.0, 1.0, 1.0), below: bool = True) -> Tensor:
-    """(3, 3) gradient, turn k's by `weights[k]`; each turn answers for its own and, `below`, for later rewards."""
+def exact(gamma: float = 1.0, weights: tuple[float, ...] = (1.0, 1.0, 1.0)) -> Tensor:
+    """(3, 3) gradient, turn k's by `weights[k]`; each turn answers for its own and for later rewards."""
     gradient = torch.zeros_like(LOGITS)
     for actions in paths():
         chance = torch.stack([P[k, a] for k, a in enumerate(actions)]).prod()
         for k, action in enumerate(actions):
-            later = enumerate(actions[k:]) if below else [(0, action)]
-            to_go = sum(gamma**d * REWARDS[k + d, a] for d, a in later)
+            to_go = sum(gamma**d * REWARDS[k + d, a] for d, a in enumerate(actions[k:]))
             gradient[k] += weights[k] * chance * to_go * (torch.eye(ACTIONS)[action] - P[k])
     return gradient
 

@@ -117,13 +117,11 @@ OWN_ESTIMATOR = {
 }
 OWN_LOSS = {"GSPO": "GSPO", "CPGD": "CPG"}
 OWN_KL = {"PPO": "KLInReward", "RLOO": "KLInReward", "ReinforcePlusPlus": "KLInReward", "GRPO": "KLInLoss"}
-OWN_CRITIC = {"separate", "unclipped", "warm-up"}
 WITH_CRITIC = {"GAE", "TurnGAE"}
 NO_GROUPS = {"GAE", "TurnGAE", "Reinforce", "ReinforcePlusPlus"}
 BINARY = {"MaxRL", "PassAtK"}
 TURNS = {"TurnReturns", "TurnGAE", "GiGPO"}
 NORMALIZES = {"GDPO", "ReinforcePlusPlus", "ReinforcePlusPlusBaseline", "GroupRelative(batch)"}
-READS_ENGINE = {"VESPO", "OffPolicyCorrection", "OffPolicySequenceMask", "GeometricRejection", "RolloutRatio"}
 
 
 def estimator(s: Settings) -> str | None:

@@ -58,7 +58,7 @@ class Browser:
 
 
 @contextmanager
-def open_browser(width: int = 1400, height: int = 900) -> Iterator[Browser]:
+def open_browser() -> Iterator[Browser]:
     """Starts a browser and ends it."""
     holder = held_port()
     port = holder.getsockname()[1]
@@ -71,7 +71,7 @@ def open_browser(width: int = 1400, height: int = 900) -> Iterator[Browser]:
                 break
             except urllib.error.URLError:
                 time.sleep(0.1)
-        arguments = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--window-size={width},{height}"]
+        arguments = ["--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1400,900"]
         options = {"args": arguments, "binary": shutil.which("chromium")}
         capabilities = {"browserName": "chrome", "goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
         session = root.ask("POST", "/session", {"capabilities": {"alwaysMatch": capabilities}})["sessionId"]

@@ -135,7 +135,7 @@ def test_a_token_that_no_header_can_carry_is_refused_and_not_shown(token, monkey
         assert token.strip() not in str(info.value)
 
 
-def save_model(folder, kind: str, labels: int = 1):
+def save_model(folder, kind: str):
     """A tiny model of a class of transformers with its tokenizer, saved; returns the model."""
     tokenizers = pytest.importorskip("tokenizers")
     import torch
@@ -147,7 +147,7 @@ def save_model(folder, kind: str, labels: int = 1):
     core.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=core, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(folder)
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = Qwen2Config(vocab_size=6, num_key_value_heads=2, num_labels=labels, pad_token_id=0, **sizes)
+    config = Qwen2Config(vocab_size=6, num_key_value_heads=2, num_labels=1, pad_token_id=0, **sizes)
     torch.manual_seed(0)
     model = getattr(transformers, kind)(config).eval()
     model.save_pretrained(folder)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
-import time
 import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -178,20 +176,6 @@ def gap(module: Any, rollouts: Rollouts, routes: Any) -> float:
     with torch.no_grad():
         out = module.actor(*rows, group_ids=rollouts.group_ids, inputs=rollouts.inputs or None, routes=routes)
     return float((out.logprobs - rollouts.engine_logprobs)[rollouts.response_mask].abs().max())
-
-
-class TimedEngine(TransformersEngine):
-    """Says when it was asked what."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.times: list[float] = []
-        self.threads: set[str] = set()
-
-    def check_request(self, request: Any) -> None:
-        self.times.append(time.perf_counter())
-        self.threads.add(threading.current_thread().name)
-        super().check_request(request)
 
 
 def make_data(
