@@ -136,7 +136,7 @@ def touched(folder: Path, *names: str) -> str:
     return str(folder)
 
 
-def test_refuses_what_is_no_checkpoint(lora: Path, model: str, tmp_path: Path) -> None:
+def test_refuses_what_is_no_checkpoint(lora: Path, tmp_path: Path) -> None:
     out = str(tmp_path / "out")
     (tmp_path / "cut.ckpt").write_bytes(lora.read_bytes()[:2000])
     torch.save({"weights": 1}, tmp_path / "other.ckpt")
@@ -155,7 +155,7 @@ def test_refuses_what_is_no_checkpoint(lora: Path, model: str, tmp_path: Path) -
     assert not Path(out).exists()
 
 
-def test_refuses_what_the_checkpoint_does_not_hold(lora: Path, model: str, tmp_path: Path) -> None:
+def test_refuses_what_the_checkpoint_does_not_hold(model: str, tmp_path: Path) -> None:
     trainer = quiet_trainer(callbacks=[], max_epochs=0)
     trainer.fit(SFTLightningModule(model), [0])
     trainer.save_checkpoint(tmp_path / "sft.ckpt")

@@ -38,7 +38,7 @@ def test_a_checkpoint_that_calls_something_is_refused(read: Any, tmp_path: Path)
     assert (tmp_path / "called").exists(), "the toy must be dangerous"
 
 
-def test_the_code_of_a_model_folder_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_code_of_a_model_folder_does_not_run(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     quickstart_model(folder, **SMALL)
     config = json.loads((folder / "config.json").read_text())

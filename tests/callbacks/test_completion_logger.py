@@ -52,7 +52,6 @@ def test_rewards_are_raw_before_the_normalisation(
     rollouts: Rollouts, make_trainer: Callable[..., Any], tmp_path: Path
 ) -> None:
     module = LoggingModule()
-    module.all_sum = lambda tensor: tensor  # type: ignore[assignment]
     trainer = make_trainer(CompletionLogger(1, num_samples=3, terminal=False), RewardNormalization())
     trainer.fit(module, Loader([rollouts]))
     assert [r["reward"] for r in read(tmp_path)] == [1.0, 1.0, 0.0]
@@ -192,7 +191,7 @@ def test_the_evaluation_before_training_is_logged_at_step_minus_one(
     assert "before training" in page and "after rollout 2" in page
 
 
-def test_a_trajectory_of_two_rows_is_one_sample(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_trajectory_of_two_rows_is_one_sample() -> None:
     rollouts = make_rollouts(["ab"], [["cd", "efg", "h"]], [[1.0, 1.0, 0.0]])
     rollouts.trajectory_ids = torch.tensor([0, 0, 1])
     rollouts.turn_ids = torch.tensor([[-1, -1, 0, 0, -1], [-1, -1, 1, 1, 1], [-1, -1, 0, -1, -1]])

@@ -184,7 +184,7 @@ def test_a_spec_gets_its_training_template_from_its_own_tokenizer(tmp_path: Path
         ModelSpec(str(tmp_path / "plain"), chat_template="training")
 
 
-def test_doctor_shows_the_parser_and_the_template(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_shows_the_parser_and_the_template() -> None:
     pytest.importorskip("vllm")
 
     def found(name: str, training: bool = True) -> list[str]:

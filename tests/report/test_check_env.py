@@ -112,7 +112,7 @@ def test_failures_and_rewards_that_are_none_are_found() -> None:
     assert any("example 0: environment NotFinite: `step` returned" in text for text in check(NotFinite).problems())
 
 
-def test_a_program_is_played_with_scripts_and_its_calls(tmp_path: Path) -> None:
+def test_a_program_is_played_with_scripts_and_its_calls() -> None:
     pytest.importorskip("vllm")
     tokenizer = make_tokenizer(FAMILIES["qwen2.5"])
 
