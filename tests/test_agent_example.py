@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,11 @@ from examples.agent.make_model import make_model
 from examples.agent.task import Demonstrations, Questions
 from examples.agent.tools import Calculator
 from examples.endpoint import agent
-from lightrl.cli import run
+from lightrl.cli.report.read import read_run
 from lightrl.environments import ToolEnvironment
 from lightrl.environments.parsing import choose_parser
 from lightrl.models.packing.streams import make_stream
+from tests.toys import run_example
 
 
 @pytest.fixture(scope="module")
@@ -61,19 +61,8 @@ def test_the_program_asks_with_the_same_tools() -> None:
 
 def step(config: str, folder: Path, name: str, actor: Path, *extra: str) -> dict[str, list[float]]:
     """One command of the examples; what its CSV logger wrote, metric -> values."""
-    run(
-        [
-            *("fit", f"--config=examples/{config}.yaml", f"--run_dir={folder / name}"),
-            *("--trainer.enable_progress_bar=false", f"--model.init_args.actor.path={actor}", *extra),
-        ]
-    )
-    found: dict[str, list[float]] = {}
-    with open(folder / name / "metrics.csv") as file:
-        for row in csv.DictReader(file):
-            for key, value in row.items():
-                if value:
-                    found.setdefault(key, []).append(float(value))
-    return found
+    run_example(config, folder / name, f"--model.init_args.actor.path={actor}", *extra)
+    return {metric: [*values.values()] for metric, values in read_run(folder / name).metrics.items()}
 
 
 FEW = [

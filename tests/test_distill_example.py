@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoConfig, AutoTokenizer
 
 from examples.distill.make_student import TEACHER, make
-from lightrl.cli import run
+from tests.toys import run_example
 
 
 def test_the_pipeline_briefly(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,8 +21,7 @@ def test_the_pipeline_briefly(root: Path, tmp_path: Path, monkeypatch: pytest.Mo
     assert AutoConfig.from_pretrained(start).hidden_size < AutoConfig.from_pretrained(TEACHER).hidden_size
 
     def step(name: str, *extra: Any) -> Any:
-        options = [f"--run_dir={tmp_path / name}", "--trainer.max_epochs=1", "--trainer.enable_progress_bar=false"]
-        return run(["fit", f"--config=examples/distill/{name}.yaml", *options, *extra])
+        return run_example(f"distill/{name}", tmp_path / name, "--trainer.max_epochs=1", *extra)
 
     few = ["--trainer.limit_train_batches=3", "--trainer.limit_val_batches=1", "--trainer.check_val_every_n_epoch=1"]
     step("teacher", *few)

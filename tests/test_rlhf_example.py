@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from examples.rlhf.task import Demonstrations, Preferences, PromptRows, prompts, utility
-from lightrl.cli import run
+from tests.toys import run_example
 
 
 def test_utility_by_hand() -> None:
@@ -38,15 +38,10 @@ def test_the_pipeline_briefly(root: Path, tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.chdir(root)
     monkeypatch.setattr("sys.argv", ["lightrl"])
-    models = {name: str(tmp_path / name) for name in ("sft", "reward", "ppo")}
+    models = {name: str(tmp_path / name / "model") for name in ("sft", "reward", "ppo")}
 
-    def step(name: str, *extra: Any) -> Any:
-        export = {"class_path": "HFExport", "init_args": {"dirpath": models[name]}}
-        callbacks = [{"class_path": "WeightSync"}, export] if name == "ppo" else [export]
-        options = ["--trainer.logger=false", "--trainer.enable_progress_bar=false", "--trainer.max_epochs=1"]
-        options.append(f"--trainer.default_root_dir={tmp_path}")
-        options += [f"--trainer.callbacks={callbacks}", *extra]
-        return run(["fit", f"--config=examples/rlhf/{name}.yaml", *options])
+    def step(name: str, *extra: str) -> Any:
+        return run_example(f"rlhf/{name}", tmp_path / name, "--trainer.max_epochs=1", *extra)
 
     rows = "--data.init_args.train.rows.init_args.size=512"
     step("sft", rows, "--trainer.limit_train_batches=4")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections import Counter
 from pathlib import Path
@@ -12,8 +11,8 @@ import pytest
 
 from examples.vlm import make_model
 from examples.vlm.task import COLOURS, ShapeRows, draw, make_row
-from lightrl.cli import run
 from lightrl.cli.report import report
+from tests.toys import run_example
 
 
 def test_questions_fit_their_pictures() -> None:
@@ -61,33 +60,15 @@ def test_the_example_briefly(root: Path, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("sys.argv", ["lightrl"])
     make_model.main(str(tmp_path / "start"))
 
-    def step(name: str, actor: str, callbacks: list[dict[str, Any]], *extra: str) -> Any:
-        export = {"class_path": "HFExport", "init_args": {"dirpath": str(tmp_path / name)}}
-        logger = {"class_path": "lightning.pytorch.loggers.CSVLogger"}
-        logger["init_args"] = {"save_dir": str(tmp_path), "name": f"{name}_log", "version": ""}  # type: ignore[assignment]
-        return run(
-            [
-                "fit",
-                f"--config=examples/vlm/{name}.yaml",
-                f"--trainer.logger={json.dumps(logger)}",
-                f"--trainer.callbacks={json.dumps([*callbacks, export])}",
-                "--trainer.enable_progress_bar=false",
-                f"--model.init_args.actor.path={tmp_path / actor}",
-                *extra,
-            ]
-        )
+    def step(name: str, actor: Path, *extra: str) -> Any:
+        return run_example(f"vlm/{name}", tmp_path / name, f"--model.init_args.actor.path={actor}", *extra)
 
     rows = "--data.init_args.train.rows.init_args.size=128"
-    step("sft", "start", [], "--trainer.max_steps=2", rows)
-    assert (tmp_path / "sft" / "preprocessor_config.json").is_file()
-    samples = {
-        "class_path": "CompletionLogger",
-        "init_args": {"every_n_rollouts": 1, "num_samples": 6, "terminal": False},
-    }
+    step("sft", tmp_path / "start", "--trainer.max_steps=2", rows)
+    assert (tmp_path / "sft" / "model" / "preprocessor_config.json").is_file()
     cli = step(
         "grpo",
-        "sft",
-        [{"class_path": "WeightSync"}, samples],
+        tmp_path / "sft" / "model",
         "--trainer.max_epochs=1",
         "--data.init_args.engine=TransformersEngine",
         "--data.init_args.rollouts_per_epoch=2",
@@ -98,5 +79,5 @@ def test_the_example_briefly(root: Path, tmp_path: Path, monkeypatch: pytest.Mon
     )
     metrics = cli.trainer.callback_metrics
     assert "eval/reward/ExactAnswer" in metrics and float(metrics["reward/scored_fraction"]) == 1.0
-    assert (tmp_path / "grpo" / "preprocessor_config.json").is_file()
-    assert "image (" in report(tmp_path / "grpo_log").read_text()
+    assert (tmp_path / "grpo" / "model" / "preprocessor_config.json").is_file()
+    assert "image (" in report(tmp_path / "grpo").read_text()

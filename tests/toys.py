@@ -222,3 +222,11 @@ def quiet_trainer(**kwargs: Any) -> Trainer:
         "callbacks": [WeightSync()],
     }
     return Trainer(**{**arguments, **kwargs})
+
+
+def run_example(config: str, folder: Path, *options: str) -> Any:
+    """Runs a configuration of an example in a run directory of its own."""
+    from lightrl.cli import run
+
+    quiet = "--trainer.enable_progress_bar=false"
+    return run(["fit", f"--config=examples/{config}.yaml", f"--run_dir={folder}", quiet, *options])
