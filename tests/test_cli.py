@@ -296,45 +296,31 @@ def test_resume_takes_yaml_and_refuses_another_class(
 # ---- mistakes ----------------------------------------------------------------------------------------------------
 
 
-def engine(name: str, **arguments: Any) -> dict[str, Any]:
-    return {"data": {"engine": {"class_path": name, "init_args": arguments}}}
-
-
-EARLY: dict[str, dict[str, Any]] = {
-    "prompt_column='question'": {"data": {"prompts": {"rows": ARITHMETIC, "prompt_column": "question"}}},
-    "'./nosuch'": {"model": {"actor": {"path": "./nosuch"}}},
-    "NO_SUCH_VARIABLE": {"model": {"actor": {"path": "${env:NO_SUCH_VARIABLE}"}}},
-}
-"""Part of the message -> mistakes that are found before a model is loaded."""
 LATE: dict[str, dict[str, Any]] = {
     "minibatch_size=3": {"model": {"updates": {"minibatch_size": 3}}},
     "maximum length of 64": {"data": {"sampling": {"max_new_tokens": 99}}},
 }
-OF_THE_PARSER: dict[str, dict[str, Any]] = {
+"""Part of the message -> mistakes that are found after a model is loaded."""
+MISTAKES: dict[str, dict[str, Any]] = LATE | {
+    "prompt_column='question'": {"data": {"prompts": {"rows": ARITHMETIC, "prompt_column": "question"}}},
+    "'./nosuch'": {"model": {"actor": {"path": "./nosuch"}}},
+    "NO_SUCH_VARIABLE": {"model": {"actor": {"path": "${env:NO_SUCH_VARIABLE}"}}},
     "group_size": {"data": {"group_size": "x"}},
     "groupsize": {"data": {"groupsize": 3}},
     "VLMEngine": {"data": {"engine": "VLMEngine"}},
-}
-OF_LIGHTNING: dict[str, dict[str, Any]] = {
     "strategy='foo'": {"trainer": {"strategy": "foo"}},
     "save_top_k=-5": {"trainer": {"callbacks": [{"class_path": "ModelCheckpoint", "init_args": {"save_top_k": -5}}]}},
 }
-MISTAKES = {**EARLY, **LATE, **OF_THE_PARSER, **OF_LIGHTNING}
 
 
 @pytest.mark.parametrize("mistake", list(MISTAKES))
 def test_a_mistake_is_one_line(
-    mistake: str,
-    model: str,
-    write: Callable[..., str],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    mistake: str, write: Callable[..., str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded: list[Any] = []
     if mistake not in LATE:
         monkeypatch.setattr("lightrl.models.policy.load_causal_lm", lambda *args, **kwargs: loaded.append(args))
-    changes = json.loads(json.dumps(MISTAKES[mistake]).replace("MODEL", model))
-    message = refused(capsys, "--config", write(**changes))
+    message = refused(capsys, "--config", write(**MISTAKES[mistake]))
     assert mistake in message and message.count("\n") == 1 and len(message) < 500
     assert loaded == []
 
@@ -420,7 +406,7 @@ class Recording(DummyLogger):
 @pytest.mark.parametrize(
     "secret",
     [
-        engine("ServerEngine", urls=["http://h"], api_key=["hunter2-Zq"]),
+        {"data": {"engine": {"class_path": "ServerEngine", "init_args": {"urls": ["h"], "api_key": ["hunter2-Zq"]}}}},
         {"model": {"actor": ["${env:HUNTER}"], "updates": "${env:HUNTER}"}},
     ],
     ids=["plain", "variable"],

@@ -11,13 +11,18 @@ import pytest
 from tests.toys import SMALL, quickstart_model
 
 
-def test_the_first_example_trains(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A model's folder, beside the rows and the reward function that the page names."""
     monkeypatch.chdir(tmp_path)
-    model = quickstart_model(tmp_path / "model", **SMALL)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": "1+2="}\n')
     (tmp_path / "rewards.py").write_text(
         "def correct(completions, **_):\n    return [len({*c}) for c in completions]\n"
     )
+    return quickstart_model(tmp_path / "model", **SMALL)
+
+
+def test_the_first_example_trains(root: Path, model: str) -> None:
     block = re.findall(r"```python\n(.*?)```", (root / "docs" / "custom_algorithms.md").read_text(), re.DOTALL)[0]
     small = "engine=TransformersEngine(), sampling=SamplingParams(max_new_tokens=4), prompts_per_rollout=2, "
     block = block.replace("MODEL", model).replace("RolloutDataModule(prompts", f"RolloutDataModule({small}prompts")
@@ -28,14 +33,8 @@ def test_the_first_example_trains(root: Path, tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_callback_runs_in_the_example_of_saving_and_resuming(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    root: Path, model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    model = quickstart_model(tmp_path / "model", **SMALL)
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": "1+2="}\n')
-    (tmp_path / "rewards.py").write_text(
-        "def correct(completions, **_):\n    return [len({*c}) for c in completions]\n"
-    )
     callback, example = (
         next(
             block

@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from lightrl.rewards import RewardScorer
+from lightrl.rewards.sandbox import mechanism
 from tests.ports import held_port
 
 START = "import sys, json; from lightrl.rewards.server import serve_reward; serve_reward(**json.loads(sys.argv[1]))"
@@ -29,6 +30,14 @@ def scored(reward, completions, group_ids=None, *, prompts=None, completion_ids=
         return scorer.submit(completions=completions, columns=columns, media=media, **rows).result(60)
     finally:
         scorer.close()
+
+
+def need_sandbox(**where):
+    """Skips the test, or with `allow_module_level` the file, where no code can be confined."""
+    try:
+        mechanism()
+    except ValueError as error:
+        pytest.skip(str(error), **where)
 
 
 class Loopback:

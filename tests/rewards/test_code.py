@@ -15,12 +15,9 @@ from lightrl.environments import BashTool, PythonTool, ToolEnvironment
 from lightrl.environments.base import Reply, ToolCall
 from lightrl.rewards import CodeTests, RewardError, Sandbox
 from lightrl.rewards.code import extract_code, parse_tests
-from lightrl.rewards.sandbox import mechanism
+from tests.rewards.conftest import need_sandbox
 
-try:
-    mechanism()
-except ValueError as error:
-    pytest.skip(str(error), allow_module_level=True)
+need_sandbox(allow_module_level=True)
 
 ADD = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0", "assert [add(2, 2)] == [4]", "assert add(3, 4) in (7,)"]
 ECHO = [{"input": "1 2\n", "output": "3\n"}, {"input": "5 5", "output": "10"}]

@@ -11,7 +11,7 @@ from jsonargparse import ArgumentParser
 
 import lightrl.rewards
 from lightrl.rewards import RewardScorer
-from lightrl.rewards.sandbox import mechanism
+from tests.rewards.conftest import need_sandbox
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = ("rewards.md", "judges.md", "sandbox.md")
@@ -36,13 +36,6 @@ def test_yaml(block, tmp_path, monkeypatch):
     config = parser.parse_object({"scorer": rewards})
     scorer = parser.instantiate(config).scorer
     assert len(scorer.names) == len(rewards["functions"])
-
-
-def need_sandbox():
-    try:
-        mechanism()
-    except ValueError as error:
-        pytest.skip(str(error))
 
 
 def test_sandbox(capsys):

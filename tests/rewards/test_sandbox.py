@@ -18,11 +18,9 @@ import pytest
 
 from lightrl.rewards import sandbox as module
 from lightrl.rewards.sandbox import Sandbox, SandboxedBash, SandboxedPython, mechanism
+from tests.rewards.conftest import need_sandbox
 
-try:
-    mechanism()
-except ValueError as error:
-    pytest.skip(str(error), allow_module_level=True)
+need_sandbox(allow_module_level=True)
 
 WORKING = [name for name, place in module.mechanisms().items() if place and module._trial(name, place) is None]
 

@@ -37,11 +37,16 @@ def ids_of(folder: Any, text: str) -> list[int]:
     return list(folder.tokenizer.encode(text, add_special_tokens=False))
 
 
-def test_a_row_is_what_the_processor_makes_of_the_whole_conversation(folder_of: Any) -> None:
-    """Two turns, each showing something, joined by the proof; compared with one run over all of it."""
+def opened(folder_of: Any) -> tuple[Any, Ledger, int]:
+    """The folder of a family, a ledger of its own, and the placeholder of images."""
     folder = folder_of("qwen2_vl")
     ledger = Ledger(TemplateBridge(folder.tokenizer, None, folder.processor))
-    image = folder.tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    return folder, ledger, folder.tokenizer.convert_tokens_to_ids("<|image_pad|>")
+
+
+def test_a_row_is_what_the_processor_makes_of_the_whole_conversation(folder_of: Any) -> None:
+    """Two turns, each showing something, joined by the proof; compared with one run over all of it."""
+    folder, ledger, image = opened(folder_of)
     first = [
         {"role": "user", "content": [{"type": "image", "image": picture(16, 24, 1)}, {"type": "text", "text": "a"}]}
     ]
@@ -69,8 +74,7 @@ def test_a_row_is_what_the_processor_makes_of_the_whole_conversation(folder_of: 
 
 
 def test_images_after_the_last_reply_are_in_no_row(folder_of: Any) -> None:
-    folder = folder_of("qwen2_vl")
-    ledger = Ledger(TemplateBridge(folder.tokenizer, None, folder.processor))
+    folder, ledger, _ = opened(folder_of)
     ledger.begin([{"role": "user", "content": "a"}])
     ledger.sampled(Completion(ids_of(folder, "yes"), [-1.0] * 3, "", "stop"), 0, Reply("yes").message())
     ledger.answer([{"role": "user", "content": [{"type": "image", "image": picture(16, 16)}]}])
@@ -80,9 +84,7 @@ def test_images_after_the_last_reply_are_in_no_row(folder_of: Any) -> None:
 
 def test_media_of_a_row_are_those_of_its_tokens_and_none_beyond(folder_of: Any) -> None:
     """An image before the last reply and one behind it: with one placeholder per image, the row ends where it ends."""
-    folder = folder_of("qwen2_vl")
-    ledger = Ledger(TemplateBridge(folder.tokenizer, None, folder.processor))
-    image = folder.tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    folder, ledger, image = opened(folder_of)
 
     def shown(seed: int) -> list[dict[str, Any]]:
         return [{"role": "user", "content": [{"type": "image", "image": picture(16, 24, seed)}]}]
@@ -99,9 +101,7 @@ def test_media_of_a_row_are_those_of_its_tokens_and_none_beyond(folder_of: Any) 
 
 
 def test_a_placeholder_that_the_policy_samples_begins_a_new_row_in_which_it_is_text(folder_of: Any) -> None:
-    folder = folder_of("qwen2_vl")
-    ledger = Ledger(TemplateBridge(folder.tokenizer, None, folder.processor))
-    image = folder.tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    folder, ledger, image = opened(folder_of)
     ledger.begin([{"role": "user", "content": "a"}])
     ledger.sampled(
         Completion([image, *ids_of(folder, "<|im_end|>")], [-1.0] * 2, "", "stop"), 0, Reply("<|image_pad|>").message()
