@@ -27,7 +27,7 @@ from lightrl.records import Rollouts
 def keep_exact(plugin: Any) -> None:
     """Stops bf16-true and DeepSpeed from rounding rewards, log-probs, a step's new tensors, and rotary factors.
 
-    They convert only parameters and media. Rounded factors turn keys of distant tokens by up to a full turn.
+    They convert only parameters and media. Engines keep rotary factors in float32.
     """
     kind: Any = type(plugin)
     if issubclass(kind, HalfPrecision | DeepSpeedPrecision):
