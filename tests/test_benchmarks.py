@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -36,7 +37,7 @@ def between(values: list[float]) -> str:
 
 def test_the_benchmark_page_has_the_time_to_quality_of_the_committed_runs() -> None:
     systems = json.loads((ROOT / "benchmarks" / "results" / "quality.json").read_text())["systems"]
-    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    page, guide = ((ROOT / "docs" / name).read_text() for name in ("benchmarks.md", "hyperparameters.md"))
     for name, system in (
         ("grpo", "GRPO"),
         ("rloo", "RLOO"),
@@ -48,6 +49,7 @@ def test_the_benchmark_page_has_the_time_to_quality_of_the_committed_runs() -> N
         seconds = f"{found['seconds']:.0f} ({max(low, 0):.0f}-{high:.0f})"
         row = f"| {system} | {found['runs']} | {found['rollouts']} | {seconds} |"
         assert row in page
+        assert row in guide or "TRL" in system
         assert found["failures"] == 0
 
 
@@ -63,6 +65,40 @@ def test_the_benchmark_page_has_the_steps_compared_with_trl() -> None:
         cells = [f"{side['wall']:.1f} s, {side['peak_gb']:.1f} GB" for side in sides]
         times = ", ".join(f"{sides[2]['wall'] / side['wall']:.1f}x" for side in sides[:2])
         assert f"| {shown} | {' | '.join(cells)} | {times} |" in page
+
+
+def test_the_guide_lists_settings_and_results_of_the_committed_runs() -> None:
+    results = ROOT / "benchmarks" / "results"
+    runs = json.loads((results / "agent_examples.json").read_text())["runs"]
+    runs["few_shot"] = [json.loads((results / "few_shot.json").read_text())]
+    quickstart = json.loads((results / "quickstart.json").read_text())["runs"]
+    runs["quickstart"] = [
+        {"eval_reward": [run["eval_score"]["0"], run["eval_accuracy"]["24"]], "train_reward": run["train_reward"]}
+        for run in quickstart
+    ]
+    page = (ROOT / "docs" / "hyperparameters.md").read_text()
+    for name, seeds in runs.items():
+        file = ROOT / ("configs/quickstart/smollm2_grpo.yaml" if name == "quickstart" else f"examples/{name}/grpo.yaml")
+        config = yaml.safe_load(file.read_text())
+        files = [config, yaml.safe_load((file.parent / config["base"]).read_text())] if "base" in config else [config]
+        module, data = (
+            {key: value for each in reversed(files) for key, value in each.get(part, {}).get("init_args", {}).items()}
+            for part in ("model", "data")
+        )
+        decay = "linear" if module.get("lr_scheduler") else "constant"
+        rollouts = len(seeds[0]["train_reward"]) if name in ("few_shot", "quickstart") else 8
+        starts, ends = ([run["eval_reward"][i] for run in seeds] for i in (0, -1 if rollouts > 8 else 1))
+        assert data["group_size"] == 8
+        assert module["kl"] is None
+        rate = f"{module['optimizer']['init_args']['lr']:.0e}".replace("e-0", "e-")
+        cells = (
+            rate + ", " + decay,
+            data["prompts_per_rollout"],
+            data["sampling"]["max_new_tokens"],
+            len(seeds),
+            rollouts,
+        )
+        assert f"| {' | '.join(map(str, cells))} | {between(starts)} to {between(ends)} |" in page, name
 
 
 def test_the_committed_runs_of_examples_end_above_their_bars_and_near_their_best(

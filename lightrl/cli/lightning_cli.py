@@ -75,6 +75,10 @@ Common options, in the file or on the command line:
   --ckpt_path last                     resume from the last checkpoint
 
 Run `lightrl {command} --model.help PPOLightningModule` for the arguments of a class. All options:"""
+EVALUATE = """  --data.evaluation.prompts SOURCE     prompts: a file, a Hugging Face dataset ID, or a prompt source
+  --data.evaluation.group_size N       completions per prompt; above 1, pass@k is logged
+  --data.rewards [FUNCTION]            reward functions: package.module:function or file.py:function
+  --ckpt_path FILE                     checkpoint to evaluate, such as outputs/run/checkpoints/last.ckpt"""
 set_parsing_settings(subclasses_enabled=[PromptSource, LRSchedule])  # dataclasses whose class YAML may name, and keeps
 copy_tried_dictionaries()
 keep_lists()
@@ -93,7 +97,8 @@ class LightRLCLI(YamlCLI):
 
     def help_of(self, subcommand: str) -> tuple[str, str]:
         """See `YamlCLI.help_of`."""
-        return DESCRIPTIONS[subcommand], USAGE.format(command=subcommand)
+        usage = USAGE if subcommand == "fit" else re.sub(r"(?s)  --model.opt.*?(?=\n\n)", EVALUATE, USAGE)
+        return DESCRIPTIONS[subcommand], usage.format(command=subcommand)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Adds LightRL's arguments, and defaults for manual optimization and generated batches."""

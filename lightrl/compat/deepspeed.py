@@ -13,6 +13,12 @@ from typing import Any
 from torch import Tensor
 
 
+def skip_unused() -> None:
+    """Keeps `save_pretrained` from importing DeepSpeed in runs without it: the import takes seconds and warns."""
+    if other := sys.modules.get("accelerate.utils.other"):
+        other.is_deepspeed_available = lambda: "deepspeed" in sys.modules  # type: ignore[attr-defined]
+
+
 @contextmanager
 def whole_parameters() -> Iterator[None]:
     """Context manager in which modules are built with unpartitioned parameters, so that initialization works.

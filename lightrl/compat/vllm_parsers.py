@@ -67,7 +67,7 @@ def tool_parser(
 
 
 def call_format(name: str, tokenizer: Any, functions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns a parser's format of at least one call of the functions, for `structural_tag`.
+    """Returns a parser's format of at least one call to the functions, for `structural_tag`.
 
     Raises:
         ValueError: vLLM is not installed, or has no grammar of that format.

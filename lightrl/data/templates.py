@@ -163,7 +163,7 @@ def apply_template(
         roles = ", ".join(str(message["role"]) for message in messages)
         raise ValueError(f"the chat template can't render this conversation ({roles}): {failure}") from failure
     raise ValueError(
-        f"tool_calls: the chat template omits a call of {calls[0]['name']!r}. Set actor.chat_template to a template "
+        f"tool_calls: the chat template omits a call to {calls[0]['name']!r}. Set actor.chat_template to a template "
         "that supports tool calls."
     )
 

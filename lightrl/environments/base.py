@@ -107,7 +107,7 @@ class Environment(ABC):
 
     @abstractmethod
     async def step(self, reply: Reply) -> Step:
-        """Responds to a reply of the policy."""
+        """Responds to the policy's reply."""
 
     async def finish(self, stop_reason: str) -> float:
         """Returns the final reward. Called once unless the trajectory failed.

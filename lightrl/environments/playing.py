@@ -231,7 +231,7 @@ class _Played(Attempt):
         except MediaError as error:
             raise _Failed(str(error)) from error
         except (TypeError, UnicodeError) as error:  # an unpaired surrogate, common in file names
-            raise _Failed(f"a message of the environment can't be tokenized: {error}") from error
+            raise _Failed(f"a message from the environment can't be tokenized: {error}") from error
 
     def _state(self, environment: Environment, messages: Sequence[Message]) -> str:
         try:

@@ -94,7 +94,7 @@ def play(
 ) -> EnvironmentCheck:
     """Plays each script twice on each example with the same seed, as one group.
 
-    Scripts: a plain reply in every turn; a reply truncated by the token limit; a valid call of each tool (in every turn
+    Scripts: a plain reply in every turn; a reply truncated by the token limit; a valid call to each tool (in every turn
     of an environment, in the first turn of a program); and `replies`.
 
     Args:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 
+from lightrl.compat.deepspeed import skip_unused
 from lightrl.compat.torch import persistent_buffers
 from lightrl.compat.transformers import cached_path
 from lightrl.models.turns import end_of_turn, placeholder_ids
@@ -145,6 +146,7 @@ def save_hf_folder(
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     config = lm.config
+    skip_unused()
     try:
         if isinstance(getattr(lm, "score", None), nn.Linear):
             lm.config, state = _with_padding(lm, state, tokenizer)

@@ -95,6 +95,8 @@ def _convert(file: Path, folder: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+    from lightrl.compat.deepspeed import skip_unused
+
     source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     settings = {k: v for k, v in read.config.to_dict().items() if k not in ("quantization_config", "_name_or_path")}
@@ -102,6 +104,7 @@ def _convert(file: Path, folder: Path) -> None:
     plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     plain.load_state_dict(read.state_dict())
     plain.generation_config = read.generation_config
+    skip_unused()
     plain.save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(**source)
     add_bos(tokenizer, file)

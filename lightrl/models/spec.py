@@ -111,6 +111,8 @@ class ModelSpec:
         Raises:
             ValueError: `model` has adapters or quantized weights.
         """
+        from lightrl.compat.deepspeed import skip_unused
+
         kind = type(model).__name__
         if getattr(model, "peft_config", None) or getattr(model, "is_quantized", False):
             raise ValueError(
@@ -121,6 +123,7 @@ class ModelSpec:
         spec.path = folder = tempfile.mkdtemp(prefix=f"lightrl-{kind}-")
         weakref.finalize(spec, _remove, folder, os.getpid())
         # Each process has a separate directory; transformers would write only on the first rank.
+        skip_unused()
         model.should_save_on_this_rank = lambda is_main_process: is_main_process
         try:
             model.save_pretrained(folder)

@@ -93,8 +93,8 @@ class AdvantageEstimator(ABC):
         needs_binary_scores: Whether scores must be successes or failures. Rejects a KL penalty in the reward, which
             would change scores. Use a KL penalty in the loss, or none.
         credit: Rewards that it reads. "total" is their sum. "parts" reads `reward_parts` instead of `rewards`, so
-            changes of the sum alone (reward clip, normalization, KL in the reward) would be lost. "turns" assigns turn
-            rewards to turns, so changes of the sum alone would go to the last turn. Both reject such combinations. An
+            changes to the sum alone (reward clip, normalization, KL in the reward) would be lost. "turns" assigns turn
+            rewards to turns, so changes to the sum alone would go to the last turn. Both reject such combinations. An
             estimator that reads `reward_parts` or `turn_ids` must declare it.
         normalizes: Whether it ends with a normalization over the batch, which makes whitening redundant.
     """
@@ -116,7 +116,7 @@ class AdvantageEstimator(ABC):
         if given.reads and not declared:
             raise ValueError(
                 f"advantage={type(self).__name__}: reads {' and '.join(sorted(given.reads))} without declaring it, so "
-                'changes of the sum of rewards might be lost. Set `credit` to "parts", "turns", or "total".'
+                'changes to the sum of rewards might be lost. Set `credit` to "parts", "turns", or "total".'
             )
         for found in (advantages, returns):
             if found is not None and found.shape != given.mask.shape:  # it would broadcast
@@ -144,7 +144,7 @@ class AdvantageEstimator(ABC):
             )
 
     def refuse_shaped_rewards(self, shaping: str) -> None:
-        """Raises a ValueError if a change of the summed reward conflicts with the rewards that the estimator reads.
+        """Raises a ValueError if a change to the summed reward conflicts with the rewards that the estimator reads.
 
         Args:
             shaping: Argument or callback for the message, as the user wrote it.
@@ -153,7 +153,7 @@ class AdvantageEstimator(ABC):
             return
         parts = "turn_rewards" if self.credit == "turns" else "reward_parts"
         raise ValueError(
-            f"{shaping} with advantage={type(self).__name__}: it reads {parts}, so a change of their sum alone would "
+            f"{shaping} with advantage={type(self).__name__}: it reads {parts}, so a change to their sum alone would "
             f"be lost or misplaced. Change {parts} by the same amount, or use RLOO or GroupRelative."
         )
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +30,20 @@ def test_zero_keeps_what_is_read_under_these_names() -> None:
         assert f"self.{name}" in three
     for name in ("ds_id", "ds_tensor"):
         assert f"param.{name} = " in partitioned
+
+
+def test_saving_a_model_does_not_import_deepspeed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    for name in [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]:
+        monkeypatch.delitem(sys.modules, name)
+    sizes = {name: 8 for name in ("vocab_size", "hidden_size", "intermediate_size")}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=2))
+    compat.skip_unused()
+    model.save_pretrained(tmp_path)
+    assert "deepspeed" not in sys.modules
+    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace())
+    assert sys.modules["accelerate.utils.other"].is_deepspeed_available()
 
 
 def test_each_backward_begins_as_after_a_forward_of_deepspeeds_own() -> None:

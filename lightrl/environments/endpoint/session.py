@@ -158,7 +158,7 @@ class Session:
         self._counts["refused_requests"] += 1
         self.refusal = refused.message
         if refused.status in (400, 404, 405) and refused.code != "context_length_exceeded":
-            self.notify(f"A request of the program was rejected with status {refused.status}: {refused.message}")
+            self.notify(f"A request from the program was rejected with status {refused.status}: {refused.message}")
 
     def remember(self, name: str, messages: list[Message]) -> None:
         """Stores the conversation of a response, so that it can be continued by its ID."""
