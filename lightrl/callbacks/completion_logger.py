@@ -105,7 +105,7 @@ class CompletionLogger(RLCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Logs samples of every N-th rollout."""
+        """Logs samples of every Nth rollout."""
         self._begin()
         done = trainer.fit_loop.total_batch_idx + 1
         if isinstance(batch, Rollouts) and trainer.is_global_zero and done % self.every_n_rollouts == 0:

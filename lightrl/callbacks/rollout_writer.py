@@ -32,7 +32,7 @@ OF_TOKENS = ("advantages", "engine_logprobs", "old_logprobs", "ref_logprobs", "v
 
 
 class RolloutWriter(RLCallback):
-    """Saves the trajectories of every N-th rollout before its update.
+    """Saves the trajectories of every Nth rollout before its update.
 
     Each rank writes `DIR/rollout=000010/rank0.pt`, with the tensors of `Experience`, raw reward components, and model
     inputs such as pixels. It also writes `rank0.jsonl`, with one trajectory per line, for `lightrl view`:
@@ -75,7 +75,7 @@ class RolloutWriter(RLCallback):
         self._rollouts = rollouts
 
     def on_experience_made(self, trainer: Trainer, pl_module: Any, experience: Experience) -> None:
-        """Writes every N-th rollout."""
+        """Writes every Nth rollout."""
         rollouts, self._rollouts = self._rollouts, None
         done = trainer.fit_loop.total_batch_idx + 1
         if rollouts is None or done % self.every_n_rollouts:
