@@ -25,6 +25,7 @@ from lightrl.algorithms.experience import TrajectoryLayout, first_rows, trajecto
 from lightrl.callbacks.run_files import describe, run_folder
 from lightrl.callbacks.traces import log_traces
 from lightrl.checkpoints.files import append_lines
+from lightrl.ops.progress import count
 from lightrl.records import Experience, Rollouts
 from lightrl.rollout.learner import RLCallback
 
@@ -141,10 +142,9 @@ class CompletionLogger(RLCallback):
         """Logs the samples."""
         if self._evaluated:
             done = trainer.fit_loop.total_batch_idx + 1
-            title = f"evaluation after {done} rollouts" if trainer.fit_loop.total_batch_idx >= 0 else "evaluation"
-            self._log(
-                trainer, "eval", self._evaluated, "evaluation before training" if trainer.sanity_checking else title
-            )
+            title = f"evaluation after {count(done, 'rollout')}" if done else "evaluation"
+            title = "evaluation before training" if trainer.sanity_checking else title
+            self._log(trainer, "eval", self._evaluated, title)
 
     on_test_start = on_validation_start
     on_test_batch_end = on_validation_batch_end

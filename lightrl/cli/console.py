@@ -13,6 +13,7 @@ DEPENDENCIES = (
     r"|torch|torchmetrics|transformers|triton|vllm)\b"
 )
 LOGGERS = {
+    "lightning.pytorch.trainer.connectors.checkpoint_connector": ("`weights_only` was not set",),
     "lightning.pytorch.utilities.rank_zero": ("💡 Tip", "TPU available"),
     "DeepSpeed": ("Setting accelerator to CPU",),
     "vllm.triton_utils.importing": ("Triton is installed, but",),

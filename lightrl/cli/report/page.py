@@ -12,7 +12,7 @@ from lightrl.cli.report.assets import asset
 from lightrl.cli.report.header import header
 from lightrl.cli.report.plots import Image, after_rollouts
 from lightrl.cli.report.read import Run, Series
-from lightrl.ops.progress import clock
+from lightrl.ops.progress import clock, count
 
 # (metric, label, unit, which value is best: max, min, or None)
 SUMMARY = (
@@ -60,7 +60,7 @@ def render_page(run: Run, images: Sequence[Image]) -> str:
     """Renders the page of a run."""
     rows = summary(run)
     seconds = sum(after_rollouts(run, "time/step").values())
-    facts = [f"{run.num_rollouts:,} {'rollouts' if 'reward/mean' in run.metrics else 'batches'}"]
+    facts = [count(run.num_rollouts, "rollout" if "reward/mean" in run.metrics else "batch")]
     facts += [f"{clock(seconds)} of training"] if seconds else []
     body = [
         f"<h1>{escape(run.name)}</h1><p class=soft>LightRL run report: {', '.join(facts)}.</p>",
