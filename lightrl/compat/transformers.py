@@ -116,8 +116,8 @@ def with_from_config(name: str, bases: tuple[type, ...], reads_as: type[PreTrain
     Args:
         name: Name of the class.
         bases: Base classes.
-        reads_as: Class with the same backbone whose checkpoint format to use. transformers stores renamings by class
-            name, and would report renamed weights as missing for an unknown class. Defaults to none.
+        reads_as: Class with the same backbone, whose checkpoint format is used. transformers stores renamings by class
+            name and would report renamed weights as missing for an unknown class. Defaults to none.
     """
     own: dict[str, Any] = {"from_config": classmethod(lambda cls, config, **kwargs: cls._from_config(config, **kwargs))}
     if reads_as is not None:
