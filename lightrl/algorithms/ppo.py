@@ -217,8 +217,6 @@ class PPOLightningModule(RLLightningModule):
         self.note_weight_changes()  # since the rollout was sampled
         outputs = self.evaluate_models(rollouts)
         found = self.compute_advantages(rollouts, outputs)
-        # Other data loaders may set any `policy_version`.
-        counts = isinstance(self.trainer.datamodule, RolloutDataModule)  # type: ignore[attr-defined]
         experience = join_experience(
             rollouts,
             outputs,
@@ -226,7 +224,7 @@ class PPOLightningModule(RLLightningModule):
             raw_rewards,
             self.shaping,
             whiten=self.whiten_advantages,
-            is_stale=counts and rollouts.policy_version != self.policy_version,
+            is_stale=self._knows_versions and rollouts.policy_version != self.policy_version,
             all_sum=self.all_sum,
             means=self.means,
         )
@@ -466,3 +464,8 @@ class PPOLightningModule(RLLightningModule):
             )
             self._correction = OffPolicyCorrection(self.loss)
         return self._correction
+
+    @property
+    def _knows_versions(self) -> bool:
+        """Whether `Rollouts.policy_version` counts this module's updates. Other data loaders may set any number."""
+        return isinstance(self.trainer.datamodule, RolloutDataModule)  # type: ignore[attr-defined]
