@@ -17,7 +17,7 @@ from lightning.pytorch import Trainer
 
 from lightrl.cli import COMMANDS, RUNS, main
 from lightrl.environments import ToolEnvironment
-from tests.toys import quickstart_model
+from tests import toys
 
 SMALL = [
     *("--trainer.max_epochs=1", "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"),
@@ -52,7 +52,7 @@ def test_the_tutorial_runs_as_written(root: Path, tmp_path: Path, monkeypatch: p
     page = (root / "docs" / "tutorial.md").read_text()
     (rows,), (reward,) = (re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("json", "python"))
     commands = [line.split("#")[0].split() for line in re.findall(r"^lightrl .*$", page, re.MULTILINE)]
-    model = quickstart_model(tmp_path / "model", **SMALL)
+    model = toys.quickstart_model(tmp_path / "model", **toys.SMALL)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["lightrl"])
     assert [command[1] for command in commands] == ["init", "fit", "fit", "report", "export"]
