@@ -89,6 +89,7 @@ def test_what_was_asked_and_sampled_is_what_is_trained_id_for_id(
     assert trajectory.stop_reason == "stop"
     assert len(engine.asked) == 5
     assert mismatches(engine, trajectory) == 0
+    assert trajectory.sampled_ids == [token for turn in turns for token in turn.ids]
     assert not any(mark in tokenizer.decode(asked) for asked in engine.asked for mark in (MARK, "\\udb"))
     assert trajectory.metrics["forks"] == FORKS.get((name, thinking), 2 - cut if name == "gpt-oss" else 0)
 
