@@ -40,7 +40,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "vllm, KV cache of 4 GiB": {"engine_args": {"kv_cache_memory_bytes": 4 << 30}},
     "vllm, threads not bound": {"environment": {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}},
 }
-UPDATES = [512, 2048, 8192, 16384, 65536]
+UPDATES = [1024, 2048, 4096, 16384]
 
 
 def generate(path: str, name: str, rounds: int) -> dict[str, Any]:
@@ -115,6 +115,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=["smollm2", "gemma3"], default="smollm2")
     parser.add_argument("--only", nargs="+", choices=[*ENGINES, "updates"], default=[*ENGINES, "updates"])
+    parser.add_argument("--threads", type=int, default=THREADS, help="of the updates, and of rows without their own")
     parser.add_argument("--rounds", type=int, default=3, help="timed calls of each row")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
@@ -133,7 +134,7 @@ def main() -> None:
         rows += [("update", f"{budget}/{copies}") for copies in (GROUP, 1) for budget in UPDATES]
     for kind, name in rows:
         chosen = ENGINES.get(name, {})
-        threads = str(chosen.get("threads", THREADS))
+        threads = str(chosen.get("threads", given.threads))
         environment = {**os.environ, "OMP_NUM_THREADS": threads, **chosen.get("environment", {})}
         command = [sys.executable, __file__, "--model", given.model, "--rounds", str(given.rounds)]
         done = subprocess.run(

@@ -53,6 +53,14 @@ def test_the_benchmark_page_has_the_time_to_quality_of_the_committed_runs() -> N
         assert found["failures"] == 0
 
 
+def test_the_benchmark_page_has_the_updates_behind_the_default_of_micro_batches() -> None:
+    rows = json.loads((ROOT / "benchmarks" / "results" / "defaults.json").read_text())["smollm2"]["update"]
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    for name, shown in (("2048/1", "2,048"), ("4096/1", "4,096"), ("16384/1", "16,384 (one micro-batch)")):
+        row = rows[name]
+        assert f"| {shown} | {row['wall_s']:.1f} | {row['cpu_s']:.1f} | {row['peak_gb']:.1f} |" in page
+
+
 def test_the_benchmark_page_has_the_steps_compared_with_trl() -> None:
     cases = json.loads((ROOT / "benchmarks" / "results" / "vs_trl.json").read_text())["cases"]
     page = (ROOT / "docs" / "benchmarks.md").read_text()

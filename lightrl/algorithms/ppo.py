@@ -236,7 +236,7 @@ class PPOLightningModule(RLLightningModule):
         for spec in self.reward_model_specs:
             model: Any = self.reward_models[spec.name]
             applies = spec.applies(rollouts.columns)
-            scores = model.score(rollouts, self.updates.micro_batch_tokens)
+            scores = model.score(rollouts, self.updates.tokens(self.device.type))
             add_scores(rollouts, spec.name, spec.weight, scores, applies)
 
     def evaluate_models(self, rollouts: Rollouts) -> ModelOutputs:
@@ -300,7 +300,7 @@ class PPOLightningModule(RLLightningModule):
             self.trainer.world_size,
             all_sum=self.all_sum,
             all_max=self.all_max,
-            budget=self.updates.micro_batch_tokens,
+            budget=self.updates.tokens(self.device.type),
             layout=widest_layout(*self._trained_models),
             ptx_coef=self.ptx_coef,
             skip_zero=skip_zero,

@@ -70,6 +70,9 @@ class CriticSpec:
             raise ValueError("CriticSpec.model with shared=True: a shared critic uses the policy's model. Remove one.")
 
 
+MICRO_BATCH_TOKENS = {"cpu": 4096}  # larger ones need more memory there, and are no faster
+
+
 @dataclass(frozen=True)
 class Updates:
     """Updates per rollout and their limits.
@@ -78,6 +81,7 @@ class Updates:
         minibatch_size: Number of trajectories per optimizer step, over all ranks. Must divide the rollout. Defaults to
             the whole rollout.
         micro_batch_tokens: Maximum number of tokens per forward/backward pass. Affects memory and speed, not results.
+            Defaults to 16384, and to 4096 on a CPU.
         max_grad_norm: Maximum joint gradient norm of policy and critic. None disables clipping.
         max_skipped_updates: Number of consecutive updates with a non-finite loss or gradient that stops the run.
         off_policy_correction: Apply `OffPolicyCorrection` to rollouts sampled by older policies. No effect if the loss
@@ -85,10 +89,14 @@ class Updates:
     """
 
     minibatch_size: int | None = None
-    micro_batch_tokens: int = 16384
+    micro_batch_tokens: int | None = None
     max_grad_norm: float | None = 1.0
     max_skipped_updates: int = 5
     off_policy_correction: bool = True
+
+    def tokens(self, device_type: str) -> int:
+        """`micro_batch_tokens`, or its default for the device type."""
+        return self.micro_batch_tokens or MICRO_BATCH_TOKENS.get(device_type, 16384)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,11 @@ from tests.toys import Keep, ThreadEngine, adam, model_fixture, quiet_trainer, s
 model_path = model_fixture(num_hidden_layers=2, hidden_size=64, intermediate_size=64)
 
 
+def test_micro_batches_on_a_cpu_are_smaller_by_default() -> None:
+    assert [Updates().tokens(device) for device in ("cpu", "cuda")] == [4096, 16384]
+    assert Updates(micro_batch_tokens=9000).tokens("cpu") == 9000
+
+
 @pytest.mark.parametrize("kind", [PPOLightningModule, GRPOLightningModule])
 def test_micro_batches_and_layouts_do_not_change_the_update(kind: type[PPOLightningModule], model_path: str) -> None:
     results = []

@@ -24,7 +24,7 @@ def plan(
     reward_model: str | None = None,
     reference: bool = True,
     gradient_checkpointing: bool = True,
-    micro_batch_tokens: int = 16384,
+    micro_batch_tokens: int | None = None,
     engine: Literal["colocated", "asleep", "elsewhere"] = "colocated",
     sequences: int = 64,
     length: int = 2048,
@@ -53,7 +53,7 @@ def plan(
         reward_model: Model directory or model ID of a reward model in bfloat16. Defaults to none (reward functions).
         reference: Whether the run has a KL term and thus a reference model (in bfloat16). With LoRA it needs no memory.
         gradient_checkpointing: `model.actor.gradient_checkpointing`.
-        micro_batch_tokens: `model.updates.micro_batch_tokens`.
+        micro_batch_tokens: `model.updates.micro_batch_tokens`. Defaults to 16384, and to 4096 with `--device cpu`.
         engine: Placement of the inference engine. colocated: on the training GPUs, always loaded. asleep: on the
             training GPUs, but it frees its memory during training (`VLLMEngine.sleep_level`). elsewhere: on other GPUs
             or servers.
@@ -73,10 +73,12 @@ def plan(
         require_model_folder(path.removesuffix("config.json") or ".")
     import torch
 
+    from lightrl.algorithms.settings import Updates
     from lightrl.cli.plan.memory import Plan, measure_model
     from lightrl.cli.plan.time import step_seconds
 
     compute = torch.float32 if precision == "32-true" else torch.bfloat16
+    micro_batch_tokens = Updates(micro_batch_tokens=micro_batch_tokens).tokens(device)
     case = Plan(
         actor=measure_model(model, compute=compute),
         critic=algorithm == "ppo",
