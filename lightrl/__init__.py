@@ -25,13 +25,7 @@ if TYPE_CHECKING:
         Updates,
     )
     from lightrl.callbacks import WeightSync
-    from lightrl.data import (
-        PreferenceDataModule,
-        PreferenceSource,
-        PromptSource,
-        SFTDataModule,
-        SFTSource,
-    )
+    from lightrl.data import PreferenceDataModule, PreferenceSource, PromptSource, SFTDataModule, SFTSource
     from lightrl.engines import ServerEngine, TransformersEngine, VLLMEngine
     from lightrl.environments import AgentProgram, EnvironmentEpisode
     from lightrl.models.spec import LoraSpec, ModelSpec

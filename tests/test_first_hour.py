@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,8 +16,11 @@ from typing import Any
 import pytest
 import yaml
 
+from lightrl import ModelSpec, PromptSource
 from lightrl.cli import main
 from lightrl.cli.doctor import diagnose
+from lightrl.data.templates import load_tokenizer
+from lightrl.models.loading import load_causal_lm
 from tests.toys import SMALL, model_fixture
 
 model = model_fixture(**SMALL)
@@ -138,6 +144,72 @@ def test_doctor_rejects_mini_batches_that_do_not_divide_the_rollout(config: Call
         assert text in said(str(file), kind)
 
 
+def test_fit_rejects_sizes_before_the_engine_starts(
+    config: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = Path(config())
+    content = yaml.safe_load(file.read_text())
+    for name, value, text in (
+        ("updates", {"minibatch_size": 5}, "minibatch_size=5: does not divide the rollout's 16"),
+        ("rollouts_per_epoch", 0, "rollouts_per_epoch=0: "),
+    ):
+        changed = copy.deepcopy(content)
+        changed["model" if name == "updates" else "data"]["init_args"][name] = value
+        file.write_text(yaml.safe_dump(changed))
+        with pytest.raises(SystemExit) as stop:
+            main(["fit", "--config", str(file)])
+        said = capsys.readouterr().err
+        assert stop.value.code == 2 and f"error: {text}" in said and "Starting" not in said
+
+
+def test_a_wrong_model_or_directory_is_named_in_one_message(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    spec, nowhere = ModelSpec(path="./copy"), "Model directory './copy' does not exist"
+    for load in (lambda: load_tokenizer("./copy"), lambda: load_causal_lm(spec, trainable=True)):
+        with pytest.raises(ValueError, match=nowhere):
+            load()
+    for lacking, text in (
+        ("*", "Model directory './copy' has no config.json"),
+        ("model.safetensors", "model path './copy': can't be loaded: "),
+        ("cut", "model path './copy': can't be loaded: "),
+    ):
+        shutil.rmtree("copy", ignore_errors=True)
+        shutil.copytree(model, "copy", ignore=shutil.ignore_patterns(lacking))
+        if lacking == "cut":
+            Path("copy/model.safetensors").write_bytes(Path(model, "model.safetensors").read_bytes()[:-100])
+        with pytest.raises(ValueError, match=text):
+            load_causal_lm(spec, trainable=True)
+    with pytest.raises(ValueError, match="path='./', split='train': "):  # without data files
+        PromptSource(path="./").read()
+    Path("latin.jsonl").write_bytes('{"prompt": "café"}'.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"latin\.jsonl: is not UTF-8 text"):
+        PromptSource(path="latin.jsonl").read()
+
+
+def test_a_typo_in_a_config_is_told_once_and_without_types(
+    config: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = Path(config())
+    content = yaml.safe_load(file.read_text())
+    optimizer = {"class_path": "torch.optim.AdamW", "init_args": {"learning_rate": 1e-6}}
+    for part, name, value, option in (
+        ("data", "prompts", {"pth": "rows.jsonl"}, "pth"),
+        ("data", "engine", {"class_path": "TransformersEngine", "init_args": {"thread": 1}}, "thread"),
+        ("model", "optimizer", optimizer, "learning_rate"),
+        ("trainer", "callbacks", [{"class_path": "CompletionLogger", "init_args": {"every": 1}}], "every"),
+    ):
+        changed = copy.deepcopy(content)
+        (changed[part] if part == "trainer" else changed[part]["init_args"])[name] = value
+        file.write_text(yaml.safe_dump(changed))
+        with pytest.raises(SystemExit):
+            main(["fit", "--config", str(file)])
+        said = capsys.readouterr().err
+        assert said.count(f"Option '{option}' is not accepted") == 1 and name in said, said
+        assert not re.search("typing|Namespace|class path|dict with|Errors:", said), said
+
+
 # ---- mistakes at the command line --------------------------------------------------------------------------------
 
 MISTAKES = {
@@ -156,6 +228,7 @@ MISTAKES = {
     "report nowhere": "run_dir='nowhere'",
     "view nowhere": "run_dir='nowhere'",
     "init new --task gpro": "task",
+    "init new --model ./nowhere": "'./nowhere'",
     "serve-reward --reward nowhere.py:f": "'nowhere.py:f'",
     "serve-reward --prot 80": "prot",
     "quickstart --rolouts 3": "rolouts",

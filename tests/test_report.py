@@ -55,6 +55,9 @@ def test_the_page_is_whole_and_needs_nothing_else(tmp_path: Path, capsys: pytest
 def test_the_page_begins_with_what_was_run_and_the_result(tmp_path: Path) -> None:
     rows = [{"step": -1, "eval/reward": 0.125}, *({**row, "time/step": 10} for row in training(0, 4))]
     samples = [sample(step, "eval", "p", "c", float(step)) for step in (0, 1)]
+    assert (
+        "eval accuracy 0.12 before training; 4 rollouts, 0:40" in report(write_run(tmp_path, rows, samples)).read_text()
+    )
     run = write_run(tmp_path, [*rows, {"step": 3, "eval/reward": 0.578}], samples)
     assert "eval accuracy 0.12 -&gt; 0.58 in 4 rollouts, 0:40" in report(run).read_text()
     (run / "hparams.yaml").write_text(

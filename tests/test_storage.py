@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from lightrl.checkpoints.files import (
     DamagedError,
@@ -75,6 +77,20 @@ def test_a_full_disk_is_one_message_and_leaves_the_file_before(write: str, tmp_p
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert path.read_bytes() == b"before" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_full_disk_is_one_message_for_a_model_folder(tmp_path: Path) -> None:
+    """`safetensors` raises an error of its own, which is no OSError; its error for a damaged file stays as it is."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(StorageError, match="model.*File too large"), atomic_folder(tmp_path / "model") as folder:
+            save_file({"x": torch.zeros(10_000)}, folder / "model.safetensors")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    (tmp_path / "damaged").write_bytes(b"damaged")
+    with pytest.raises(SafetensorError), atomic_folder(tmp_path / "model"):
+        safe_open(tmp_path / "damaged", "pt")
 
 
 def test_a_folder_is_replaced_as_a_whole_and_what_others_put_there_stays(tmp_path: Path) -> None:

@@ -39,16 +39,19 @@ def test_each_help_line_is_imperative() -> None:
 def test_noise_of_dependencies_is_hidden_and_real_warnings_are_kept(caplog: pytest.LogCaptureFixture) -> None:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        quiet()
+        quiet(resumes=True)
         try:
             warnings.warn_explicit("old", FutureWarning, "x.py", 1, module="huggingface_hub.utils")
+            warnings.warn("Checkpoint directory x exists and is not empty.", stacklevel=1)
             warnings.warn_explicit("real", UserWarning, "x.py", 2, module="torch.nn")
             warnings.warn_explicit("own", FutureWarning, "x.py", 3, module="rewards")
             log = logging.getLogger("huggingface_hub.utils._http")
             log.warning("Retrying in 1s [Retry 1/5].")
+            logging.getLogger("transformers.tokenization_utils_base").warning("Token indices sequence length is longer")
             log.warning("Rate limited. Waiting 9s before retry [Retry 1/5].")
         finally:
             for name in LOGGERS:
                 logging.getLogger(name).filters.clear()
     assert [str(each.message) for each in seen] == ["real", "own"]
     assert "Rate limited" in caplog.text and "Retrying in" not in caplog.text
+    assert "Token indices" not in caplog.text

@@ -24,12 +24,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 
 from lightrl.algorithms.base import RLLightningModule
-from lightrl.algorithms.batches import (
-    count_minibatches,
-    cut_minibatches,
-    weighted_micro_batches,
-    widest_layout,
-)
+from lightrl.algorithms.batches import count_minibatches, cut_minibatches, weighted_micro_batches, widest_layout
 from lightrl.algorithms.experience import (
     add_scores,
     estimate_advantages,
@@ -162,6 +157,18 @@ class PPOLightningModule(RLLightningModule):
         require_matching_parts(self)
 
     # ---- one rollout -------------------------------------------------------------------------------------------
+
+    def setup(self, stage: str) -> None:
+        """Also checks that mini-batches divide the rollout."""
+        super().setup(stage)
+        data, size = self.trainer.datamodule, self.updates.minibatch_size  # type: ignore[attr-defined]
+        if (
+            stage == "fit"
+            and size is not None
+            and isinstance(data, RolloutDataModule)
+            and self._runs_own("minibatches")
+        ):
+            count_minibatches(size, data.prompts_per_rollout * data.group_size, self.trainer.world_size)
 
     def training_step(self, rollouts: Rollouts, batch_idx: int) -> dict[str, float]:
         """Trains on one rollout and returns its metrics, reduced over ranks; callbacks read them as `outputs`."""

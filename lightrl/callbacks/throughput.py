@@ -201,7 +201,8 @@ class ThroughputMonitor(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prints the result and logs it for `lightrl report`."""
         if trainer.is_global_zero and self._done:
-            first, last = headline(self._first, self._binary), headline(self._last, self._binary)
+            first = {} if self._last is self._first else headline(self._first, self._binary)
+            last = headline(self._last, self._binary)
             line = result_line(first, last, self._first_at, count(self._done, self._unit), self._seconds)
             stop_bar(trainer.progress_bar_callback)
             print(f"Result: {line}", flush=True)

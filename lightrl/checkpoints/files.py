@@ -278,14 +278,15 @@ def writing(path: Path) -> Iterator[None]:
     """Context manager that turns system errors of a write into a StorageError with the path and a fix."""
     try:
         yield
-    except StorageError:
-        raise
-    except OSError as error:
+    except Exception as error:
+        if isinstance(error, StorageError) or not (isinstance(error, OSError) or "I/O error: " in str(error)):
+            raise  # a SafetensorError is an OSError only by its message
         folder = next(p for p in path.absolute().parents if p.exists())
         free = shutil.disk_usage(folder).free / 2**20
         kept = " The previous version is unchanged." if path.exists() else ""
+        cause = getattr(error, "strerror", None) or error
         raise StorageError(
-            f"{str(path)!r} can't be written: {error.strerror or error}.{kept} {folder} has {free:,.0f} MiB free. "
+            f"{str(path)!r} can't be written: {cause}.{kept} {folder} has {free:,.0f} MiB free. "
             "Free up space, check permissions and limits, or write to another directory."
         ) from error
 

@@ -18,14 +18,7 @@ from torch import Tensor
 
 from lightrl.checkpoints.files import StorageError, has_checksums, link
 from lightrl.checkpoints.plugin import first_nonfinite
-from lightrl.checkpoints.run_folder import (
-    LAST,
-    RunGuard,
-    checkpoints_in,
-    last_of_runs,
-    newest_whole,
-    written_at,
-)
+from lightrl.checkpoints.run_folder import LAST, RunGuard, checkpoints_in, last_of_runs, newest_whole, written_at
 from lightrl.compat.lightning import accumulates
 from lightrl.compat.lightning_checkpoints import (
     SavingCheckpoint,

@@ -20,14 +20,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightrl.checkpoints.files import (
-    atomic_write,
-    clean_leftovers,
-    has_checksums,
-    restore_replaced,
-    verify,
-    writing,
-)
+from lightrl.checkpoints.files import atomic_write, clean_leftovers, has_checksums, restore_replaced, verify, writing
 from lightrl.checkpoints.plugin import CheckedCheckpointIO
 from lightrl.checkpoints.reading import checkpoint_kind, read_header
 

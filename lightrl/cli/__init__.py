@@ -152,7 +152,7 @@ def _main(arguments: list[str], verbose: bool) -> None:
             )
         expand_configs(arguments)
     if command in QUIETED and not verbose:
-        quiet()
+        quiet(resumes=any(option.startswith("--ckpt_path") for option in options))
     if STEP_OF in os.environ:  # not passed on to child processes
         die_with_parent(int(os.environ.pop(STEP_OF)))
     if command in COMMANDS:

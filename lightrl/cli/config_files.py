@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,10 @@ def shipped_configs() -> dict[str, str]:
 
 def recipes() -> None:
     """List the configurations that ship with LightRL. Run one with `lightrl fit --config lightrl:NAME`."""
-    for name, title in shipped_configs().items():
-        print(f"lightrl:{name:45s} {title}")
+    try:
+        print("".join(f"lightrl:{name:45s} {title}\n" for name, title in shipped_configs().items()), end="", flush=True)
+    except BrokenPipeError:  # `lightrl recipes | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def read_yaml(path: Path) -> Any:

@@ -16,6 +16,7 @@ LOGGERS = {
     "lightning.pytorch.trainer.connectors.checkpoint_connector": ("`weights_only` was not set",),
     "lightning.pytorch.utilities.rank_zero": ("💡 Tip", "TPU available"),
     "DeepSpeed": ("Setting accelerator to CPU",),
+    "transformers.tokenization_utils_base": ("Token indices sequence length is longer",),  # prompts are checked
     "vllm.triton_utils.importing": ("Triton is installed, but",),
     # A failed download raises an error.
     "huggingface_hub.utils._http": ("Retrying in ", "'", "HTTP Error "),
@@ -28,13 +29,17 @@ MESSAGES = (
 )
 
 
-def quiet() -> None:
-    """Hides the tips, loading progress bars, and deprecation warnings of dependencies in this process."""
+def quiet(resumes: bool) -> None:
+    """Hides the tips, loading progress bars, and deprecation warnings of dependencies in this process.
+
+    Args:
+        resumes: Whether a run is resumed, whose checkpoint directory is not empty.
+    """
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     for category in (DeprecationWarning, FutureWarning, PendingDeprecationWarning):
         warnings.filterwarnings("ignore", category=category, module=DEPENDENCIES)
-    for message in MESSAGES:
+    for message in (*MESSAGES, *["Checkpoint directory .* exists and is not empty"] * resumes):
         warnings.filterwarnings("ignore", message=message)
     for name in LOGGERS:
         logging.getLogger(name).addFilter(_shown)

@@ -9,7 +9,10 @@ from lightrl.checkpoints.redaction import redact_text
 
 PARSER_NOISE = re.compile(
     r"\s*(- )*(Does not validate against any|Subtypes: |Errors:|Given value type|Given value: .{80}"
-    r"|Expected a <class 'NoneType'>|Expected a path but|$)"
+    r"|Expected a <class 'NoneType'>|Expected a path but|Subclass types expect|a class path \(str\)|a dict with|$)"
+)
+PARSER_TYPES = re.compile(
+    r"Type typing.Callable.* expects a function or a callable class: |\. Got value: Namespace\(.*"
 )
 
 
@@ -50,8 +53,14 @@ def one_line(error: BaseException) -> tuple[str, int] | None:
 
 def parser_message(text: str) -> str:
     """jsonargparse's message in one line, without the types of unions."""
-    lines = [line.strip().removeprefix("- ") for line in text.splitlines() if not PARSER_NOISE.match(line)]
-    return redact_text(f"{' '.join(lines).rstrip('.')}.")
+    lines: list[str] = []
+    for line in (part.strip().removeprefix("- ") for part in text.splitlines() if not PARSER_NOISE.match(part)):
+        if line not in lines or line.endswith(":"):
+            lines.append(line)
+        while line in lines[:-1] and lines[-1].endswith(":"):  # the same reason for the next type of a union
+            lines.pop()
+    told = " ".join(line if line.endswith(":") else f"{line.rstrip('.')};" for line in lines)
+    return redact_text(f"{PARSER_TYPES.sub('', told.rstrip(';'))}.")
 
 
 def _packages(error: BaseException) -> list[str]:

@@ -34,12 +34,7 @@ from lightrl.callbacks import ThroughputMonitor
 from lightrl.checkpoints.redaction import plain_secrets, redact, redact_arguments, remember_secret, resolve_environment
 from lightrl.checkpoints.rollout_checkpoint import RolloutCheckpoint, preempt, preemptions
 from lightrl.checkpoints.run_folder import LOCK, RunGuard
-from lightrl.compat.jsonargparse import (
-    copy_tried_dictionaries,
-    keep_lists,
-    prefer_own_names,
-    start_from_own_defaults,
-)
+from lightrl.compat.jsonargparse import copy_tried_dictionaries, keep_lists, prefer_own_names, start_from_own_defaults
 from lightrl.compat.lightning_cli import YamlCLI, begin_table
 from lightrl.data import PromptSource
 from lightrl.engines import Engine

@@ -8,6 +8,8 @@ import shlex
 from pathlib import Path
 from typing import Literal
 
+from lightrl.compat.arguments import require_model_folder
+
 TEMPLATES = Path(__file__).parent / "templates"
 TASKS = tuple(sorted(folder.name for folder in TEMPLATES.iterdir() if folder.is_dir()))
 
@@ -27,10 +29,11 @@ def init(
         model: Model directory or model ID. Defaults to Qwen2.5-0.5B-Instruct, or Qwen2.5-VL-3B-Instruct for `vlm`.
 
     Raises:
-        ValueError: A file already exists.
+        ValueError: A file already exists, or the model directory doesn't.
     """
     folder = Path(os.path.expanduser(dir))
     model = model or ("Qwen/Qwen2.5-VL-3B-Instruct" if task == "vlm" else "Qwen/Qwen2.5-0.5B-Instruct")
+    require_model_folder(model)
     path = Path(os.path.expanduser(model))
     values = {"MODEL": str(path.resolve()) if path.is_dir() else model, "ENGINE": default_engine()}
     files = sorted(file for file in (TEMPLATES / task).rglob("*") if file.is_file() and file.suffix != ".pyc")

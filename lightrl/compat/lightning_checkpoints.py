@@ -23,7 +23,7 @@ class SavingCheckpoint(ModelCheckpoint):
 
     def write(self, trainer: Trainer, path: str) -> None:
         """Saves the run to a file or directory, and notifies loggers. Collective."""
-        trainer.save_checkpoint(path)
+        trainer.save_checkpoint(path, weights_only=False)
         self._last_global_step_saved = trainer.global_step
         self._last_checkpoint_saved = path
         for logger in trainer.loggers if trainer.is_global_zero else ():

@@ -26,11 +26,7 @@ class MediaProcessor:
     """
 
     def __init__(
-        self,
-        path: str,
-        tokenizer: PreTrainedTokenizerBase,
-        placeholders: Mapping[str, int],
-        kwargs: Mapping[str, Any],
+        self, path: str, tokenizer: PreTrainedTokenizerBase, placeholders: Mapping[str, int], kwargs: Mapping[str, Any]
     ) -> None:
         self.path = path
         self.tokenizer = tokenizer

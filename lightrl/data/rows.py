@@ -176,7 +176,7 @@ class RowSource:
             return self._load(path, name=self.name)
         if any((local / marker).exists() for marker in ("dataset_dict.json", "state.json")):
             return load_from_disk(str(local))
-        found = load_dataset_builder(str(local), name=self.name, **self.load_kwargs)
+        found = self._load(str(local), load_dataset_builder, name=self.name)
         files = {name: [str(file) for file in part] for name, part in (found.config.data_files or {}).items()}
         kinds = {BUILDERS.get(Path(file).suffix) for part in files.values() for file in part}
         return self._from_files(files) if kinds in ({"json"}, {"csv"}) else self._load(str(local), name=self.name)
@@ -197,9 +197,11 @@ class RowSource:
         parts = ReadInstruction.from_spec(self.split).to_absolute({split: len(part) for split, part in found.items()})
         return [row for part in parts for row in found[part.splitname][part.from_ : part.to]]
 
-    def _load(self, builder: str, **kwargs: Any) -> Any:
+    def _load(self, path: str, load: Callable[..., Any] = load_dataset, **kwargs: Any) -> Any:
+        if load is load_dataset:
+            kwargs |= {"split": self.split, "streaming": self.streaming}
         try:
-            return load_dataset(builder, split=self.split, streaming=self.streaming, **kwargs, **self.load_kwargs)
+            return load(path, **kwargs, **self.load_kwargs)
         except Exception as error:
             raise ValueError(f"path={self.path!r}, split={self.split!r}: {error}") from error
 
@@ -243,6 +245,8 @@ def _entries(file: Path, sep: str = ",") -> Iterator[tuple[int, dict[str, Any]]]
                     if not isinstance(row, dict):
                         raise ValueError(f"{json.dumps(row)[:80]} is not an object")
                     yield line, row
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: is not UTF-8 text: {error}. Save it as UTF-8.") from error
     except (ValueError, csv.Error) as error:
         raise ValueError(f"{file}, line {line}: {error}. Fix or remove it.") from error
 

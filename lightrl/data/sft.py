@@ -15,14 +15,7 @@ from lightrl.data.processing import ConversationSource, arranged, encode_prompt,
 from lightrl.data.prompts import rendered_like
 from lightrl.data.rows import Encoded, MediaError, columns_of, entered, with_progress
 from lightrl.data.sft_loader import Row, SFTLoader
-from lightrl.data.templates import (
-    apply_template,
-    as_messages,
-    call_texts,
-    conversation,
-    load_tokenizer,
-    shows_call,
-)
+from lightrl.data.templates import apply_template, as_messages, call_texts, conversation, load_tokenizer, shows_call
 from lightrl.models.turns import end_of_turn, ended_turn
 
 if TYPE_CHECKING:

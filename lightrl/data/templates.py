@@ -15,6 +15,7 @@ from jinja2 import TemplateError
 from lightning.pytorch.utilities import rank_zero_warn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from lightrl.compat.arguments import require_model_folder
 from lightrl.models.spec import read_chat_template
 from lightrl.models.turns import text_ids
 
@@ -49,6 +50,7 @@ def load_tokenizer(path: str, *, chat_template: str | None = None, **kwargs: Any
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(local) if local.is_dir() else path, **kwargs)
     except (OSError, ValueError) as error:
+        require_model_folder(path)
         raise ValueError(f"model path {path!r}: can't load a tokenizer: {error}") from error
     if template is not None:
         tokenizer.chat_template = template

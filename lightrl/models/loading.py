@@ -7,9 +7,11 @@ from types import MethodType
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
+from lightrl.compat.arguments import require_model_folder
 from lightrl.compat.transformers import checkpoint_activations, model_class, router_modules
 from lightrl.models.spec import ModelSpec
 
@@ -75,7 +77,7 @@ def load_model(
     elif model is None:
         kwargs = {**spec.kwargs, **(_quantization(dtype) if lora is not None and lora.quantize_4bit else {})}
         told: Any = {**kwargs, "output_loading_info": True}
-        model, info = auto_class.from_pretrained(spec.path, config=config, dtype=dtype, **told)
+        model, info = _read(auto_class, spec, config=config, dtype=dtype, **told)
         _refuse_random(model, spec, info["missing_keys"], new_head=new_head and trainable)
         _refuse_nonfinite(model, spec)
     return _prepared(model, spec, trainable=trainable)
@@ -83,7 +85,16 @@ def load_model(
 
 def model_config(spec: ModelSpec) -> Any:
     """Returns the config of a model, without its weights."""
-    return AutoConfig.from_pretrained(spec.path, **{k: v for k, v in spec.kwargs.items() if k in CONFIG_KEYS})
+    return _read(AutoConfig, spec, **{k: v for k, v in spec.kwargs.items() if k in CONFIG_KEYS})
+
+
+def _read(auto_class: Any, spec: ModelSpec, **kwargs: Any) -> Any:
+    """Calls `from_pretrained`. Raises a ValueError that names the model if its files are missing or broken."""
+    try:
+        return auto_class.from_pretrained(spec.path, **kwargs)
+    except (OSError, ValueError, SafetensorError) as error:
+        require_model_folder(spec.path)
+        raise ValueError(f"model path {spec.path!r}: can't be loaded: {error}") from error
 
 
 def _quantization(dtype: torch.dtype) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def result_line(first: Mapping[str, float], last: Mapping[str, float], at: int, 
     """Formats a result such as `eval accuracy 0.12 -> 0.58 in 40 rollouts, 7:12`.
 
     Args:
-        first: Metrics of `headline` at the start.
+        first: Metrics of `headline` at the start. Empty if there is one evaluation.
         last: Metrics of `headline` at the end.
         at: Number of rollouts before the first evaluation. Included unless it is 0.
         done: Total number of rollouts, as text.
@@ -79,8 +79,9 @@ def result_line(first: Mapping[str, float], last: Mapping[str, float], at: int, 
     parts = [f"{label} {_number(first[label])}{start} -> {_number(x)}" for label, x in last.items() if label in first]
     if parts:
         return f"{', '.join(parts)} in {done}, {clock(seconds)}"
-    only = ", ".join(f"{label} {_number(x)}" for label, x in last.items())
-    return f"{only} after {done}, {clock(seconds)}" if only else f"{done}, {clock(seconds)}"
+    at_start = {True: start or " before training", False: ""}
+    only = ", ".join(f"{label} {_number(x)}{at_start[label.startswith('eval')]}" for label, x in last.items())
+    return f"{only}; {done}, {clock(seconds)}" if only else f"{done}, {clock(seconds)}"
 
 
 def count(number: int, unit: str) -> str:

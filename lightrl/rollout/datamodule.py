@@ -153,6 +153,9 @@ class RolloutDataModule(LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Loads the tokenizer and the prompts. The engine starts at the first rollout."""
+        for name in ("prompts_per_rollout", "rollouts_per_epoch"):
+            if (count := getattr(self, name)) is not None and count < 1:
+                raise ValueError(f"{name}={count}: is below 1. Raise it.")
         if self.prompts_per_rollout % self.world_size:
             raise ValueError(
                 f"prompts_per_rollout={self.prompts_per_rollout}: {self.world_size} "

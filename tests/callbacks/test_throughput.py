@@ -143,13 +143,19 @@ def test_times_and_results_read_well() -> None:
 def test_a_run_ends_with_its_result(
     rollouts: Rollouts, make_trainer: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    def result() -> str:
+        return capsys.readouterr().out.splitlines()[-1].rpartition(", ")[0]  # without the time
+
     rollouts.rewards = torch.tensor([1.0, 0.0, 1.0, 0.0])
     trainer = make_trainer(EvaluateFirst(), ThroughputMonitor())
     trainer.fit(LoggingModule(), Loader([rollouts] * 3), Loader([rollouts]))
-    assert capsys.readouterr().out.splitlines()[-1] == "Result: eval accuracy 0.50 -> 0.50 in 3 rollouts, 0:00"
+    assert result() == "Result: eval accuracy 0.50 -> 0.50 in 3 rollouts"
     assert "eval accuracy 0.50 -> 0.50" in (tmp_path / "hparams.yaml").read_text()
+    once = make_trainer(EvaluateFirst(), ThroughputMonitor(), check_val_every_n_epoch=2)
+    once.fit(LoggingModule(), Loader([rollouts] * 3), Loader([rollouts]))
+    assert result() == "Result: eval accuracy 0.50 before training; 3 rollouts"
     make_trainer(ThroughputMonitor()).fit(LoggingModule(), Loader([rollouts]))
-    assert capsys.readouterr().out.splitlines()[-1] == "Result: reward 0.50 -> 0.50 in 1 rollout, 0:00"
+    assert result() == "Result: reward 0.50; 1 rollout"
 
 
 @pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])

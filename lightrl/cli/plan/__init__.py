@@ -114,7 +114,7 @@ def _print_memory(case: Any, gpu_memory: float) -> None:
     from lightrl.cli.plan.memory import PARTS, USABLE, advice, candidates, host_memory, memory, total
 
     limit = USABLE * gpu_memory * GIB
-    size = f"{case.actor.parameters / 1e9:.2f}B parameters"
+    size = f"{'PPO' if case.critic else 'GRPO'}, {case.actor.parameters / 1e9:.2f}B parameters"
     table = Table(title=f"Memory per GPU in GiB ({size}, {case.gpus} x {gpu_memory:g} GiB)")
     table.add_column("")
     chosen = candidates(case)

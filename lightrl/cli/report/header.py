@@ -41,7 +41,8 @@ def result(run: Run) -> str:
     first, last = (
         headline({name: list(each.values())[at] for name, each in run.metrics.items()}, binary) for at in (0, -1)
     )
-    at = min((min(each) for name, each in run.metrics.items() if name.startswith("eval/")), default=-1) + 1
+    evaluated = {step for name, each in run.metrics.items() if name.startswith("eval/") for step in each}
+    first, at = {} if len(evaluated) == 1 else first, min(evaluated, default=-1) + 1
     seconds = sum(x for x in run.metrics.get("time/step", {}).values() if x == x)
     unit = "rollout" if "reward/mean" in run.metrics else "batch"
     return result_line(first, last, at, count(run.num_rollouts, unit), seconds) if last else ""

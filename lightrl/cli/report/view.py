@@ -40,7 +40,8 @@ def view(
     records, older = _newest(folder, max_trajectories)
     if not records:
         raise ValueError(
-            f"run_dir={str(folder)!r}: no trajectories in rollouts/. Add the RolloutWriter callback to the run."
+            f"run_dir={str(folder)!r}: no trajectories in rollouts/. Add the RolloutWriter callback to the run, or "
+            "lower its every_n_rollouts."
         )
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(render(records, folder.resolve().name, older), encoding="utf-8")
