@@ -21,12 +21,7 @@ class GSPOLightningModule(GRPOLightningModule):
     """
 
     def __init__(
-        self,
-        actor: str | ModelSpec,
-        *,
-        loss: PolicyLoss = GSPO(),
-        kl: KLPenalty | None = None,
-        **kwargs: Any,
+        self, actor: str | ModelSpec, *, loss: PolicyLoss = GSPO(), kl: KLPenalty | None = None, **kwargs: Any
     ) -> None:
         super().__init__(actor, loss=loss, kl=kl, **kwargs)
 

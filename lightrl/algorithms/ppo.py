@@ -161,13 +161,9 @@ class PPOLightningModule(RLLightningModule):
     def setup(self, stage: str) -> None:
         """Also checks that mini-batches divide the rollout."""
         super().setup(stage)
-        data, size = self.trainer.datamodule, self.updates.minibatch_size  # type: ignore[attr-defined]
-        if (
-            stage == "fit"
-            and size is not None
-            and isinstance(data, RolloutDataModule)
-            and self._runs_own("minibatches")
-        ):
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        size = self.updates.minibatch_size if stage == "fit" and self._runs_own("minibatches") else None
+        if size is not None and isinstance(data, RolloutDataModule):
             count_minibatches(size, data.prompts_per_rollout * data.group_size, self.trainer.world_size)
 
     def training_step(self, rollouts: Rollouts, batch_idx: int) -> dict[str, float]:

@@ -123,13 +123,7 @@ class RLOOLightningModule(CriticFreeLightningModule):
     Source: Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740, section 3.2.
     """
 
-    def __init__(
-        self,
-        actor: str | ModelSpec,
-        *,
-        aggregation: Aggregation = SequenceSum(),
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, actor: str | ModelSpec, *, aggregation: Aggregation = SequenceSum(), **kwargs: Any) -> None:
         super().__init__(actor, aggregation=aggregation, **kwargs)
 
 

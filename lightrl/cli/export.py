@@ -14,10 +14,7 @@ State = Mapping[str, Any]
 
 
 def export(
-    checkpoint: str = "",
-    output: str = "",
-    what: Literal["model", "adapter"] = "model",
-    model: str | None = None,
+    checkpoint: str = "", output: str = "", what: Literal["model", "adapter"] = "model", model: str | None = None
 ) -> None:
     """Export a checkpoint as a Hugging Face model or a LoRA adapter.
 

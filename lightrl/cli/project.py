@@ -15,9 +15,7 @@ TASKS = tuple(sorted(folder.name for folder in TEMPLATES.iterdir() if folder.is_
 
 
 def init(
-    dir: str,
-    task: Literal["agent", "grpo", "program", "rlhf", "sft", "vlm"] = "grpo",
-    model: str | None = None,
+    dir: str, task: Literal["agent", "grpo", "program", "rlhf", "sft", "vlm"] = "grpo", model: str | None = None
 ) -> None:
     """Create a project to edit and run: a configuration, a reward function or tools, training examples, and a README.
 

@@ -52,11 +52,7 @@ CLASSES = {
 }
 """Old class name -> new name."""
 
-VALUES = {
-    ("on_reward_error", "none"): "skip",
-    ("on_failure", "none"): "skip",
-    ("layout", "tree"): "shared_prefix",
-}
+VALUES = {("on_reward_error", "none"): "skip", ("on_failure", "none"): "skip", ("layout", "tree"): "shared_prefix"}
 """(Last part of a key, old value) -> new value."""
 
 

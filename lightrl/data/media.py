@@ -256,11 +256,7 @@ def _wave(content: bytes | Path) -> tuple[np.ndarray[Any, Any], int]:
 
 
 def placed(
-    prompt: Any,
-    row: Mapping[str, Any],
-    source: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    processor: Any,
+    prompt: Any, row: Mapping[str, Any], source: Any, tokenizer: PreTrainedTokenizerBase, processor: Any
 ) -> tuple[Any, str | None, list[tuple[str, Any]]]:
     """Implements `arranged` for a `ConversationSource` and a `MediaProcessor`."""
     columns = source.media_columns

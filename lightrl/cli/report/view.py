@@ -17,11 +17,7 @@ PER_TOKEN = ("advantages", "engine_logprobs", "old_logprobs", "new_logprobs", "r
 THUMBNAIL = 384
 
 
-def view(
-    run_dir: Path | str,
-    out: Path | str | None = None,
-    max_trajectories: int = 2000,
-) -> Path:
+def view(run_dir: Path | str, out: Path | str | None = None, max_trajectories: int = 2000) -> Path:
     """Write a run's trajectories to an HTML page. Prints the path of the page as the last line.
 
     Args:
