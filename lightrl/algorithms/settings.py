@@ -96,7 +96,8 @@ class Updates:
 
     def tokens(self, device_type: str) -> int:
         """`micro_batch_tokens`, or its default for the device type."""
-        return self.micro_batch_tokens or MICRO_BATCH_TOKENS.get(device_type, 16384)
+        default = MICRO_BATCH_TOKENS.get(device_type, 16384)
+        return default if self.micro_batch_tokens is None else self.micro_batch_tokens
 
 
 @dataclass(frozen=True)

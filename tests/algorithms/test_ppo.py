@@ -25,7 +25,7 @@ model_path = model_fixture(num_hidden_layers=2, hidden_size=64, intermediate_siz
 
 def test_micro_batches_on_a_cpu_are_smaller_by_default() -> None:
     assert [Updates().tokens(device) for device in ("cpu", "cuda")] == [4096, 16384]
-    assert Updates(micro_batch_tokens=9000).tokens("cpu") == 9000
+    assert [Updates(micro_batch_tokens=size).tokens("cpu") for size in (9000, 0)] == [9000, 0]
 
 
 @pytest.mark.parametrize("kind", [PPOLightningModule, GRPOLightningModule])
