@@ -489,6 +489,7 @@ class Dying(RLCallback):
     [
         EngineDiedError("The engine process is gone."),
         RolloutStalledError("Nothing moved."),
+        RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:55950: Connection reset by peer"),
     ],
 )
 def test_what_is_gone_is_told_in_one_line(

@@ -7,6 +7,7 @@ import traceback
 
 from lightrl.checkpoints.redaction import redact_text
 
+LOST_RANK = re.compile(r"gloo/|Gloo|NCCL|ProcessGroup")
 PARSER_NOISE = re.compile(
     r"\s*(- )*(Does not validate against any|Subtypes: |Errors:|Given value type|Given value: .{80}"
     r"|Expected a <class 'NoneType'>|Expected a path but|Subclass types expect|a class path \(str\)|a dict with|$)"
@@ -19,13 +20,14 @@ PARSER_TYPES = re.compile(
 def one_line(error: BaseException) -> tuple[str, int] | None:
     """(message, exit code) of an error caused by the input or by another process.
 
-    The code is 2 if the parser, LightRL, or Lightning rejects the input and 1 if an engine died. Returns None for all
-    other errors, including a `ValueError` from another library or the user's own code.
+    The code is 2 if the parser, LightRL, or Lightning rejects the input and 1 if an engine or a rank died. Returns None
+    for all other errors, including a `ValueError` from another library or the user's own code.
     """
     if isinstance(error, ValueError) and _packages(error)[-1:] == ["lightrl"]:
         return str(error), 2  # avoids the imports below
     from jsonargparse import ArgumentError
     from lightning.fabric.utilities.exceptions import MisconfigurationException
+    from torch.distributed import DistError
 
     from lightrl.checkpoints.files import StorageError
     from lightrl.engines.base import EngineDiedError
@@ -35,6 +37,9 @@ def one_line(error: BaseException) -> tuple[str, int] | None:
 
     if isinstance(error, EngineDiedError | RolloutStalledError):
         return str(error), 1
+    if isinstance(error, DistError) or (isinstance(error, RuntimeError) and LOST_RANK.search(str(error))):
+        reason = "It exited (see its message above) or hung for longer than the strategy's timeout."
+        return f"A rank stopped responding. {reason} Resume from the last checkpoint. {str(error).splitlines()[0]}", 1
     if isinstance(error, StorageError | RewardError | EnvironmentFailedError):
         return str(error), 2
     if isinstance(error, ArgumentError):
