@@ -53,6 +53,9 @@ def test_the_figures_of_the_pages_are_those_of_the_committed_results() -> None:
     step = json.loads((RESULTS / "vs_trl.json").read_text())["cases"]["smollm2 48/50"]
     ours, trl = (step[name]["wall"] for name in ("lightrl, transformers", "trl, micro-batch 8"))
     assert f"takes {ours:.1f} s on two CPU cores, and {trl:.1f} s with TRL 1.16" in text
+    longer = json.loads((RESULTS / "vs_trl.json").read_text())["cases"]["smollm2 48/500"]
+    slow, fast = sorted(longer[f"lightrl, {engine}"]["speed_ratio"] for engine in ("transformers", "vllm"))
+    assert f"[{slow:.0f}x to {fast:.0f}x as fast as TRL]" in text
     sync = json.loads((RESULTS / "sync.json").read_text())["rows"][0]
     assert (sync["parameters"], sync["engine"]) == ("100M", "in process")
     assert f"A push of {sync['MB']:.0f} MB takes {sync['sync ms'] / 1000:.2f} s" in text

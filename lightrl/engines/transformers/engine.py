@@ -151,7 +151,8 @@ class TransformersEngine(SteppingEngine):
         groups = self._generation.step()
         if not self._generation.jobs:
             self._generation = None
-            trim_heap()
+            if self.device == "cpu":
+                trim_heap()
         return groups
 
     def abort(self, requests: list[GenerationRequest]) -> None:
