@@ -1,13 +1,16 @@
-"""The first example of docs/custom_algorithms.md trains."""
+"""The examples of docs/custom_algorithms.md train."""
 
 from __future__ import annotations
 
+import csv
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from lightrl.cli import main
 from tests.toys import SMALL, quickstart_model
 
 
@@ -26,10 +29,43 @@ def test_the_first_example_trains(root: Path, model: str) -> None:
     block = re.findall(r"```python\n(.*?)```", (root / "docs" / "custom_algorithms.md").read_text(), re.DOTALL)[0]
     small = "engine=TransformersEngine(), sampling=SamplingParams(max_new_tokens=4), prompts_per_rollout=2, "
     block = block.replace("MODEL", model).replace("RolloutDataModule(prompts", f"RolloutDataModule({small}prompts")
-    block = block.replace("max_epochs=1", 'max_epochs=1, limit_train_batches=2, accelerator="cpu", logger=False')
+    block = block.replace("max_epochs=1", 'max_epochs=1, limit_train_batches=2, accelerator="cpu"')
     names: dict[str, Any] = {}
     exec(f"from lightrl import SamplingParams, TransformersEngine\n{block}", names)
     assert names["module"].trainer.global_step == 2
+    assert len(logged("reward/mean", Path("outputs/custom"))) == 2
+
+
+def logged(name: str, folder: Path) -> list[str]:
+    with (folder / "metrics.csv").open() as file:
+        return [row[name] for row in csv.DictReader(file) if row[name]]
+
+
+def test_a_subclass_and_a_callback_run_from_yaml(root: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (root / "docs" / "custom_algorithms.md").read_text()
+    parts = [
+        x for x in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "EntropyFloor" in x or "SolvedLength" in x
+    ]
+    Path("my_parts.py").write_text("\n".join(["from lightrl import GRPOLightningModule", *parts]))
+    (block,) = (x for x in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if "EntropyFloor" in x)
+    config = yaml.safe_load(block.replace("MODEL", model))
+    config["trainer"] |= {"accelerator": "cpu", "devices": 1, "max_epochs": 1}
+    config["data"] = {
+        "class_path": "RolloutDataModule",
+        "init_args": {
+            "prompts": {"path": "rows.jsonl"},
+            "rewards": ["rewards.py:correct"],
+            "engine": {"class_path": "TransformersEngine"},
+            "sampling": {"max_new_tokens": 4},
+            "prompts_per_rollout": 2,
+            "rollouts_per_epoch": 2,
+        },
+    }
+    Path("config.yaml").write_text(yaml.safe_dump({"run_dir": "run", **config}))
+    monkeypatch.setattr("sys.argv", ["lightrl"])
+    main(["fit", "--config", "config.yaml"])
+    assert all(1 <= float(length) <= 4 for length in logged("custom/solved_length", Path("run")))
+    assert len(logged("custom/solved_length", Path("run"))) == 2
 
 
 def test_the_callback_runs_in_the_example_of_saving_and_resuming(

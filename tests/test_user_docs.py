@@ -58,6 +58,9 @@ def test_the_tutorial_runs_as_written(root: Path, tmp_path: Path, monkeypatch: p
     assert [command[1] for command in commands] == ["init", "fit", "fit", "report", "export"]
     main([*commands[0][1:], "--model", model])
     monkeypatch.chdir(tmp_path / "my_task")
+    (shown,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    written = Path("config.yaml").read_text().replace("TransformersEngine", "VLLMEngine")
+    assert shown.replace("HuggingFaceTB/SmolLM2-135M-Instruct", model) in written
     (tmp_path / "my_task" / "rows.jsonl").write_text(rows)
     (tmp_path / "my_task" / "rewards.py").write_text(reward)
     main([*commands[1][1:], *SMALL])

@@ -6,10 +6,13 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from jsonargparse import ArgumentParser
 
 import lightrl.rewards
+from lightrl.objectives import GroupRelative
+from lightrl.objectives.estimators import AdvantageInput
 from lightrl.rewards import RewardScorer
 from tests.rewards.conftest import need_sandbox
 
@@ -47,9 +50,22 @@ def test_sandbox(capsys):
 
 def test_python(capsys):
     code = re.findall(r"```python\n(.*?)```", (DOCS / "rewards.md").read_text(), re.S)
-    assert len(BLOCKS) == 8 and len(code) == 2
+    assert len(BLOCKS) == 8 and len(code) == 4
     scope: dict = {}
-    exec(code[0], scope)
-    assert scope["short_and_correct"](["4 ", "5"], [[1, 2], [3]], answer=[4, 4], prompts=["p"] * 2) == [0.998, 0.0]
+    for block in code[:-1]:
+        exec(block, scope)
+    assert scope["correct"](["4 ", "5", "14"], answer=[4, "4", 4], prompts=["p"] * 3) == [1.0, 0.0, 0.0]
+    assert scope["same_text"](["Paris.", " -5", "New  York!"], answer=["paris", 5, "new york"]) == [1.0, 0.0, 1.0]
+    lengths = [[0] * n for n in (40, 96, 200, 40)]
+    assert scope["correct_and_short"](["4", "4", "4", "5"], lengths, answer=[4] * 4) == [1.0, 0.95, 0.9, 0.0]
+    page = (DOCS / "rewards.md").read_text()
+    rows = re.findall(r"^\| (?:all|two) [^|]+\| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", page, re.M)
+    assert len(rows) == 4
+    for cells in rows:
+        rewards, *shown = ([float(x) for x in cell.split(", ")] for cell in cells)
+        same = {"mask": torch.ones(4, 1, dtype=torch.bool), "groups": torch.zeros(4, dtype=torch.long)}
+        given = AdvantageInput(rewards=torch.tensor(rewards)[:, None], **same)
+        for scale, advantages in zip(("group", "none"), shown, strict=True):
+            assert GroupRelative(scale)(given)[0][:, 0].tolist() == pytest.approx(advantages, abs=0.0051)
     exec(code[-1], {})
     assert capsys.readouterr().out == "[1.0, 0.0]\n"
