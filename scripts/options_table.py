@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 WORDS = 25
 ROOMS = {
-    "algorithms": ("Modules", "Set these options under `model.init_args`."),
+    "algorithms": ("Modules", "Set the class under `model`, and its options under `model.init_args`."),
     "rollout": ("Rollouts", "Set the options of `RolloutDataModule` under `data.init_args`."),
     "data": ("Data", "Sources of prompts, supervised examples, and preference pairs."),
     "rewards": ("Rewards", "Entries of `data.init_args.rewards`."),
@@ -25,13 +25,52 @@ ROOMS = {
     "distributed": ("Strategies", "Set the strategy under `trainer.strategy`."),
 }
 EXTRA = {"engines": ["SamplingParams"], "algorithms": ["ModelSpec", "LoraSpec", "RewardModelSpec"]}
+PLACES = {
+    "Updates": "Set these options under `model.init_args.updates`.",
+    "Shaping": "Set these options under `model.init_args.shaping`.",
+    "CriticSpec": "Set these options under `model.init_args.critic`. Only `PPOLightningModule` has a critic.",
+    "ExtraLosses": "Set these options under `model.init_args.extra_losses`.",
+    "LRSchedule": "Set these options under `model.init_args.lr_scheduler`.",
+    "ModelSpec": "Set these options under `model.init_args.actor`. `reference`, `critic.model`, `teachers`, and\n"
+    "`model` of `RewardLightningModule` also take them. A string sets `path`: `actor: MODEL`.",
+    "LoraSpec": "Set these options under `model.init_args.actor.lora`, or under `lora` of another model.",
+    "RewardModelSpec": "Set these options in the entries of `model.init_args.reward_models`.",
+    "Evaluation": "Set these options under `data.init_args.evaluation`.",
+    "Ahead": "Set the class under `data.init_args.schedule`.",
+    "InFlight": "Set the class under `data.init_args.schedule`.",
+    "PTXSource": "Set these options under `data.init_args.ptx`.",
+    "PromptSource": "Set these options under `data.init_args.prompts` or `data.init_args.evaluation.prompts`.",
+    "PromptMixture": "Set the class under `data.init_args.prompts`.",
+    "PromptCurriculum": "Set the class under `data.init_args.prompts`.",
+    "SFTSource": "Set these options under `train` and `val` of `SFTDataModule`.",
+    "PreferenceSource": "Set these options under `train` and `val` of `PreferenceDataModule`.",
+    "ArithmeticRows": "Set the class under `rows` of a source.",
+    "ReasoningGymRows": "Set the class under `rows` of a source.",
+    "ReasoningGymTask": "Set these options in the entries of `tasks` of `ReasoningGymRows`.",
+    "RowSource": "All sources take these options, which their tables repeat.",
+    "ServerTeacher": "Set the class under `model.init_args.teachers` of `DistillLightningModule`.",
+    "SamplingParams": "Set these options under `data.init_args.sampling` or `data.init_args.evaluation.sampling`.",
+}
+"""Where options go that do not belong under the key that their section names."""
+
+NOTES = {
+    "RolloutDataModule": "`rollouts_per_epoch: null` makes an epoch one pass over the prompts, as in TRL and verl. The "
+    "first prompts of the next\npass fill the last rollout.",
+}
+NOT_OPTIONS = {"TrajectoryLayout", "PromptSet", "Ledger", "AdvantageInput", "Turns", "LossInput"}
+"""Classes that a configuration doesn't name."""
+
+
+ROOT_MODULE = "PPOLightningModule"
+PARTS = ("actor", "advantage", "loss", "aggregation", "kl", "ppo_epochs", "whiten_advantages")
+"""Options of an algorithm that its table always shows."""
 
 Args = list[tuple[str, str, str]]  # name, default, description
 
 
 def index() -> dict[str, ast.ClassDef]:
     """Every class of the package by name."""
-    found = {}
+    found: dict[str, ast.ClassDef] = {}
     for path in sorted((ROOT / "lightrl").rglob("*.py")):
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ClassDef):
@@ -86,31 +125,87 @@ def signature(function: ast.FunctionDef) -> list[tuple[str, ast.expr | None]]:
     return [(argument.arg, default) for argument, default in pairs if argument.arg != "self"]
 
 
+def bases(node: ast.ClassDef) -> list[str]:
+    """Names of the base classes."""
+    plain = [base.value if isinstance(base, ast.Subscript) else base for base in node.bases]
+    return [base.id for base in plain if isinstance(base, ast.Name)]
+
+
+def forwarded(init: ast.FunctionDef, order: list[str]) -> set[str] | None:
+    """Arguments that a constructor passes to its base together with its `**kwargs`, or None if it has no such call.
+
+    `order` has the arguments of the base.
+    """
+    for call in ast.walk(init):
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "super().__init__":
+            given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+            if init.args.kwarg is not None and given.get(None) == init.args.kwarg.arg:
+                return {name for name in given if name is not None} | set(order[: len(call.args)])
+    return None
+
+
 def options(name: str, classes: dict[str, ast.ClassDef]) -> Args:
-    """Constructor arguments of a class that its docstring or that of a base describes."""
+    """Constructor arguments of a class, including those that it passes on to its bases."""
     node = classes.get(name)
     if node is None:
         return []
-    bases = [base.value if isinstance(base, ast.Subscript) else base for base in node.bases]
-    names = [base.id for base in bases if isinstance(base, ast.Name)]
     texts = described(ast.get_docstring(node))
+    inherited: dict[str, tuple[str, str, str]] = {}
+    for base in bases(node):
+        inherited |= {row[0]: row for row in options(base, classes)}
+
+    def row(argument: str, default: ast.expr | None) -> tuple[str, str, str]:
+        known = inherited.get(argument, ("", "", ""))[2]
+        return argument, shown(default), short(texts[argument]) if argument in texts else known
+
     init = next((n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
     if init is not None:
-        pairs = signature(init)
-    elif any("dataclass" in ast.unparse(d) for d in node.decorator_list):
-        pairs = [
-            (n.target.id, n.value)
+        own = [row(argument, default) for argument, default in signature(init)]
+        fixed = forwarded(init, list(inherited))
+        if fixed is None:
+            return own
+        return own + [each for each in inherited.values() if each[0] not in fixed | {a for a, _, _ in own}]
+    if any("dataclass" in ast.unparse(d) for d in node.decorator_list):
+        fields = [
+            row(n.target.id, n.value)
             for n in node.body
-            if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name) and n.target.id in texts
+            if isinstance(n, ast.AnnAssign)
+            and isinstance(n.target, ast.Name)
+            and (n.target.id in texts or n.target.id in inherited)
         ]
+        return list((inherited | {field[0]: field for field in fields}).values())
+    return next((found for base in bases(node) if (found := options(base, classes))), [])
+
+
+def descends(name: str, ancestor: str, classes: dict[str, ast.ClassDef]) -> bool:
+    """Whether a class is derived from another one."""
+    node = classes.get(name)
+    return node is not None and any(b == ancestor or descends(b, ancestor, classes) for b in bases(node))
+
+
+def section(name: str, classes: dict[str, ast.ClassDef]) -> str | None:
+    """Heading, place, table, and inherited options of a class; None if it has no options."""
+    rows = [row for row in options(name, classes) if row[0] not in ("args", "kwargs")]
+    if not any(description for _, _, description in rows) or name in NOT_OPTIONS:
+        return None
+    parts = [f"### {name}"]
+    if name in PLACES:
+        parts.append(PLACES[name])
+    if descends(name, ROOT_MODULE, classes):
+        inherited = options(ROOT_MODULE, classes)
+        order = [argument for argument, _, _ in inherited]
+        same = [row for row in rows if row in inherited and row[0] not in PARTS]
+        rows = sorted(
+            (row for row in rows if row not in same), key=lambda row: order.index(row[0]) if row[0] in order else 0
+        )
+        missing = [argument for argument in order if argument not in {row[0] for row in rows + same}]
+        parts.append(table(rows))
+        text = f"Also takes these options of [`{ROOT_MODULE}`](#{ROOT_MODULE.lower()}), with the same defaults:\n"
+        text += ", ".join(f"`{argument}`" for argument, _, _ in same) + "."
+        parts.append(text + "".join(f" `{argument}` is not an option." for argument in missing))
     else:
-        return next((found for base in names if (found := options(base, classes))), [])
-    inherited: dict[str, str] = {}
-    for base in names:
-        inherited |= {argument: text for argument, _, text in options(base, classes)}
-        if base in ("CriticFreeLightningModule", "GRPOLightningModule"):
-            inherited |= {argument: text for argument, _, text in options("PPOLightningModule", classes)}
-    return [(a, shown(d), short(texts[a]) if a in texts else inherited.get(a, "")) for a, d in pairs]
+        parts.append(table(rows))
+    return "\n\n".join([*parts, *([NOTES[name]] if name in NOTES else [])])
 
 
 def table(rows: Args, head: str = "option") -> str:
@@ -146,9 +241,9 @@ def options_page() -> str:
     for room, (title, text) in ROOMS.items():
         parts.append(f"## {title}\n\n{text}")
         for name in [*public(room), *EXTRA.get(room, ())]:
-            rows = [row for row in options(name, classes) if row[0] not in ("args", "kwargs")]
-            if rows and any(description for _, _, description in rows):
-                parts.append(f"### {name}\n\n{table(rows)}")
+            part = section(name, classes)
+            if part is not None:
+                parts.append(part)
     return "\n\n".join(parts) + "\n"
 
 

@@ -93,8 +93,12 @@ def test_every_install_line_names_our_distribution(root: Path) -> None:
             if "lightrl" in parts[0] and path.suffix == ".py" and path.name != "arguments.py":
                 assert DISTRIBUTION not in line, where  # one place in code
             installs += [
-                (where, extra) for found in re.findall(r"lightrl-llm\[([\w,-]+)\]", line) for extra in found.split(",")
+                (where, extra)
+                for found in re.findall(r"(?:lightrl-llm|-e '\.)\[([\w,-]+)\]", line)
+                for extra in found.split(",")
             ]
+            if parts[0] in ("README.md", "docs", "examples") and path.name != "installation.md":
+                assert "lightrl-llm[" not in line, where  # not published: pages install from the clone
     assert len(installs) > 3
     for where, extra in installs:
         assert extra == "EXTRA" or re.search(rf"^{extra} = ", extras, re.MULTILINE), where

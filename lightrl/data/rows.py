@@ -72,8 +72,8 @@ class RowSource:
         path: JSONL, JSON, CSV, or Parquet file, a directory of such files or from `Dataset.save_to_disk`, or a dataset
             ID on the Hugging Face Hub, such as "openai/gsm8k". Values of local JSON files keep their types. Cells of
             local CSV files are strings, or None if empty.
-        rows: List of dictionaries, a `datasets.Dataset`, or a callable without arguments that returns one of them. In
-            YAML, use the import path of a function or the `class_path` of an object.
+        rows: Function without arguments that returns a list of dictionaries or a `datasets.Dataset`. In YAML, its
+            import path `package.module.name` or a `class_path`. A list or a `Dataset` also works.
         name: Config of a Hub dataset, such as "main".
         split: Split, or a slice such as "train[:100]".
         limit: Maximum number of examples, taken from the start before shuffling. Defaults to all.

@@ -30,9 +30,9 @@ for package in (lightrl.algorithms, lightrl.data, lightrl.rewards, lightrl.rollo
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_yaml(block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = re.search(r"```python\n(.*?)```", (DOCS / "data.md").read_text(), re.S)
-    assert code is not None
-    (tmp_path / "my_tasks.py").write_text(code[1])
+    code = re.findall(r"```python\n(.*?)```", (DOCS / "data.md").read_text(), re.S)
+    for name, text in zip(("my_tasks", "my_data"), code, strict=True):
+        (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(LightningDataModule, "data")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import inspect
 import re
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ def blocks(root: Path, language: str = "python") -> list[str]:
 
 
 def test_every_code_block_of_the_guide_runs(root: Path) -> None:
-    tools, own, game, *_, program = blocks(root)
+    tools, own, game, *_, program, graph = blocks(root)
     names: dict[str, Any] = {"__name__": "guide"}
     exec(tools, names)
     exec(own, names)
@@ -41,12 +42,13 @@ def test_every_code_block_of_the_guide_runs(root: Path) -> None:
     won = play_one(names["games"].environment, [said("x"), *(said(str(n)) for n in range(10))], {"prompt": ""})
     assert won.messages[0]["content"] == "Guess a digit." and won.turn_rewards[-1] == 1.0
 
-    exec(program, names)
-    agent = AgentProgram(names["main"])
-    agent.setup(TOKENIZER)
-    (answered,) = asyncio.run(alone(agent, ScriptedEngine([said("6")]), {**row, "answer": "6"}))
-    asyncio.run(agent.close())
-    assert (answered.stop_reason, answered.turn_rewards) == ("stop", [1.0])
+    for code in (program, graph) if importlib.util.find_spec("langgraph") else (program,):
+        exec(code, names)
+        agent = AgentProgram(names["main"])
+        agent.setup(TOKENIZER)
+        (answered,) = asyncio.run(alone(agent, ScriptedEngine([said("6")]), {**row, "answer": "6"}))
+        asyncio.run(agent.close())
+        assert (answered.stop_reason, answered.turn_rewards) == ("stop", [1.0])
 
 
 def test_every_configuration_of_the_guide_names_arguments_that_are_there(root: Path) -> None:
