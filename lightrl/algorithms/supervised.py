@@ -76,12 +76,12 @@ class _SupervisedModule(SavesPretrained):
         """Rejects gradient accumulation with DeepSpeed, whose gradients can't be reweighted."""
         trainer: Any = self.trainer
         strategies.refuse_unsupported(trainer.strategy)
-        strategies.keep_exact(trainer.strategy.precision_plugin)
         if isinstance(trainer.strategy, DeepSpeedStrategy) and trainer.accumulate_grad_batches != 1:
             raise ValueError(
                 f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches} with DeepSpeed: batches would get "
                 "equal weight regardless of their number of tokens. Use DDP or FSDP2, or 1 with a larger batch_size."
             )
+        strategies.keep_exact(trainer.strategy.precision_plugin)
 
     def models(self) -> list[Any]:
         return [self.trained_model[0]]
