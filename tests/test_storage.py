@@ -246,3 +246,18 @@ def test_a_link_is_a_checkpoint_and_not_a_copy(kind: str, tmp_path: Path) -> Non
     remove(first)
     verify(second)
     assert sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".sha256") == ["last.ckpt"]
+
+
+def test_a_link_into_a_directory_that_became_read_only_is_an_error_of_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = tmp_path / "rollout=1.ckpt", tmp_path / "last.ckpt"
+    saved(first, checksum=True)
+
+    def denied(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "replace", denied)
+    monkeypatch.setattr(Path, "unlink", denied)
+    with pytest.raises(StorageError, match=r"last\.ckpt"):
+        link(first, second)

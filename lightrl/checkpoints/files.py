@@ -202,7 +202,8 @@ def link(source: Path, target: Path) -> None:
                 _link_or_copy(source, partial)
                 _publish(partial, target, _read_sums(source)[0])
     finally:
-        remove(partial)
+        with contextlib.suppress(OSError):  # a read-only directory
+            remove(partial)
 
 
 def _link_or_copy(source: str | Path, target: str | Path) -> None:
