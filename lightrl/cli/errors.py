@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import traceback
 
 from lightrl.checkpoints.redaction import redact_text
 
+LIMITS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.EROFS}
 LOST_RANK = re.compile(r"gloo/|Gloo|NCCL|ProcessGroup")
 PARSER_NOISE = re.compile(
     r"\s*(- )*(Does not validate against any|Subtypes: |Errors:|Given value type|Given value: .{80}"
@@ -20,8 +22,9 @@ PARSER_TYPES = re.compile(
 def one_line(error: BaseException) -> tuple[str, int] | None:
     """(message, exit code) of an error caused by the input or by another process.
 
-    The code is 2 if the parser, LightRL, or Lightning rejects the input and 1 if an engine or a rank died. Returns None
-    for all other errors, including a `ValueError` from another library or the user's own code.
+    The code is 2 if the parser, LightRL, or Lightning rejects the input, or a limit of the system is reached. It is 1
+    if an engine or a rank died. Returns None for all other errors, including a `ValueError` from another library or the
+    user's own code.
     """
     if isinstance(error, ValueError) and _packages(error)[-1:] == ["lightrl"]:
         return str(error), 2  # avoids the imports below
@@ -42,6 +45,8 @@ def one_line(error: BaseException) -> tuple[str, int] | None:
         return f"A rank stopped responding. {reason} Resume from the last checkpoint. {str(error).splitlines()[0]}", 1
     if isinstance(error, StorageError | RewardError | EnvironmentFailedError):
         return str(error), 2
+    if isinstance(error, OSError) and error.errno in LIMITS:
+        return f"{error}. Free space or raise the limit, then resume from the last checkpoint.", 2
     if isinstance(error, ArgumentError):
         return f"{parser_message(str(error))} Run `lightrl COMMAND --help` for help.", 2
     outer = error

@@ -81,7 +81,7 @@ SIGNALS = {
     "SIGUSR1": {75, -10},
     "SIGHUP": {75, -1},
     "SIGINT": {1, 130},
-    "SIGINT twice": {1, 130},
+    "SIGINT twice": {1, 130, -2},  # -2 while Python exits, which a shell shows as 130
     "SIGSTOP": {0},
 }
 RESOURCES = {name: {2} for name in ("full disk", "file size", "descriptors", "read-only")}
