@@ -45,8 +45,9 @@ def one_line(error: BaseException) -> tuple[str, int] | None:
         return f"A rank stopped responding. {reason} Resume from the last checkpoint. {str(error).splitlines()[0]}", 1
     if isinstance(error, StorageError | RewardError | EnvironmentFailedError):
         return str(error), 2
-    if isinstance(error, OSError) and error.errno in LIMITS:
-        return f"{error}. Free space or raise the limit, then resume from the last checkpoint.", 2
+    written = isinstance(error, PermissionError) and _packages(error)[-1:] == ["jsonargparse"]  # the run's config.yaml
+    if isinstance(error, OSError) and (error.errno in LIMITS or written):
+        return f"{error}. Free space, raise the limit, or make the path writable, then resume the run.", 2
     if isinstance(error, ArgumentError):
         return f"{parser_message(str(error))} Run `lightrl COMMAND --help` for help.", 2
     outer = error
