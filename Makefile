@@ -2,7 +2,7 @@
 #   make quickstart   SmolLM2-135M-Instruct learns to add by GRPO through vLLM; ends with a report
 #   make test         lint, types, and tests
 #   make test-long    run the long tests that `make test` skips
-#   make faults       inject CASES faults into real runs and write the table into docs/reliability.md (about an hour);
+#   make faults       inject CASES faults into real runs and write the table into docs/reliability.md (about 25 minutes);
 #                     resumes if interrupted (outputs/faults.jsonl)
 #   make long-haul    2,000 rollouts, with vLLM and sampled ahead: memory, descriptors, threads and files must stay; table as above
 #   make audit        check the minimum versions in pyproject.toml for known vulnerabilities; needs network access
@@ -10,7 +10,7 @@
 
 VENV ?= .venv
 WORKERS ?= 2
-CASES ?= 310
+CASES ?= 340
 # One thread per process: two teams of spinning threads on shared cores are ten times slower than one.
 OMP_NUM_THREADS ?= 1
 export VENV OMP_NUM_THREADS
