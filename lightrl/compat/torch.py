@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import inspect
 import logging
-import sys
 import weakref
 from contextlib import AbstractContextManager, suppress
 from functools import cache
@@ -70,12 +68,6 @@ def flex_block_mask(visible: Any, some: Tensor, full: Tensor, device: torch.devi
 
     mask = BlockMask.from_kv_blocks(*listed(some & ~full), *listed(full), BLOCK_SIZE=FLEX_BLOCK, mask_mod=visible)
     return mask.to(device)
-
-
-def trim_heap() -> None:
-    """Returns memory that was freed in glibc's heap, such as a KV cache, to the system. Does nothing elsewhere."""
-    if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "malloc_trim"):
-        library.malloc_trim(0)
 
 
 def fake_tensors() -> AbstractContextManager[Any]:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,18 +75,3 @@ def test_shared_memory_is_page_locked_until_it_goes(monkeypatch: pytest.MonkeyPa
     released()
     del kept
     assert [call[0] for call in runtime.calls] == ["register", "unregister"] * 2
-
-
-def resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
-
-
-@pytest.mark.skipif(
-    sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs glibc's allocator"
-)
-def test_a_trimmed_heap_returns_what_was_freed_below_live_tensors() -> None:
-    parts = [torch.ones(1 << 14) for _ in range(2000)]  # 64 KiB each, 131 MB, in the heap
-    del parts[:-1]
-    before = resident()
-    compat.trim_heap()
-    assert before - resident() > 100e6

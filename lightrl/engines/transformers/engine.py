@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
-from lightrl.compat.torch import trim_heap
 from lightrl.compat.transformers import router_modules
 from lightrl.engines.base import SteppingEngine
 from lightrl.engines.transformers.cpu_decoder import CPUDecoder, CPUModel, copy_by_rows
@@ -151,8 +150,6 @@ class TransformersEngine(SteppingEngine):
         groups = self._generation.step()
         if not self._generation.jobs:
             self._generation = None
-            if self.device == "cpu":
-                trim_heap()
         return groups
 
     def abort(self, requests: list[GenerationRequest]) -> None:
