@@ -1,6 +1,6 @@
 """Plays a new user's first hour with whatever `lightrl` is on the path: `python new_user.py MODEL`, in an empty folder.
 
-A project, rows and a reward function of one's own, a look before the run, two rollouts, a report, the exported model,
+A project, the user's own rows and reward function, checks before the run, two rollouts, a report, the exported model,
 which transformers and vLLM load. Their log-probs and greedy completions of the held-out rows are left in `loaded.json`.
 """
 

@@ -272,6 +272,13 @@ class RLLightningModule(SavesPretrained, RolloutLearner):
         found = self.lr_schedulers()
         return found if isinstance(found, list) else [] if found is None else [found]
 
+    def _named_schedules(self) -> list[Any]:
+        if not (found := self._schedulers):
+            return []
+        from lightrl.algorithms.schedules import NamedSchedule
+
+        return [scheduler for scheduler in found if isinstance(scheduler, NamedSchedule)]
+
     def _count_skips(self, skip: bool, norm: Tensor | None, *, searching: bool) -> None:
         """Counts a skipped update. Searching for a lower float16 loss scale doesn't count toward the limit."""
         if not (skip and searching):

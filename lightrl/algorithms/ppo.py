@@ -403,7 +403,7 @@ class PPOLightningModule(RLLightningModule):
         overflow = norm is not None and not bool(torch.isfinite(norm))
         lost, overflow = self.all_max(torch.tensor([float(not finite), float(overflow)])).bool().tolist()
         skip = lost or overflow
-        named = [scheduler for scheduler in self._schedulers if hasattr(scheduler, "refresh")]  # `NamedSchedule`
+        named = self._named_schedules()
         for scheduler in named:
             scheduler.refresh()
         metrics = self._learning_rates()

@@ -375,6 +375,19 @@ def test_a_resumed_run_of_another_length_has_the_rates_of_its_length(path: str, 
     assert rates == pytest.approx([first[0] * (1 - done / 8) for done in (4, 5, 6, 7)])
 
 
+class Refreshing(torch.optim.lr_scheduler.StepLR):
+    """A user's scheduler with a method of the same name as one of `NamedSchedule`."""
+
+    def refresh(self) -> None:
+        raise AssertionError("belongs to the user")
+
+
+def test_a_scheduler_of_the_user_is_stepped_whatever_its_methods(path: str) -> None:
+    module = grpo(path, lr_scheduler=lambda optimizer: Refreshing(optimizer, 1, gamma=0.5))
+    rates = [metrics["optim/lr_policy"] for metrics in fit(module, rollouts=3).metrics]
+    assert rates == pytest.approx([rates[0], rates[0] / 2, rates[0] / 4])
+
+
 def test_a_resumed_supervised_run_has_the_rates_of_its_length(path: str, tmp_path: Path) -> None:
     class Rates(Callback):
         def __init__(self) -> None:
