@@ -10,6 +10,8 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
+from lightrl.compat.torch import release_threads
+
 T = TypeVar("T")
 
 
@@ -116,6 +118,7 @@ class BackgroundLoop:
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine on the loop and returns its result. Cancels it if the wait is interrupted."""
+        release_threads()
         future = self.submit(coroutine)
         try:
             return future.result()

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lightrl.compat.torch import release_threads
 from lightrl.engines.background import BackgroundLoop, FairLock, all_of, in_background
 from lightrl.records import CompletionGroup, EngineContext, GenerationRequest, Routes, SamplingParams
 
@@ -329,6 +330,8 @@ class SteppingEngine(Engine):
         if self.device.startswith("cuda"):
             torch.cuda.set_device(self.device)
         while True:
+            if not self._has_work():
+                release_threads()
             with self._news:
                 self._news.wait_for(self._has_work, _LINGER_SECONDS)
                 if self._ending or not self._has_work():

@@ -17,6 +17,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from lightrl.compat.torch import release_threads
 from lightrl.engines.background import all_of
 from lightrl.engines.base import EngineDiedError
 from lightrl.environments.episodes import EnvironmentFailedError, Task
@@ -245,6 +246,7 @@ class Collection:
 
     def finish(self) -> list[ScoredGroup]:
         """Waits for all groups and returns them in the order of the tasks. An error or Ctrl-C cancels them."""
+        release_threads()
         try:
             with _quick_switches() if self._episode.multi_turn else contextlib.nullcontext():
                 return self._future.result()

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 
 from lightrl.compat.arguments import one_of
+from lightrl.compat.torch import release_threads
 from lightrl.distributed.strategies import gather_objects
 from lightrl.engines.background import in_background
 from lightrl.engines.base import Engine
@@ -72,6 +73,7 @@ class Ahead(_BesideTraining):
         """Returns the next rollout, with `rollout/staleness` and waiting times in its metrics."""
         sync = 0.0 if self._flights else self._round(cursor, 1, behind=0)
         begin = time.perf_counter()
+        release_threads()
         rollout = self._flights[0].future.result()
         flight, waited = self._flights.popleft(), time.perf_counter() - begin
         rollout.version = flight.version

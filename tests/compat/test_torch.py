@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import mmap
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ import torch
 from torch import nn
 
 from lightrl.compat import torch as compat
+from lightrl.engines.background import BackgroundLoop
 
 
 def test_a_block_mask_hides_what_the_function_hides() -> None:
@@ -75,3 +79,29 @@ def test_shared_memory_is_page_locked_until_it_goes(monkeypatch: pytest.MonkeyPa
     released()
     del kept
     assert [call[0] for call in runtime.calls] == ["register", "unregister"] * 2
+
+
+@pytest.mark.skipif("libgomp" not in Path("/proc/self/maps").read_text(), reason="another OpenMP library")
+def test_a_thread_that_waits_has_no_openmp_team() -> None:
+    """Two teams on as many cores as one of them needs slow each other down."""
+
+    def count() -> int:
+        return len(os.listdir("/proc/self/task"))
+
+    async def counted() -> int:
+        return count()
+
+    threads, loop = torch.get_num_threads(), BackgroundLoop("test")
+    try:
+        loop.run(counted())
+        torch.set_num_threads(3)
+        alone = count()
+        values = torch.ones(1 << 20)
+        assert float(values.exp().sum()) > 0
+        assert count() == alone + 2
+        assert loop.run(counted()) == alone
+        assert torch.equal(values.exp(), torch.full_like(values, math.e)) and count() == alone + 2, "it starts again"
+    finally:
+        torch.set_num_threads(threads)
+        compat.release_threads()
+        loop.close()
