@@ -121,3 +121,13 @@ def test_the_committed_runs_of_examples_end_above_their_bars_and_near_their_best
         for threads in {run["threads"] for run in runs}:
             assert {run["seed"] for run in runs if run["threads"] == threads} == {1, 2, 3, 4, 5}
         assert examples.table(runs) in shown
+
+
+def test_the_benchmark_page_has_the_committed_overhead_and_it_is_within_its_bounds() -> None:
+    found = json.loads((ROOT / "benchmarks" / "results" / "overhead_real.json").read_text())
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    for row in found["rows"]:
+        assert f"| {row['threads']} | {row['step']:.1f} | {row['bare']:.1f} | {row['ratio']:.2f} |" in page
+        assert row["ratio"] <= 1.1
+    assert f"makes the step {found['speedup_of_threads']:.2f}x as fast" in page
+    assert found["speedup_of_threads"] >= 1.6
