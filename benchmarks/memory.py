@@ -3,7 +3,7 @@ r"""Peak memory of a GRPO run on SmolLM2-135M-Instruct and Gemma 3 270M: full, L
     python benchmarks/memory.py --out results/memory.json
 
 Each row is a process that trains one rollout of 8 prompts x 8 completions of 48 tokens with `TransformersEngine`, in
-float32 on a CPU. The prompts are sums of reasoning-gym's `chain_sum` after an example, about 50 tokens. AdamW's state
+float32 on a CPU unless `--precision` says otherwise. The prompts are sums of reasoning-gym's `chain_sum` after an example, about 50 tokens. AdamW's state
 exists from the start, as in every rollout after the first. The peak is the largest resident set of the process, in
 10^9 bytes. `planned` is the estimate of `lightrl plan`. Rows already in the file are kept. With the environment
 variable MALLOC_MMAP_THRESHOLD_ set, rows are listed separately. These commands make the smallest row and `pairs`, the
@@ -63,7 +63,7 @@ def resident(name: str) -> float:
 
 
 def worker(
-    path: str, layout: Any, lora: bool, checkpointing: bool, budget: int, count: int, new_tokens: int
+    path: str, layout: Any, lora: bool, checkpointing: bool, precision: Any, budget: int, count: int, new_tokens: int
 ) -> dict[str, Any]:
     """One row of the table."""
     import torch
@@ -127,8 +127,8 @@ def worker(
         rollouts_per_epoch=1,
     )
     trainer = Trainer(
-        accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False, num_sanity_val_steps=0,
-        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+        accelerator="cpu", devices=1, precision=precision, max_epochs=1, logger=False, enable_checkpointing=False,
+        num_sanity_val_steps=0, enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
         callbacks=[WeightSync(), Phases()],
     )  # fmt: skip
     begun = time.perf_counter()
@@ -199,12 +199,13 @@ def planned(config: str, row: dict[str, Any]) -> float:
 
     from lightrl.cli.plan.memory import Plan, heap, measure_model, memory, total
 
-    size = measure_model(config, compute=torch.float32)
+    precision = row.get("precision", "32-true")
+    size = measure_model(config, compute=torch.bfloat16 if precision == "bf16-true" else torch.float32)
     lora, checkpointing = WAYS[row["way"]]
     lengths = row["prompt_tokens"]
     prompt = max(lengths) if row["layout"] == "padded" else -(-sum(lengths) // len(lengths))
     case = Plan(
-        size, critic=False, reference=False, gpus=1, precision="32-true", lora=16 * lora,
+        size, critic=False, reference=False, gpus=1, precision=precision, lora=16 * lora,
         micro_batch_tokens=micro_batch(row["layout"], row["budget"], len(lengths), GROUP, prompt, NEW_TOKENS),
         checkpointing=checkpointing, cpu=True, engine_width=4, caches=False, sequences=len(lengths) * GROUP,
         length=max(lengths) + NEW_TOKENS,
@@ -220,6 +221,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     order = {name: i for i, name in enumerate([*MODELS, *WAYS, *LAYOUTS])}
     for row in sorted(rows, key=lambda row: [order[row[name]] for name in ("model", "way", "layout")]):
         how = ", 1 MiB threshold" if row.get("mmap_threshold") else ""
+        how += ", bfloat16" if row.get("precision") == "bf16-true" else ""
         how += "" if len(row["prompt_tokens"]) == PROMPTS else f", {len(row['prompt_tokens'])} prompts"
         lines.append(
             f"| {MODELS[row['model']]} | {row['way']}{how} | {row['layout'].replace('_', ' ')} | "
@@ -243,6 +245,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
                 for row in rows
                 if (row["model"], row["layout"], row["budget"]) == (model, layout, 16384)
                 and not row.get("mmap_threshold")
+                and row.get("precision") != "bf16-true"
             }
             places = [j + 0.27 * (i - 1) for j, way in enumerate(WAYS) if way in found]
             values = [found[way] for way in WAYS if way in found]
@@ -268,6 +271,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS))
     parser.add_argument("--paths", nargs="*", help="Model directories; defaults to `packaged_model`", default=[])
     parser.add_argument("--budget", type=int, default=16384, help="micro_batch_tokens")
+    parser.add_argument("--precision", choices=["32-true", "bf16-true"], default="32-true")
     parser.add_argument("--prompts", type=int, default=PROMPTS, help="prompts per rollout")
     parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS)
     parser.add_argument("--pairs", type=int, default=0, help="only compare CPU seconds with and without a threshold")
@@ -275,11 +279,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON file")
     parser.add_argument("--picture", type=Path, help="PNG file")
     parser.add_argument("--tensors", action="store_true", help="also count the tensors of an update of SmolLM2")
-    parser.add_argument("--worker", nargs=7, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs=8, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        path, layout, lora, checkpointing, *counts = args.worker
-        row = worker(path, layout, lora == "True", checkpointing == "True", *map(int, counts))
+        path, layout, lora, checkpointing, precision, *counts = args.worker
+        row = worker(path, layout, lora == "True", checkpointing == "True", precision, *map(int, counts))
         print(json.dumps(row))
         return
     from lightrl.models.packaged import packaged_model
@@ -289,11 +293,12 @@ def main() -> None:
     if args.tensors:
         result["tensors_gb"] = tensors(packaged_model("smollm2"), "shared_prefix")
     environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "PYTHONPATH": str(ROOT)}
+    sizes = (args.budget, args.prompts, args.new_tokens)
     for pair in range(args.pairs):
         for threshold in ("0", "1048576")[:: -1 if pair % 2 else 1]:
             environment.pop("MALLOC_MMAP_THRESHOLD_", None)
             environment |= {"MALLOC_MMAP_THRESHOLD_": threshold} if threshold != "0" else {}
-            values = (paths[0], args.layouts[0], *WAYS[args.ways[0]], args.budget, args.prompts, args.new_tokens)
+            values = (paths[0], args.layouts[0], *WAYS[args.ways[0]], args.precision, *sizes)
             row = {"mmap_threshold": int(threshold), "new_tokens": args.new_tokens, **run(values, environment)}
             result.setdefault("pairs", []).append({key: row[key] for key in PAIRED})
             print(json.dumps(result["pairs"][-1]), flush=True)
@@ -303,11 +308,11 @@ def main() -> None:
         return
     for (model, path), way, layout in product(zip(args.models, paths, strict=True), args.ways, args.layouts):
         named = {"model": model, "way": way, "layout": layout, "budget": args.budget}
-        named |= {"mmap_threshold": int(os.environ.get("MALLOC_MMAP_THRESHOLD_", 0))}
-        same = [row for row in result["rows"] if named.items() <= row.items()]
+        named |= {"mmap_threshold": int(os.environ.get("MALLOC_MMAP_THRESHOLD_", 0)), "precision": args.precision}
+        same = [row for row in result["rows"] if named.items() <= ({"precision": "32-true"} | row).items()]
         if args.prompts in {len(row["prompt_tokens"]) for row in same}:
             continue
-        values = (path, layout, *WAYS[way], args.budget, args.prompts, args.new_tokens)
+        values = (path, layout, *WAYS[way], args.precision, *sizes)
         row = {**named, **run(values, environment)}
         row["planned_gb"] = planned(path, row)
         print(json.dumps(row), flush=True)
