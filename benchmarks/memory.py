@@ -6,8 +6,8 @@ Each row is a process that trains one rollout of 8 prompts x 8 completions of 48
 CPU, in float32 or with `--precision bf16-true`. The prompts are sums of reasoning-gym's `chain_sum` after an example,
 about 50 tokens. AdamW's state exists from the start, as in every rollout after the first. The peak is the largest
 resident set of the process, in 10^9 bytes. `planned` is the estimate of `lightrl plan`. Rows already in the file are
-kept. With the environment variable MALLOC_MMAP_THRESHOLD_ set, rows are listed separately. These commands make the smallest row and `pairs`, the
-CPU seconds with and without a threshold:
+kept. With the environment variable MALLOC_MMAP_THRESHOLD_ set, rows are listed separately. These commands make the
+smallest float32 row and `pairs`, the CPU seconds with and without a threshold:
 
     python benchmarks/memory.py --models gemma3 --ways "LoRA, checkpointing" --layouts shared_prefix --budget 256 \
         --prompts 4 --out results/memory.json
