@@ -262,6 +262,22 @@ def test_sample_inverts_the_cumulative_sum() -> None:
     assert torch.allclose(logprobs.exp(), torch.tensor([0.625, 0.625, 0.625, 0.375, 0.375]))
 
 
+@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(top_p=0.9, repetition_penalty=1.3)])
+def test_samples_do_not_depend_on_the_rows_computed_together(
+    monkeypatch: pytest.MonkeyPatch, sampling: SamplingParams
+) -> None:
+    logits, u = torch.randn(7, 50), torch.rand(7, dtype=torch.float64)
+    seen, forbidden = torch.rand(7, 50) < 0.3, torch.rand(7, 50) < 0.3
+    found = []
+    for elements in (1, 100, 1 << 20):  # one row, two, and all of them
+        monkeypatch.setattr("lightrl.engines.transformers.sampling._CPU_ELEMENTS", elements)
+        found.append(sample(logits, sampling, u, seen=seen, forbidden=forbidden))
+    for tokens, logprobs, kept in found[1:]:
+        assert torch.equal(tokens, found[0][0]) and torch.equal(logprobs, found[0][1])
+        assert (kept is None) == (found[0][2] is None)
+        assert all(map(torch.equal, kept or [], found[0][2] or []))
+
+
 def test_wide_nucleus_takes_the_sort() -> None:
     """4,096 equal tokens: no 1,024 of them hold the nucleus, and by the rule for ties all are kept."""
     assert (distribution(torch.zeros(2, 4096), SamplingParams(top_p=0.9)) > 0).all()
