@@ -55,8 +55,7 @@ def one_line(error: BaseException) -> tuple[str, int] | None:
         error = error.__cause__  # the parser wraps errors of constructors
     room = _packages(error)[-1:]
     if room == ["jsonargparse"] and isinstance(error, ValueError | TypeError):
-        # Show the outer message: the cause concerns only one member of a union.
-        return parser_message(str(outer)), 2
+        return parser_message(str(outer)), 2  # the cause concerns only one member of a union
     if room == ["lightning"] and isinstance(error, MisconfigurationException | ValueError):
         return f"Lightning: {' '.join(str(error).split())}", 2
     return (str(error), 2) if room == ["lightrl"] and isinstance(error, ValueError) else None
@@ -71,6 +70,7 @@ def parser_message(text: str) -> str:
         while line in lines[:-1] and lines[-1].endswith(":"):  # the same reason for the next type of a union
             lines.pop()
     told = " ".join(line if line.endswith(":") else f"{line.rstrip('.')};" for line in lines)
+    told = re.sub(r"a function that returns <class '(\w+)'>\.", r"a function with the return annotation `-> \1`", told)
     return redact_text(f"{PARSER_TYPES.sub('', told.rstrip(';'))}.")
 
 
