@@ -135,7 +135,7 @@ def test_doctor_rejects_prompts_without_room_for_a_completion(config: Callable[.
 def test_doctor_rejects_mini_batches_that_do_not_divide_the_rollout(config: Callable[..., str]) -> None:
     file = Path(config())
     for size, kind, text in (
-        (8, "ok", "16 completions, 2 updates"),
+        (8, "ok", "16 completions, 2 updates; at most"),
         (5, "problem", "minibatch_size=5: does not divide"),
     ):
         content = yaml.safe_load(file.read_text())

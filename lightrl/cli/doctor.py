@@ -151,11 +151,8 @@ def _prompts(built: Any) -> Any:
     )
     yield "ok", f"first prompt: {first.texts[0][-200:]!r}"
     if room is not None and lengths[-1] + room[1] > room[0]:
-        yield (
-            "problem",
-            f"max_new_tokens={room[1]}: with a prompt of {lengths[-1]} tokens, this exceeds the maximum length of "
-            f"{room[0]}. Lower it, or set a lower max_prompt_tokens",
-        )
+        excess = f"with a prompt of {lengths[-1]} tokens, this exceeds the maximum length of {room[0]}"
+        yield "problem", f"max_new_tokens={room[1]}: {excess}. Lower it, or set a lower max_prompt_tokens"
     return first, tokenizer
 
 
@@ -169,7 +166,8 @@ def _minibatches(module: Any, data: Any) -> Iterator[Finding]:
     except ValueError as error:
         yield "problem", str(error)
         return
-    yield "ok", f"rollout: {data.prompts_per_rollout} prompts, {total} completions, {updates} updates"
+    tokens = f"at most {data.sampling.max_new_tokens} tokens each, {data.eval_sampling.max_new_tokens} in evaluations"
+    yield "ok", f"rollout: {data.prompts_per_rollout} prompts, {total} completions, {updates} updates; {tokens}"
 
 
 def _tools(episode: Any, tokenizer: Any) -> Iterator[Finding]:

@@ -264,7 +264,8 @@ class OpenSource(ABC):
             if spec.max_prompt_tokens is None and length + new_tokens > longest:
                 raise ValueError(
                     f"the prompt has {length} tokens; with max_new_tokens={new_tokens} this exceeds the model's "
-                    f"maximum length of {longest}. Set max_prompt_tokens and overlong, or lower max_new_tokens."
+                    f"maximum length of {longest}. Set max_prompt_tokens and overlong, or lower max_new_tokens in "
+                    "sampling and evaluation.sampling."
                 )
             if spec.overlong == "error" and length > (spec.max_prompt_tokens or length):
                 raise ValueError(
