@@ -158,7 +158,7 @@ class PreferenceDataModule(SFTDataModule):
         val: Validation pairs for `eval/*`. Defaults to no validation.
         batch_size: Number of pairs per batch and rank.
         tokenizer: Tokenizer directory or ID. Defaults to the trained model's.
-        seed: Random seed for the order, 0 or more.
+        seed: Random seed for the order, 0 or more. Defaults to the seed of `seed_everything`.
 
     Raises:
         ValueError: If a file, column, or tokenizer is missing, or there is less than one batch.
@@ -172,7 +172,7 @@ class PreferenceDataModule(SFTDataModule):
         val: PreferenceSource | None = None,
         batch_size: int = 32,
         tokenizer: str | None = None,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> None:
         super().__init__(train, val, batch_size, tokenizer, seed)  # type: ignore[arg-type]
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 from lightning.pytorch import LightningDataModule
 from transformers import PreTrainedTokenizerBase
 
+from lightrl.compat.lightning import run_seed
 from lightrl.data.processing import ConversationSource, arranged, encode_prompt, load_processor
 from lightrl.data.prompts import rendered_like
 from lightrl.data.rows import Encoded, MediaError, columns_of, entered, with_progress
@@ -306,7 +307,7 @@ class SFTDataModule(LightningDataModule):
         val: Validation data. Rendering settings default to those of `train`. Defaults to no validation.
         batch_size: Number of examples per batch and rank.
         tokenizer: Tokenizer directory or ID, also used for exports. Defaults to the actor's.
-        seed: Random seed for the order, 0 or more.
+        seed: Random seed for the order, 0 or more. Defaults to the seed of `seed_everything`.
 
     Raises:
         ValueError: If a file, column, or tokenizer is missing, or there is less than one batch.
@@ -320,14 +321,14 @@ class SFTDataModule(LightningDataModule):
         val: SFTSource | None = None,
         batch_size: int = 32,
         tokenizer: str | None = None,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> None:
         super().__init__()
         self.tokenizer_path = tokenizer
         self.train = train
         self.val = None if val is None else rendered_like(val, train)
         self.batch_size = batch_size
-        self.seed = seed
+        self.seed = run_seed() if seed is None else seed
         self._loaders: dict[str, SFTLoader] = {}
 
     def setup(self, stage: str) -> None:

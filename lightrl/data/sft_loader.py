@@ -89,10 +89,11 @@ class SFTLoader:
         }
 
     def state_dict(self) -> dict[str, int]:
-        """Returns the pass and the position within it."""
+        """Returns the seed, the pass, and the position within it."""
         passes, position = divmod(self.position, len(self))
-        return {"epoch": self.epoch + passes, "position": position}
+        return {"seed": self.seed, "epoch": self.epoch + passes, "position": position}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Resumes at the position of `state_dict`."""
+        """Resumes in the order and at the position of `state_dict`."""
+        self.seed = state_dict.get("seed", self.seed)
         self.epoch, self.position = state_dict["epoch"], state_dict["position"]

@@ -129,6 +129,17 @@ def test_a_loader_resumes_within_a_pass_and_at_its_end() -> None:
         assert firsts(resumed) == (first[position:] if position < 4 else second)
 
 
+def test_the_order_is_that_of_the_runs_seed_and_a_resumed_one_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seed(number: int, **given: Any) -> int:
+        monkeypatch.setenv("PL_GLOBAL_SEED", str(number))
+        return SFTDataModule(SFTSource(rows=ROWS), **given).seed
+
+    assert [seed(3), seed(4), seed(3, seed=7)] == [3, 4, 7]
+    loader, other = SFTLoader(numbered(8), 2, 0, seed=1), SFTLoader(numbered(8), 2, 0, seed=2)
+    other.load_state_dict(loader.state_dict())
+    assert firsts(other) == firsts(loader)
+
+
 class Recorder(LightningModule):
     """Keeps the batches it is given."""
 
