@@ -48,9 +48,9 @@ class AdaptiveEntropy(RLCallback):
         """Sets the initial or restored coefficient."""
         self._apply(pl_module)
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_policy_updated(self, trainer: Trainer, pl_module: Any, metrics: dict[str, float]) -> None:
         """Updates the coefficient from the rollout's entropy."""
-        entropy = outputs.get("policy/entropy")
+        entropy = metrics.get("policy/entropy")
         if entropy is None:
             return
         self.coef = adaptive_entropy_coef(
@@ -115,14 +115,17 @@ class AdaptiveKL(KLCallback):
             self.coef = float(pl_module.kl.coef)
         pl_module.set_kl_coef(self.coef)
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_rollout_scored(self, trainer: Trainer, pl_module: Any, rollouts: Rollouts) -> None:
+        """Counts the trajectories."""
+        self._trajectories = len(rollouts.trajectory_ids.unique()) * trainer.world_size
+
+    def on_policy_updated(self, trainer: Trainer, pl_module: Any, metrics: dict[str, float]) -> None:
         """Updates the coefficient from the rollout's mean KL."""
         assert self.coef is not None, "set in on_train_start"
-        if "kl/ref" not in outputs:
+        if "kl/ref" not in metrics:
             return
-        error = min(max(outputs["kl/ref"] / self.target - 1.0, -0.2), 0.2)
-        trajectories = len(batch.trajectory_ids.unique()) * trainer.world_size
-        self.coef *= 1.0 + error * trajectories / self.horizon
+        error = min(max(metrics["kl/ref"] / self.target - 1.0, -0.2), 0.2)
+        self.coef *= 1.0 + error * self._trajectories / self.horizon
         pl_module.set_kl_coef(self.coef)
 
     def state_dict(self) -> dict[str, Any]:

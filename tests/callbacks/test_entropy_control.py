@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from lightrl.algorithms import GRPOLightningModule
 from lightrl.callbacks import AdaptiveEntropy
 from lightrl.records import SamplingParams
 from tests.algorithms.toys import FirstSums, fit, grpo, weights
-from tests.toys import SMALL, model_fixture
+from tests.toys import SMALL, model_fixture, sgd
 
 model_path = model_fixture(**SMALL)
 
@@ -27,7 +28,7 @@ def test_adaptive_entropy_by_hand() -> None:
     control.on_train_start(None, module)  # type: ignore[arg-type]
     assert module.entropy_coef == 0.0
     for entropy in (0.9, 0.8, 1.0, 1.1, 0.5):
-        control.on_train_batch_end(None, module, {"policy/entropy": entropy}, None, 0)  # type: ignore[arg-type]
+        control.on_policy_updated(None, module, {"policy/entropy": entropy})  # type: ignore[arg-type]
         seen.append((round(control.coef, 6), round(module.entropy_coef, 6)))
     # at or below the target: +0.1 up to 0.35, in use; above: -0.1 down to 0.3, not in use
     assert seen == [(0.3, 0.3), (0.35, 0.35), (0.35, 0.35), (0.3, 0.0), (0.35, 0.35)]
@@ -37,11 +38,17 @@ def test_adaptive_entropy_by_hand() -> None:
     assert module.entropy_coef == pytest.approx(0.35)
 
 
-def test_adaptive_entropy_changes_the_training(model_path: str) -> None:
-    plain, steered = grpo(model_path), grpo(model_path)
+class ReturnsNothing(GRPOLightningModule):
+    def training_step(self, rollouts: Any, batch_idx: int) -> None:  # type: ignore[override]
+        super().training_step(rollouts, batch_idx)
+
+
+@pytest.mark.parametrize("own", [GRPOLightningModule, ReturnsNothing])
+def test_adaptive_entropy_changes_the_training(own: Any, model_path: str) -> None:
+    plain, steered = (own(model_path, optimizer=sgd, kl=None) for _ in range(2))
     fit(plain, rollouts=2)
     keep = fit(steered, rollouts=2, callbacks=[AdaptiveEntropy(target=10.0, step=0.5)])
-    assert "policy/entropy_coef" not in keep.metrics[0] and keep.metrics[1]["policy/entropy_coef"] == 0.5
+    assert "policy/entropy_coef" not in keep.updated[0] and keep.updated[1]["policy/entropy_coef"] == 0.5
     assert not torch.equal(weights(plain), weights(steered))
 
 

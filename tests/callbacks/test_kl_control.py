@@ -26,10 +26,16 @@ def batch(rows: int) -> Any:
     return SimpleNamespace(trajectory_ids=torch.arange(rows))
 
 
+def roll(callback: AdaptiveKL, module: Any, metrics: dict[str, float], rows: Any, ranks: int = 1) -> None:
+    trainer: Any = SimpleNamespace(world_size=ranks)
+    callback.on_train_start(trainer, module)
+    callback.on_rollout_scored(trainer, module, rows)
+    callback.on_policy_updated(trainer, module, metrics)
+
+
 def after(callback: AdaptiveKL, kl: float, rows: int = 100, ranks: int = 1) -> float:
-    module, trainer = Module(0.1), SimpleNamespace(world_size=ranks)
-    callback.on_train_start(trainer, module)  # type: ignore[arg-type]
-    callback.on_train_batch_end(trainer, module, {"kl/ref": kl}, batch(rows), 0)  # type: ignore[arg-type]
+    module = Module(0.1)
+    roll(callback, module, {"kl/ref": kl}, batch(rows), ranks)
     return module.kl.coef
 
 
@@ -55,16 +61,14 @@ def test_rows_of_all_ranks_count() -> None:
 
 def test_rows_of_a_trajectory_count_once() -> None:
     callback, module = AdaptiveKL(target=0.05, horizon=1000), Module(0.1)
-    callback.on_train_start(None, module)  # type: ignore[arg-type]
     cut = SimpleNamespace(trajectory_ids=torch.arange(100).repeat_interleave(3))
-    callback.on_train_batch_end(SimpleNamespace(world_size=1), module, {"kl/ref": 5.0}, cut, 0)  # type: ignore[arg-type]
+    roll(callback, module, {"kl/ref": 5.0}, cut)
     assert module.kl.coef == pytest.approx(0.1 * (1 + 0.2 * 0.1))
 
 
 def test_a_rollout_of_which_nothing_is_trained_leaves_the_coefficient() -> None:
     callback, module = AdaptiveKL(target=0.05, horizon=1000), Module(0.1)
-    callback.on_train_start(None, module)  # type: ignore[arg-type]
-    callback.on_train_batch_end(SimpleNamespace(world_size=1), module, {}, batch(8), 0)  # type: ignore[arg-type]
+    roll(callback, module, {}, batch(8))
     assert callback.coef == module.kl.coef == 0.1
 
 
