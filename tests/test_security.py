@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -36,6 +37,15 @@ def test_a_checkpoint_that_calls_something_is_refused(read: Any, tmp_path: Path)
     assert not (tmp_path / "called").exists()
     torch.load(path, weights_only=False)
     assert (tmp_path / "called").exists(), "the toy must be dangerous"
+
+
+@pytest.mark.parametrize("read", [read_checkpoint, CheckedCheckpointIO().load_checkpoint])
+def test_numbers_and_arrays_of_numpy_are_read(read: Any, tmp_path: Path) -> None:
+    """A user's schedule computes rates with NumPy, a callback its statistics."""
+    numbers = [np.float64(0.25), np.float32(1), np.int64(3), np.bool_(True), np.arange(3), np.ones((2, 2), np.float16)]
+    torch.save({"state_dict": {}, "lr_schedulers": numbers}, tmp_path / "last.ckpt")
+    for given, found in zip(numbers, read(tmp_path / "last.ckpt")["lr_schedulers"], strict=True):
+        assert type(found) is type(given) and np.array_equal(found, given)
 
 
 def test_the_code_of_a_model_folder_does_not_run(tmp_path: Path) -> None:

@@ -18,10 +18,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from lightrl.checkpoints.files import DamagedError, verify
 from lightrl.compat.lightning_checkpoints import load_distributed_checkpoint
+
+# Numbers and arrays of NumPy, such as a rate that a user's schedule computed. Reading them runs no other code.
+_TYPES = {type(np.dtype(code)) for code in "?" + np.typecodes["AllInteger"] + np.typecodes["AllFloat"]}
+_MAKERS = [np.float64(0).__reduce__()[0], np.zeros(0).__reduce__()[0]]
+torch.serialization.add_safe_globals([np.dtype, np.ndarray, *_TYPES, *_MAKERS])
 
 
 def checkpoint_kind(path: str | Path) -> str:
@@ -83,7 +89,8 @@ def readable(path: str | Path) -> Iterator[None]:
         cause = (str(error).splitlines() or [""])[0]
         what = cause if isinstance(error, DamagedError) else f"it can't be read ({type(error).__name__}: {cause})"
         raise ValueError(
-            f"checkpoint={str(path)!r}: {what}. Pass an earlier one, or --ckpt_path last for the newest intact one."
+            f"checkpoint={str(path)!r}: {what}. Pass an earlier one, or --ckpt_path last for the newest intact one. If "
+            "objects of your classes are in it, resume with weights_only=False."
         ) from error
 
 
