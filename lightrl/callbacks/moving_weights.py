@@ -12,7 +12,6 @@ from torch import Tensor
 
 from lightrl.callbacks.coefficients import KLCallback
 from lightrl.distributed import strategies
-from lightrl.rollout.datamodule import RolloutDataModule
 
 
 class EMA(Callback):
@@ -21,7 +20,8 @@ class EMA(Callback):
         w = decay * w + (1 - decay) * policy
 
     The average is updated in float32 once per rollout, or per batch in modules without rollouts, such as reward models.
-    Training still samples with the policy. Use `HFExport(ema=True)` to export the average.
+    Training still samples with the policy; only completions in flight (`InFlight`) continue with the average during an
+    evaluation. Use `HFExport(ema=True)` to export the average.
 
     Args:
         decay: Decay rate. 0.99 averages over about the last 100 rollouts.
@@ -74,17 +74,12 @@ class EMA(Callback):
         """Swaps in the average, if training has started."""
         if self.evaluate and self._average:
             self._swap_in(pl_module)
-            _forget_weights(trainer)
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Swaps the policy back in."""
-        if self._policy:
-            self._swap_out(pl_module)
-            _forget_weights(trainer)
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Swaps the policy back in before a checkpoint is written."""
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Swaps the policy back in, after an error before a checkpoint is written."""
         self._swap_out(pl_module)
+
+    on_exception = on_validation_end
 
     def _swap_in(self, pl_module: LightningModule) -> None:
         shards = _shards(pl_module)
@@ -102,13 +97,6 @@ def _shards(pl_module: Any) -> dict[str, Tensor]:
     """Returns this rank's shards of the trained parameters."""
     named = pl_module.trained_model[0].named_parameters()
     return {name: strategies.local_shard(parameter) for name, parameter in named if parameter.requires_grad}
-
-
-def _forget_weights(trainer: Trainer) -> None:
-    """Forces a weight push before the engine samples again."""
-    data = trainer.datamodule  # type: ignore[attr-defined]
-    if isinstance(data, RolloutDataModule):
-        data.engine.mark_stale()
 
 
 class ReferenceSync(KLCallback):

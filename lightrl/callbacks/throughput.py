@@ -45,7 +45,7 @@ class ThroughputMonitor(Callback):
       on a GPU, or resident in this process on a CPU. Excludes engines in separate processes.
 
     For `SFTLightningModule`, a batch counts as a rollout. Batches without an `attention_mask` are skipped. The command
-    line adds this callback to every run; use `--without=[ThroughputMonitor]` to remove it.
+    line adds this callback to every run.
 
     Args:
         progress_bar: Whether to show progress, in the progress bar or as log lines.
