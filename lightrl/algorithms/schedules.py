@@ -80,8 +80,8 @@ def rollout_position(module: Any) -> tuple[float, float]:
     of one rollout then share one rate. If `max_steps` ends the run first, its steps are counted.
     """
     trainer, each, size = module.trainer, module.ppo_epochs, module.updates.minibatch_size
-    if size is not None:
-        data = trainer.datamodule
+    data = trainer.datamodule
+    if size is not None and hasattr(data, "prompts_per_rollout"):  # else one rate per pass over a rollout
         each *= max(data.prompts_per_rollout * data.group_size // size, 1)
     if trainer.train_dataloader is None:
         trainer.fit_loop.setup_data()
@@ -94,25 +94,30 @@ def rollout_position(module: Any) -> tuple[float, float]:
     return float(rollouts * each + min(module.updates_made, each - 1)), updates
 
 
-def run_position(trainer: Any) -> Callable[[], tuple[float, float]]:
-    """Returns a function like `rollout_position` for a run with automatic optimization.
-
-    Counts epochs of the current dataset, so a run resumed with different data keeps its position.
-    """
+def run_position(module: Any) -> Callable[[], tuple[float, float]]:
+    """Returns a function like `rollout_position` for a supervised module, with automatic optimization."""
     total: list[float] = []
 
     def position() -> tuple[float, float]:
         if not total:
-            total.append(count_updates(trainer))
-        batches = trainer.num_training_batches
-        if trainer.max_steps != -1 or not math.isfinite(batches):
-            return float(trainer.global_step), total[0]
-        window, epoch = trainer.accumulate_grad_batches, trainer.fit_loop.epoch_progress.current
-        done = min(trainer.fit_loop.batch_idx + 1, batches) if epoch.ready > epoch.completed else 0
-        each = math.ceil(batches / window)
-        return float(trainer.current_epoch * each + (each if done == batches else done // window)), total[0]
+            total.append(count_updates(module.trainer))
+        return float(module.trainer.global_step + module.updates_ahead), total[0]
 
     return position
+
+
+def updates_ahead(trainer: Any) -> int:
+    """Returns how far a run that resumes with different data is ahead of its `global_step`, by its number of epochs.
+
+    Call it at the start: Lightning doesn't count the epoch after a restart between epochs until its end.
+    """
+    batches = trainer.num_training_batches
+    if trainer.max_steps != -1 or not math.isfinite(batches):
+        return 0
+    window, epoch = trainer.accumulate_grad_batches, trainer.fit_loop.epoch_progress.current
+    done = min(trainer.fit_loop.batch_idx + 1, batches) if epoch.ready > epoch.completed else 0
+    each = math.ceil(batches / window)
+    return int(trainer.current_epoch * each + (each if done == batches else done // window) - trainer.global_step)
 
 
 def with_schedule(optimizer: Optimizer, schedule: Any, position: Callable[[], tuple[float, float]]) -> Any:

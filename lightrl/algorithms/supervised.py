@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import BinaryAccuracy
 
 from lightrl.algorithms.saving import SavesPretrained
-from lightrl.algorithms.schedules import LRSchedule, NamedSchedule, run_position, with_schedule
+from lightrl.algorithms.schedules import LRSchedule, NamedSchedule, run_position, updates_ahead, with_schedule
 from lightrl.algorithms.settings import make_optimizer
 from lightrl.compat.lightning import accumulates
 from lightrl.distributed import strategies
@@ -34,9 +33,7 @@ class GradientWindow:
     """
 
     def __init__(self) -> None:
-        self._update = -1
-        self._expected = 0.0
-        self._total = 0.0
+        self._expected = self._total = 0.0
 
     def loss(self, module: Any, summed: Tensor, count: Tensor) -> Tensor:
         """Returns the loss for `training_step`, which Lightning divides by `accumulate_grad_batches`.
@@ -50,27 +47,29 @@ class GradientWindow:
         batches = getattr(trainer, "accumulate_grad_batches", 1)
         if batches == 1:
             return summed * trainer.world_size / count.clamp(min=1)
-        if trainer.global_step != self._update:
-            self._update, self._total = trainer.global_step, 0.0
-            self._expected = batches * max(float(count), 1.0)
+        if not self._total or trainer.fit_loop.batch_idx % batches == 0:  # as Lightning drops the gradients
+            self._expected, self._total = batches * max(float(count), 1.0), 0.0
         self._total += float(count)
         if not accumulates(trainer):
             total = max(self._total, 1.0)
             for parameter in module.parameters():
                 if parameter.grad is not None and total != self._expected:
                     parameter.grad.mul_(self._expected / total)
-            self._expected = total
+            self._expected, self._total = total, 0.0
         return summed * (trainer.world_size * batches / self._expected)
 
 
 class _SupervisedModule(SavesPretrained):
     """Base of supervised modules: one trained model and one optimizer, with losses per token or pair."""
 
+    _model_name = "actor"
+
     def __init__(self, optimizer: Any, lr_scheduler: Any) -> None:
         super().__init__()
         self.optimizer_factory = optimizer
         self.lr_scheduler_factory = lr_scheduler
         self._window = GradientWindow()
+        self.updates_ahead = 0
 
     def setup(self, stage: str) -> None:
         """Rejects gradient accumulation with DeepSpeed, whose gradients can't be reweighted."""
@@ -81,14 +80,13 @@ class _SupervisedModule(SavesPretrained):
                 f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches} with DeepSpeed: batches would get "
                 "equal weight regardless of their number of tokens. Use DDP or FSDP2, or 1 with a larger batch_size."
             )
-        strategies.keep_exact(trainer.strategy.precision_plugin)
 
     def models(self) -> list[Any]:
         return [self.trained_model[0]]
 
-    @abstractmethod
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """Returns the optimizer's groups."""
+        """Returns the optimizer's groups, with the parameters that a subclass adds."""
+        return [{"params": [p for p in self.parameters() if p.requires_grad]}]
 
     def configure_optimizers(self) -> Any:
         """Builds the optimizer and its schedule, stepped per update."""
@@ -96,13 +94,18 @@ class _SupervisedModule(SavesPretrained):
         optimizer = make_optimizer(self.optimizer_factory, groups, self.trainer.strategy)
         if self.lr_scheduler_factory is None:
             return optimizer
-        return with_schedule(optimizer, self.lr_scheduler_factory, run_position(self.trainer))
+        return with_schedule(optimizer, self.lr_scheduler_factory, run_position(self))
 
     def on_train_start(self) -> None:
         """Sets the rates of named schedules: a checkpoint's optimizer may come from a run of a different length."""
-        scheduler = self.lr_schedulers()
+        self.updates_ahead, scheduler = updates_ahead(self.trainer), self.lr_schedulers()
         if isinstance(scheduler, NamedSchedule):
             scheduler.refresh()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Adds what `lightrl export` needs to build the model."""
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["lightrl"] = self._description({self._model_name: self.trained_model[1]})
 
     def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         """Runs `validation_step`, for `lightrl test`."""
@@ -143,9 +146,6 @@ class SFTLightningModule(_SupervisedModule):
         """The trained model and its spec, for saving in Hugging Face format."""
         return self.actor, self.actor_spec
 
-    def parameter_groups(self) -> list[dict[str, Any]]:
-        return [{"params": [p for p in self.actor.parameters() if p.requires_grad]}]
-
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """Returns the loss of a batch of {token_ids, attention_mask, response_mask}, each (B, T), and `inputs`."""
         total, count = self._nll(batch)
@@ -164,10 +164,6 @@ class SFTLightningModule(_SupervisedModule):
         mask = batch["response_mask"]
         logprobs = self.actor(batch["token_ids"], batch["attention_mask"], mask, inputs=batch.get("inputs")).logprobs
         return -logprobs.sum(), mask.sum()
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds what `lightrl export` needs to build the model."""
-        checkpoint["lightrl"] = self._description({"actor": self.actor_spec})
 
 
 class RewardLightningModule(_SupervisedModule):
@@ -191,6 +187,7 @@ class RewardLightningModule(_SupervisedModule):
     """
 
     reward_model: RewardModel
+    _model_name = "reward_model"
 
     def __init__(
         self,
@@ -217,7 +214,7 @@ class RewardLightningModule(_SupervisedModule):
     def parameter_groups(self) -> list[dict[str, Any]]:
         head = self.reward_model.head_parameters()
         in_head = {id(p) for p in head}
-        trained = [p for p in self.reward_model.parameters() if p.requires_grad and id(p) not in in_head]
+        trained = [p for p in self.parameters() if p.requires_grad and id(p) not in in_head]
         return [{"params": trained, "name": "backbone"}, {"params": head, "name": "head"}]
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
@@ -262,7 +259,3 @@ class RewardLightningModule(_SupervisedModule):
         chosen, rejected = scores[0::2], scores[1::2]
         losses = bradley_terry_loss(chosen, rejected, batch["margin"], centering_coef=self.centering_coef)
         return chosen, rejected, losses
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds what `lightrl export` needs to build the model."""
-        checkpoint["lightrl"] = self._description({"reward_model": self.model_spec})

@@ -91,6 +91,21 @@ def test_what_a_subclass_adds_keeps_its_weight(path: str) -> None:
     torch.testing.assert_close(run(1, 4), run(4, 1), atol=1e-5, rtol=1e-4)
 
 
+def test_a_window_is_without_the_batches_of_an_earlier_run(path: str) -> None:
+    """Both begin at step 0."""
+
+    def run(*modes: dict[str, Any]) -> torch.Tensor:
+        torch.manual_seed(0)
+        module = SFTLightningModule(path, optimizer=lambda params: torch.optim.SGD(params, lr=0.0))
+        for mode in modes:
+            watch = Gradients()
+            trainer = quiet_trainer(callbacks=[watch], accumulate_grad_batches=4, **mode)
+            trainer.fit(module, SFTDataModule(SFTSource(rows=ROWS), batch_size=2))
+        return watch.seen[0]
+
+    torch.testing.assert_close(run({"fast_dev_run": True}, {}), run({}), atol=1e-6, rtol=1e-4)
+
+
 def test_deepspeed_which_keeps_its_gradients_is_refused(path: str) -> None:
     module = SFTLightningModule(path)
     strategy = DeepSpeedStrategy.__new__(DeepSpeedStrategy)
