@@ -33,13 +33,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def parameter_groups(
-    actor: PolicyModel, critic: ValueModel | None, critic_spec: CriticSpec | None
-) -> list[dict[str, Any]]:
-    """Returns the optimizer's groups, named `policy` and `critic`."""
-    head = set(actor.value_head.parameters()) if actor.value_head is not None else set()
-    policy = [p for p in actor.parameters() if p.requires_grad and p not in head]
-    values = [*head] if critic is None else [p for p in critic.parameters() if p.requires_grad]
+def parameter_groups(module: Any) -> list[dict[str, Any]]:
+    """Returns the optimizer's groups, named `policy` (with all parameters that a subclass adds) and `critic`."""
+    critic_spec, valued = module.critic_spec, module.actor.value_head if module.critic is None else module.critic
+    values = [] if valued is None else [p for p in valued.parameters() if p.requires_grad]
+    others = {id(p) for p in values}
+    policy = [p for p in module.parameters() if p.requires_grad and id(p) not in others]
     groups: list[dict[str, Any]] = [{"params": policy, "name": "policy"}]
     if values and critic_spec is not None:
         lr = {} if critic_spec.lr is None else {"lr": critic_spec.lr}
@@ -149,13 +148,11 @@ class RLLightningModule(SavesPretrained, RolloutLearner):
         """Checks the strategy, the rewards, and the callbacks before loading any model."""
         strategy = self.trainer.strategy
         strategies.refuse_unsupported(strategy, str(self.trainer.precision))
-        strategies.keep_exact(strategy.precision_plugin)
         if self.extra_losses.aux_loss_coef and strategies.context_group(strategy) is not None:
             raise ValueError(
                 f"aux_loss_coef={self.extra_losses.aux_loss_coef} with context_parallel_size above 1: each rank sees "
                 "only part of the tokens that the routers balance. Set aux_loss_coef=0 or context_parallel_size=1."
             )
-        strategies.set_gradient_clipping(strategy, self.updates.max_grad_norm)
         scorer = getattr(self.trainer.datamodule, "scorer", self)  # type: ignore[attr-defined]
         if self.advantage.credit == "parts" and scorer is None and not self.reward_model_specs:
             raise ValueError(
@@ -197,13 +194,14 @@ class RLLightningModule(SavesPretrained, RolloutLearner):
 
     def configure_model(self) -> None:
         """Builds and shards the models, and records the initial state of frozen weights."""
+        strategies.set_gradient_clipping(self.trainer.strategy, self.updates.max_grad_norm)
+        self._eval_sums = MetricSums()  # without those of an interrupted evaluation
         super().configure_model()
         self._start = self._start or WeightsAtStart(self)
 
     def configure_optimizers(self) -> Any:
         """Builds one optimizer (DeepSpeed supports only one) with the parameter groups `policy` and `critic`."""
-        groups = parameter_groups(self.actor, self.critic, self.critic_spec)
-        optimizer = make_optimizer(self.optimizer_factory, groups, self.trainer.strategy)
+        optimizer = make_optimizer(self.optimizer_factory, parameter_groups(self), self.trainer.strategy)
         if self.lr_scheduler_factory is None:
             return optimizer
         from lightrl.algorithms.schedules import rollout_position, with_schedule
@@ -371,10 +369,16 @@ class RLLightningModule(SavesPretrained, RolloutLearner):
         """Returns the weights that can't be reloaded from their source; see `needed_weights`."""
         return needed_weights(self, super().state_dict(*args, **kwargs), self._start)
 
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Loads weights. Frozen ones that then differ from their source belong into checkpoints."""
+        self._start = self._start or WeightsAtStart(self)
+        return super().load_state_dict(*args, **kwargs)
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds the model specs, counters, and random states. Collective."""
         from lightrl.algorithms import run_record
 
+        super().on_save_checkpoint(checkpoint)
         models = {"actor": self.actor_spec}
         if self.critic_spec is not None and not self.critic_spec.shared:
             models["critic"] = self.critic_spec.model or self.actor_spec

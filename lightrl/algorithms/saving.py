@@ -20,6 +20,13 @@ from lightrl.models.spec import ModelSpec
 
 Module = TypeVar("Module", bound="SavesPretrained")
 
+HOOKS = {"on_save_checkpoint", "on_load_checkpoint", "on_train_start", "on_validation_epoch_end"}
+"""Hooks of LightningModule with an implementation here. Calling it twice has no further effect."""
+
+
+def _after_base(own: Any, base: Any) -> Any:
+    return functools.wraps(own)(lambda self, *given: (base(self, *given), own(self, *given))[1])
+
 
 class SavesPretrained(LightningModule):
     """A LightningModule that builds its models once and saves its trained model in Hugging Face format."""
@@ -30,19 +37,10 @@ class SavesPretrained(LightningModule):
     _tells_hyperparameters = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Makes overrides of `on_save_checkpoint` that don't call `super` save a resumable checkpoint."""
+        """Runs our hooks before overrides of them: Lightning's hooks are empty, so users may not call `super`."""
         super().__init_subclass__(**kwargs)
-        own = cls.__dict__.get("on_save_checkpoint")
-        if own is None:
-            return
-
-        @functools.wraps(own)
-        def save(self: Any, checkpoint: dict[str, Any]) -> None:
-            own(self, checkpoint)
-            if "lightrl" not in checkpoint:  # Lightning's hook is empty, so users may not call `super`
-                super(cls, self).on_save_checkpoint(checkpoint)
-
-        cls.on_save_checkpoint = save  # type: ignore[method-assign]
+        for name in HOOKS & vars(cls).keys() if not cls.__module__.startswith("lightrl.") else ():
+            setattr(cls, name, _after_base(vars(cls)[name], getattr(super(cls, cls), name)))
 
     @abstractmethod
     def build_models(self, in_shards: bool = False) -> None:
@@ -91,10 +89,12 @@ class SavesPretrained(LightningModule):
         return run_record.run_settings(self, self.trainer.datamodule)  # type: ignore[attr-defined]
 
     def configure_model(self) -> None:
-        """Builds and shards the models once. Collective."""
+        """Builds and shards the models once, and drops gradients of a run that ended within an update. Collective."""
+        strategy = self.trainer.strategy
+        strategies.keep_exact(strategy.precision_plugin)
+        self.zero_grad()
         if self._is_sharded:
             return
-        strategy = self.trainer.strategy
         _zero3_config = strategies.keep_zero3_config(strategy)
         if not self._is_built:
             self.build_models(in_shards=strategies.loads_in_shards(strategy))
@@ -117,6 +117,13 @@ class SavesPretrained(LightningModule):
             return SingleDeviceStrategy("cpu")
 
     # ---- checkpoints -------------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Makes the hyperparameters of `save_hyperparameters` plain: reading objects would need trust in the file."""
+        from lightrl.algorithms.run_record import described
+
+        for name in checkpoint.keys() & {"hyper_parameters", "datamodule_hyper_parameters"}:
+            checkpoint[name] = described(checkpoint[name])
 
     @classmethod
     def load_from_checkpoint(  # type: ignore[override]

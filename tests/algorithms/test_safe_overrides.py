@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
-from lightrl.algorithms import GRPOLightningModule, SFTLightningModule
+from lightrl.algorithms import GRPOLightningModule, RewardLightningModule, SFTLightningModule
 from lightrl.algorithms.schedules import LRSchedule
 from lightrl.algorithms.settings import ExtraLosses, Shaping, Updates
 from lightrl.callbacks import RolloutCheckpoint, WeightSync
-from lightrl.data import SFTDataModule, SFTSource
+from lightrl.data import PreferenceDataModule, PreferenceSource, SFTDataModule, SFTSource
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives import (
     GDPO,
@@ -34,6 +35,7 @@ from lightrl.records import Experience, Rollouts
 from lightrl.rollout import Evaluation
 from lightrl.rollout.learner import RLCallback, require_rl_callbacks
 from tests.algorithms.toys import FirstSums, fit, grpo, weights
+from tests.callbacks.toys import Loader
 from tests.toys import SMALL, Keep, model_fixture, quiet_trainer, sgd, sums_data
 
 path = model_fixture(**SMALL)
@@ -132,6 +134,37 @@ def test_an_own_loss_does_not_grow_with_the_number_of_micro_batches(path: str) -
 
 
 # ---- rows and tokens that are left out -------------------------------------------------------------------------------
+
+
+def test_parameters_of_a_subclass_are_trained(path: str) -> None:
+    def scaled(base: Any, **settings: Any) -> Any:
+        class Scaled(base):  # type: ignore[misc]
+            def __init__(self) -> None:
+                super().__init__(path, optimizer=sgd, **settings)
+                self.scale = torch.nn.Parameter(torch.ones(()))
+
+            def compute_loss(self, rows: Experience) -> Any:
+                losses, metrics = super().compute_loss(rows)
+                return losses | {"scale": (self.scale - 3).square() + 0 * losses["policy"]}, metrics
+
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                given = super().training_step(batch, batch_idx)
+                return given if settings else given + (self.scale - 3).square()
+
+        return Scaled()
+
+    rows = [{"prompt": "1+1=", "completion": "2", "chosen": "2", "rejected": "3"}] * 2
+    supervised = {
+        SFTLightningModule: SFTDataModule(SFTSource(rows=rows), batch_size=2),
+        RewardLightningModule: PreferenceDataModule(PreferenceSource(rows=rows), batch_size=2),
+    }
+    modules = [scaled(base) for base in supervised]
+    for module, data in zip(modules, supervised.values(), strict=True):
+        quiet_trainer(callbacks=[]).fit(module, data)
+    modules.append(scaled(GRPOLightningModule, updates=Updates(max_grad_norm=None)))
+    fit(modules[-1])
+    for module in modules:
+        assert float(module.scale) == pytest.approx(1 + 0.1 * 4)
 
 
 class SequenceRatio(PPOClip):
@@ -353,6 +386,97 @@ def test_the_kl_to_the_reference_is_measured_once(path: str) -> None:
     assert keep.metrics[1]["kl/ref"] == pytest.approx(float(expected), abs=1e-7)
 
 
+# ---- hooks without `super`, and runs after others --------------------------------------------------------------------
+
+
+class Draw(Callback):
+    """Random numbers, which only follow from those before if the generators' states come back."""
+
+    def __init__(self) -> None:
+        self.drawn: list[float] = []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+        self.drawn.append(float(torch.rand(())))
+
+
+@pytest.mark.parametrize("hook", ["on_train_start", "on_load_checkpoint", "on_validation_epoch_end"])
+def test_a_hook_without_super_resumes_and_evaluates(hook: str, path: str, tmp_path: Path) -> None:
+    own = type("Own", (GRPOLightningModule,), {hook: lambda self, *_: None})
+
+    def run(folder: str, max_epochs: int, seed: int) -> tuple[list[float], Tensor, bool]:
+        seed_everything(seed, verbose=False)
+        module, draw = own(path, optimizer=sgd, kl=None), Draw()
+        callbacks = [WeightSync(), draw, RolloutCheckpoint(1, dirpath=str(tmp_path / folder))]
+        trainer = quiet_trainer(max_epochs=max_epochs, enable_checkpointing=True, callbacks=callbacks)
+        data = sums_data(rollouts_per_epoch=1, prompts_per_rollout=2, evaluation=Evaluation([{"prompt": "01+01="}]))
+        trainer.fit(module, data, ckpt_path="last" if seed else None)
+        return draw.drawn, weights(module), "eval/reward" in trainer.callback_metrics
+
+    whole = run("whole", 2, 0)
+    run("parts", 1, 0)
+    resumed = run("parts", 2, 1)
+    assert resumed[0] == whole[0][1:] and torch.equal(resumed[1], whole[1]) and whole[2] and resumed[2]
+
+
+def test_setup_without_super_rounds_no_rewards(path: str) -> None:
+    own = type("Own", (GRPOLightningModule,), {"setup": lambda self, stage: None})
+    keep = Keep()
+    trainer = quiet_trainer(precision="bf16-true", callbacks=[WeightSync(), keep])
+    trainer.fit(own(path, optimizer=sgd, kl=None), sums_data(rollouts_per_epoch=1))
+    assert keep.rollouts[0].rewards.dtype == keep.rollouts[0].engine_logprobs.dtype == torch.float32
+
+
+class Failure(Exception):
+    pass
+
+
+def test_a_run_begins_without_the_gradients_of_one_that_failed(path: str) -> None:
+    class Fails(GRPOLightningModule):
+        fails = True
+
+        def apply_gradients(self, *, finite: bool) -> Any:
+            if self.fails:
+                raise Failure
+            return super().apply_gradients(finite=finite)
+
+    free = Updates(max_grad_norm=None)
+    module = Fails(path, optimizer=sgd, kl=None, updates=free)
+    with pytest.raises(Failure):
+        fit(module)
+    module.fails = False
+    assert torch.equal(fit(module).gradients[0], fit(grpo(path, updates=free)).gradients[0])
+
+
+def test_an_evaluation_is_without_what_an_interrupted_one_measured(path: str) -> None:
+    class Fails(Callback):
+        def on_validation_batch_end(self, *_: Any) -> None:
+            raise Failure
+
+    def evaluate(module: Any, *callbacks: Any) -> Any:
+        data = sums_data(evaluation=Evaluation([{"prompt": f"{a:02d}+01="} for a in range(4)], batch_size=2))
+        return quiet_trainer(callbacks=list(callbacks)).validate(module, data, verbose=False)
+
+    seed_everything(0, verbose=False)
+    module = grpo(path)
+    expected = evaluate(module)
+    with pytest.raises(Failure):
+        evaluate(module, Fails())
+    assert evaluate(module) == expected
+
+
+def test_a_run_from_a_checkpoint_saves_what_it_froze_there(path: str, tmp_path: Path) -> None:
+    first, spec = grpo(path, optimizer=large_steps), ModelSpec(path, freeze=["*embed_tokens*"])
+    for number, module in enumerate((first, None)):
+        trainer = quiet_trainer(callbacks=[WeightSync()])
+        second: Any = module or GRPOLightningModule.load_from_checkpoint(
+            tmp_path / "0.ckpt", actor=spec, kl=None, optimizer=large_steps
+        )
+        trainer.fit(second, sums_data(rollouts_per_epoch=1))
+        trainer.save_checkpoint(tmp_path / f"{number}.ckpt")
+    again = GRPOLightningModule.load_from_checkpoint(tmp_path / "1.ckpt", actor=spec, kl=None)
+    assert torch.equal(weights(again), weights(second)) and not torch.equal(weights(again), weights(first))
+
+
 # ---- schedules of resumed runs ---------------------------------------------------------------------------------------
 
 
@@ -388,6 +512,15 @@ def test_a_scheduler_of_the_user_is_stepped_whatever_its_methods(path: str) -> N
     assert rates == pytest.approx([rates[0], rates[0] / 2, rates[0] / 4])
 
 
+def test_a_schedule_counts_the_rollouts_of_other_loaders(path: str) -> None:
+    """How many updates their rollouts give is not known before."""
+    rollouts = fit(grpo(path)).rollouts[0]
+    module, keep = grpo(path, lr_scheduler=LRSchedule("linear"), updates=Updates(minibatch_size=16)), Keep()
+    quiet_trainer(callbacks=[keep]).fit(module, Loader([rollouts, rollouts]))
+    rates = [metrics["optim/lr_policy"] for metrics in keep.metrics]
+    assert len(keep.gradients) == 4 and rates == pytest.approx([rates[0], rates[0] / 2])
+
+
 def test_a_resumed_supervised_run_has_the_rates_of_its_length(path: str, tmp_path: Path) -> None:
     class Rates(Callback):
         def __init__(self) -> None:
@@ -410,14 +543,33 @@ def test_a_resumed_supervised_run_has_the_rates_of_its_length(path: str, tmp_pat
     assert run(4, 2, str(tmp_path / "sft.ckpt")) == pytest.approx([first[0] * rate for rate in (0.5, 0.25)])
 
 
+@pytest.mark.parametrize("when", [{"every_n_train_steps": 1}, {"save_on_train_epoch_end": True}])
+def test_lightnings_checkpoints_between_epochs_keep_the_schedule(when: Any, path: str, tmp_path: Path) -> None:
+    def run(ckpt_path: str | None = None) -> Tensor:
+        seed_everything(0, verbose=False)
+        module = SFTLightningModule(path, lr_scheduler=LRSchedule("cosine"), optimizer=sgd)
+        saver = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, **when)
+        lines = [{"prompt": f"{i}+{i}=", "completion": str(2 * i)} for i in range(6)]
+        trainer = quiet_trainer(max_epochs=2, callbacks=[saver], enable_checkpointing=True)
+        trainer.fit(module, SFTDataModule(SFTSource(rows=lines), batch_size=2), ckpt_path=ckpt_path)
+        return weights(module)  # type: ignore[arg-type]
+
+    whole = run()
+    assert torch.equal(run(str(tmp_path / "step=3.ckpt")), whole)
+
+
 def test_a_checkpoint_of_a_subclass_with_its_own_entries_resumes(path: str, tmp_path: Path) -> None:
     class Notes(GRPOLightningModule):
+        def __init__(self, actor: ModelSpec, **settings: Any) -> None:
+            super().__init__(actor, **settings)
+            self.save_hyperparameters()
+
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             checkpoint["mine"] = 7
 
     def run(max_epochs: int, ckpt_path: str | None = None) -> Tensor:
         seed_everything(0, verbose=False)
-        module = Notes(path, optimizer=sgd, kl=None)
+        module = Notes(ModelSpec(path), optimizer=sgd, kl=None, loss=PPOClip())
         checkpoint = RolloutCheckpoint(1, dirpath=str(tmp_path))
         trainer = quiet_trainer(max_epochs=max_epochs, enable_checkpointing=True, callbacks=[WeightSync(), checkpoint])
         trainer.fit(module, sums_data(rollouts_per_epoch=1), ckpt_path=ckpt_path)
