@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy, SingleDeviceStrategy
 from torch import Tensor
 
 from lightrl.distributed import strategies
@@ -96,12 +96,13 @@ class SavesPretrained(LightningModule):
         if self._is_sharded:
             return
         _zero3_config = strategies.keep_zero3_config(strategy)
+        in_shards = isinstance(strategy, ModelParallelStrategy)
         if not self._is_built:
-            self.build_models(in_shards=strategies.loads_in_shards(strategy))
+            self.build_models(in_shards=in_shards)
         group = strategies.context_group(strategy)
         for model in self.models():
             strategies.shard_model(model, model.blocks(), self)
-            if strategies.loads_in_shards(strategy):
+            if in_shards:
                 from lightrl.models.folders import fill_shards
 
                 fill_shards(model, strategies.shard_device(strategy))

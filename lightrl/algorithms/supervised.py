@@ -60,9 +60,9 @@ class GradientWindow:
 
 
 class _SupervisedModule(SavesPretrained):
-    """Base of supervised modules: one trained model and one optimizer, with losses per token or pair."""
+    """Base of supervised modules: one trained model (`model_name`) and one optimizer; losses per token or pair."""
 
-    _model_name = "actor"
+    model_name: str
 
     def __init__(self, optimizer: Any, lr_scheduler: Any) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class _SupervisedModule(SavesPretrained):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds what `lightrl export` needs to build the model."""
         super().on_save_checkpoint(checkpoint)
-        checkpoint["lightrl"] = self._description({self._model_name: self.trained_model[1]})
+        checkpoint["lightrl"] = self._description({self.model_name: self.trained_model[1]})
 
     def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         """Runs `validation_step`, for `lightrl test`."""
@@ -127,6 +127,7 @@ class SFTLightningModule(_SupervisedModule):
     """
 
     actor: PolicyModel
+    model_name = "actor"
 
     def __init__(
         self,
@@ -187,7 +188,7 @@ class RewardLightningModule(_SupervisedModule):
     """
 
     reward_model: RewardModel
-    _model_name = "reward_model"
+    model_name = "reward_model"
 
     def __init__(
         self,

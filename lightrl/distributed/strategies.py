@@ -127,11 +127,6 @@ def context_group(strategy: Strategy) -> Any:
     return getattr(strategy, "context_group", None)
 
 
-def loads_in_shards(strategy: Strategy) -> bool:
-    """Whether each rank loads only its shards of weights: under FSDP2."""
-    return isinstance(strategy, ModelParallelStrategy)
-
-
 def shard_device(strategy: Strategy) -> torch.device:
     """Returns the device of a rank's shards."""
     offloaded = getattr(strategy, "cpu_offload", False)
