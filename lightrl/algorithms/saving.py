@@ -39,8 +39,9 @@ class SavesPretrained(LightningModule):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Runs our hooks before overrides of them: Lightning's hooks are empty, so users may not call `super`."""
         super().__init_subclass__(**kwargs)
-        for name in HOOKS & vars(cls).keys() if not cls.__module__.startswith("lightrl.") else ():
-            setattr(cls, name, _after_base(vars(cls)[name], getattr(super(cls, cls), name)))
+        base = next(each for each in cls.__mro__ if each.__module__.startswith("lightrl."))
+        for name in HOOKS & vars(cls).keys() if base is not cls else ():
+            setattr(cls, name, _after_base(vars(cls)[name], getattr(base, name)))
 
     @abstractmethod
     def build_models(self, in_shards: bool = False) -> None:
