@@ -187,6 +187,8 @@ class RLLightningModule(SavesPretrained, RolloutLearner):
             from lightrl.models.reward import RewardModel
 
             self.reward_models[each.name] = RewardModel.from_spec(each)
+        if not in_shards:  # before weights of a checkpoint are loaded
+            self._start = WeightsAtStart(self)
 
     def models(self) -> list[Any]:
         """Returns the models that the strategy shards."""
@@ -271,11 +273,7 @@ class RLLightningModule(SavesPretrained, RolloutLearner):
         return found if isinstance(found, list) else [] if found is None else [found]
 
     def _named_schedules(self) -> list[Any]:
-        if not (found := self._schedulers):
-            return []
-        from lightrl.algorithms.schedules import NamedSchedule
-
-        return [scheduler for scheduler in found if isinstance(scheduler, NamedSchedule)]
+        return [each for each in self._schedulers if type(each).__module__.startswith("lightrl.")]
 
     def _count_skips(self, skip: bool, norm: Tensor | None, *, searching: bool) -> None:
         """Counts a skipped update. Searching for a lower float16 loss scale doesn't count toward the limit."""
@@ -368,11 +366,6 @@ class RLLightningModule(SavesPretrained, RolloutLearner):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the weights that can't be reloaded from their source; see `needed_weights`."""
         return needed_weights(self, super().state_dict(*args, **kwargs), self._start)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Loads weights. Frozen ones that then differ from their source belong into checkpoints."""
-        self._start = self._start or WeightsAtStart(self)
-        return super().load_state_dict(*args, **kwargs)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds the model specs, counters, and random states. Collective."""
