@@ -26,6 +26,8 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     **{"str": str, "repr": repr},
 }
 _CONTAINERS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+_BOUNDS = ("start", "stop", "step")
+_PARTS: dict[Any, tuple[str, ...]] = {complex: ("real", "imag"), range: _BOUNDS, slice: _BOUNDS}
 # Predicates that tests may call on a result. An object defined by the completion could return True for all of them.
 _PREDICATES = {"startswith", "endswith"} | {
     name for kind in (str, float, frozenset) for name in dir(kind) if name.startswith("is")
@@ -77,6 +79,8 @@ class Channel:
         for name, kind in _CONTAINERS.items():
             if isinstance(value, kind):
                 return {name: [self.encode(item) for item in kind.__iter__(value)]}
+        if type(value) in _PARTS:
+            return {type(value).__name__: [self.encode(getattr(value, part)) for part in _PARTS[type(value)]]}
         if isinstance(value, Remote):
             return {"yours": object.__getattribute__(value, "_place")[1]}
         self.objects.append(value)
@@ -94,6 +98,8 @@ class Channel:
             return int(held, 16)
         if name in ("bytes", "bytearray"):
             return getattr(builtins, name).fromhex(held)
+        if name in ("complex", "range", "slice"):
+            return getattr(builtins, name)(*map(self.decode, held))
         return self.objects[held] if name == "yours" else Remote(self, int(held))
 
     def ask(self, operation: str, target: int, *args: Any, **kwargs: Any) -> Any:
@@ -104,7 +110,7 @@ class Channel:
             if len(answer) == 5:  # calls a function among the arguments
                 self.apply(answer, ("call",))
         _, raised, value, changed = answer
-        for old, new in zip(args, map(self.decode, changed)):  # noqa: B905
+        for old, new in zip((*args, *kwargs.values()), map(self.decode, changed)):  # noqa: B905
             if isinstance(old, (list, bytearray)):
                 old[:] = new
             elif isinstance(old, (dict, set)):
@@ -113,7 +119,8 @@ class Channel:
         if raised is None:
             return self.decode(value)
         kind = getattr(builtins, str(raised), None)
-        raise (kind if isinstance(kind, type) and issubclass(kind, Exception) else RuntimeError)(str(value))
+        kind = kind if isinstance(kind, type) and issubclass(kind, Exception) else RuntimeError
+        raise kind.__new__(kind) if issubclass(kind, UnicodeError) else kind(str(value))
 
     def apply(self, request: Any, allowed: Any = _OPERATIONS) -> None:
         """Answers a request of the other end."""
@@ -121,9 +128,10 @@ class Channel:
         try:
             if operation not in allowed:
                 raise AttributeError(operation)
-            given = list(map(self.decode, args))
-            value = self.encode(_OPERATIONS[operation](self.objects[target], *given, **self.decode(kwargs)))
+            given, named = list(map(self.decode, args)), self.decode(kwargs)
+            value = self.encode(_OPERATIONS[operation](self.objects[target], *given, **named))
             mutable = (list, dict, set, bytearray)
+            given += named.values()
             answer = [None, value, [self.encode(item) if isinstance(item, mutable) else None for item in given]]
         except _Ended:
             raise
@@ -194,7 +202,7 @@ def tester(job: dict[str, Any]) -> None:
     signal.setitimer(signal.ITIMER_REAL, job["seconds"] + 5.0)
     namespace: dict[str, Any] = {"__name__": "tests"}
     for name, value in channel.receive()[0].items():
-        if not hasattr(builtins, name):
+        if not (name.startswith("__") or hasattr(builtins, name)):  # `__builtins__` would replace `abs` and imports
             namespace[name] = channel.decode(value)
     for name in _modules(job["tests"]):  # take precedence over the completion's names
         namespace[name] = importlib.import_module(name)

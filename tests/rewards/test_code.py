@@ -56,7 +56,13 @@ RIGHT = {
     ),
     "changed arguments": (
         "def sort(x): x.sort()\ndef put(d, k): d[k] = 1",
-        "x = [2, 1]\nsort(x)\nassert x == [1, 2]\nd = {}\nput(d, 'a')\nassert d == {'a': 1}",
+        "x = [2, 1]\nsort(x)\nassert x == [1, 2]\nd = {}\nput(d, 'a')\nassert d == {'a': 1}\n"
+        "x = [2, 1]\nsort(x=x)\nassert x == [1, 2]\nput({}, k='b')\nput(k='c', d=d)\nassert 'c' in d",
+    ),
+    "other values": (
+        "def f(): return [1 + 2j, range(3)]\ndef g(s): return 'abcdef'[s]\ndef h(): return b'\\xff'.decode()",
+        "assert f() == [1 + 2j, range(3)]\nassert g(slice(1, 3)) == 'bc'\n"
+        "try:\n    h()\nexcept UnicodeDecodeError:\n    pass\nelse:\n    assert False",
     ),
     "function as argument": (
         "def apply(f, xs): return [f(x) for x in xs]",
@@ -136,6 +142,18 @@ def test_no_code_passes_a_test_by_cheating(reward: CodeTests) -> None:
     assert time.monotonic() - start < 60
 
 
+FORGED = """import __main__ as driver
+send = driver.Channel.send
+class Module:
+    def Fraction(*args): return 99
+def forged(self, *message):
+    if isinstance(message[0], dict):
+        fakes = {"abs": lambda x: 0, "__import__": lambda *args: Module}
+        message[0]["__builtins__"] = {"dict": [[name, self.encode(fake)] for name, fake in fakes.items()]}
+    send(self, *message)
+driver.Channel.send = forged
+def f(x): return 99
+"""
 SHADY = {  # per cheat its code and the test that it would pass if it ran next to the code
     "math": ("class math:\n    isclose = lambda *args: True\ndef f(x): return 0", "assert math.isclose(f(2), 1.41)"),
     "abs": ("def abs(x): return 0\ndef f(x): return 5", "assert abs(f(2) - 1.41) < 0.01"),
@@ -154,6 +172,8 @@ SHADY = {  # per cheat its code and the test that it would pass if it ran next t
     "same": (EVIL.format(base="") + "def f(x): return Evil()", "assert f(3) == f(3) == 9"),
     "error": ("def f(x): raise SystemExit", "try:\n    f(1)\nexcept SystemExit:\n    pass"),
     "death": ("import os\ndef f(x): os._exit(0)", "try:\n    f(1)\nexcept BaseException:\n    raise"),
+    "builtins of the tests": (FORGED, "from fractions import Fraction\nassert f(2) == Fraction(1, 2)"),
+    "function of the tests": (FORGED, "assert abs(f(2) - 1.41) < 0.01"),
     "nothing printed": ("import os\nos._exit(0)", [{"input": "", "output": ""}, {"input": "", "output": "1"}]),
     "printed twice": ("print(3)\nprint('[\"3\"]')", [{"input": "", "output": "3"}]),
     "printed list": ("import os\nfor n in range(3, 20):\n    try: os.write(n, b'[\"3\"]')\n    except OSError: pass\nprint(4)", [{"input": "", "output": "3"}]),
