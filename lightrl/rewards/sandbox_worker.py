@@ -46,7 +46,8 @@ _KERNEL = {
     **{"migrate_pages": (256, 238), "move_pages": (279, 239), "process_madvise": (440, 440)},
     **{"bpf": (321, 280), "userfaultfd": (323, 282), "io_uring_setup": (425, 425), "memfd_create": (319, 279)},
     **{"memfd_secret": (447, 447), "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190)},
-    **{"mq_open": (240, 180), "mq_unlink": (241, 181), "inotify_add_watch": (254, 27)},
+    **{"mq_open": (240, 180), "mq_unlink": (241, 181), "inotify_add_watch": (254, 27), "fanotify_init": (300, 262)},
+    **{"fallocate": (285, 47)},  # fills a disk before `_watch` can notice
     **{"unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41)},
     **{"open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430), "fsmount": (432, 432)},
 }
@@ -56,6 +57,7 @@ _LOCAL, _SEPARATE = (1, 16), (1, 2, 10, 16)
 _EPERM, _ALLOW = (0x06, 0, 0, 0x50001), (0x06, 0, 0, 0x7FFF0000)
 _ENTRY_BYTES = 4096  # counted for each file, even if empty
 _LONGEST_PATH = 1024
+_REWRITES = 8  # bounds deleted files that are only mapped, or only sent to a socket
 
 
 def main() -> None:
@@ -118,12 +120,12 @@ def _watch(job: dict[str, Any], root: Path, pid: int, deadline: float, control: 
         if time.monotonic() >= deadline:
             return "timeout"
         pids = list(_descendants(os.getpid()))
-        memory, deleted = map(sum, zip((0, 0), *map(_usage, pids), strict=True))
+        memory, deleted, written = map(sum, zip((0, 0, 0), *map(_usage, pids), strict=True))
         if memory > job["memory"]:
             return "memory"
         if len(pids) > job["processes"] + 2:  # the mechanism has up to two processes
             return "processes"
-        if deleted + _size(root, job["disk"] - deleted) > job["disk"]:
+        if written > _REWRITES * job["disk"] or deleted + _size(root, job["disk"] - deleted) > job["disk"]:
             return "disk"
     return "exit" if program in ready else "stopped"
 
@@ -139,9 +141,9 @@ def _descendants(pid: int) -> Iterator[int]:
                 yield from map(int, children)
 
 
-def _usage(pid: int) -> tuple[int, int]:
-    """Bytes of a process's memory, and of the deleted files that it has open."""
-    memory = deleted = 0
+def _usage(pid: int) -> tuple[int, int, int]:
+    """Bytes of a process's memory, of the deleted files that it has open, and of its writes to the disk."""
+    memory = deleted = written = 0
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_bytes().splitlines():
             if line.startswith((b"RssAnon", b"RssShmem")):
@@ -150,7 +152,9 @@ def _usage(pid: int) -> tuple[int, int]:
             found = os.stat(f"/proc/{pid}/fd/{descriptor}")
             if stat.S_ISREG(found.st_mode) and not found.st_nlink:
                 deleted += 512 * found.st_blocks
-    return memory, deleted
+        counts = dict(line.split(b": ") for line in Path(f"/proc/{pid}/io").read_bytes().splitlines())
+        written = int(counts[b"write_bytes"]) - int(counts[b"cancelled_write_bytes"])
+    return memory, deleted, written
 
 
 def _size(folder: Path, enough: int) -> int:
