@@ -216,14 +216,14 @@ class ChatJudge(RetryingReward):
             return None
         try:
             choice = answer["choices"][0]
-            text = str(choice["message"].get("content") or "")
+            text = plain_text(choice["message"].get("content") or "")
             usage = answer.get("usage") or {}
         except (AttributeError, KeyError, IndexError, TypeError) as error:
             raise RewardError(
                 f"url={self.url}: returned {str(answer)[:200]}, not a chat completion. Check the URL."
             ) from error
         prompt, completion = judged.tokens
-        judged.tokens = prompt + usage.get("prompt_tokens", 0), completion + usage.get("completion_tokens", 0)
+        judged.tokens = prompt + (usage.get("prompt_tokens") or 0), completion + (usage.get("completion_tokens") or 0)
         if choice.get("finish_reason") == "length":  # a truncated response may end in a quote from a completion
             judged.text = text
             return "It was cut off. Be shorter."
@@ -239,8 +239,11 @@ class ChatJudge(RetryingReward):
         if self._answers is None:
             if self.cache is not None:
                 Path(self.cache).parent.mkdir(parents=True, exist_ok=True)
-            self._answers = sqlite3.connect(self.cache or "", timeout=60, check_same_thread=False)
-            self._answers.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, answer TEXT)")
+            try:
+                self._answers = sqlite3.connect(self.cache or "", timeout=60, check_same_thread=False)
+                self._answers.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, answer TEXT)")
+            except sqlite3.DatabaseError as error:
+                raise RewardError(f"cache={self.cache!r}: {error}. Use a new file.") from error
         return self._answers
 
 
