@@ -87,7 +87,9 @@ class GymnasiumEnvironment(Environment):
         if not hasattr(env, "reset") and hasattr(env, "init"):
             return self._shown(env.init(first_messages(row, None)))
         reset = getattr(env, "unwrapped", env).reset  # wrappers may hide its parameters
-        return self._shown(env.reset(**_accepted(reset, {"seed": seed, "options": dict(row)})))
+        more = any(each.kind is each.VAR_KEYWORD for each in inspect.signature(reset).parameters.values())
+        given = {"seed": seed, "options": dict(row)}
+        return self._shown(env.reset(**(given if more else _accepted(reset, given))))
 
     def _shown(self, result: Any) -> Any:
         """The observation of `reset` or `init`, with or without an info, as text or messages."""

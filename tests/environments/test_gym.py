@@ -71,6 +71,15 @@ def test_a_game_with_gymnasiums_interface_is_played() -> None:
     assert shown(play(make, ["x"] * 3, seed=2**40)) == shown(play(make, ["x"] * 3, seed=2**40))
 
 
+def test_a_reset_with_any_keywords_gets_the_seed() -> None:
+    class Open(Guess):
+        def reset(self, **given: Any) -> Any:
+            return super().reset(**given)
+
+    first, again, other = (shown(play(lambda: GymnasiumEnvironment(Open), ["x"], seed=seed)) for seed in (1, 1, 4))
+    assert first == again != other
+
+
 def test_a_step_that_raises_or_returns_something_else_is_a_failure() -> None:
     failed = play(lambda: GymnasiumEnvironment(Guess), ["break"])
     assert failed.stop_reason == "failure" and "the dice are gone" in str(failed.failure)
