@@ -447,7 +447,8 @@ def test_a_program_that_raises_dies_or_asks_for_nothing_is_a_failure() -> None:
 
 
 def test_what_is_no_reward_is_refused() -> None:
-    for reward in ("good", float("nan")):
+    metrics = ({"x": None}, {"x": "a"}, [1])
+    for reward in ("good", float("nan"), {"good": 1.0}, *({"reward": 1.0, "metrics": each} for each in metrics)):
 
         def main(row: Any, base_url: str, api_key: str, reward: Any = reward) -> Any:
             plain_program.once({}, base_url, api_key)
@@ -455,6 +456,11 @@ def test_what_is_no_reward_is_refused() -> None:
 
         with pytest.raises(ValueError, match="run: "):
             play(main, Engine("Hi"))
+
+    def alone(row: Any, base_url: str, api_key: str) -> Any:
+        return {"reward": plain_program.once({}, base_url, api_key)}
+
+    assert play(alone, Engine("Hi"))[0].turn_rewards == [0.5]
 
 
 @pytest.mark.parametrize("how", ["ends", "cancelled"])

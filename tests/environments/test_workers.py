@@ -67,6 +67,18 @@ def test_an_import_that_fails_or_takes_too_long_is_a_failure_that_tells_why(tmp_
         assert cause in trajectory.failure
 
 
+def test_numbers_of_numpy_are_rewards_and_metrics_of_processes(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(
+        "import numpy\nfrom tests.environments.plain_program import once\n\ndef main(row, base_url, api_key):\n"
+        "    once(row, base_url, api_key)\n"
+        "    return {'reward': numpy.float32(0.5), 'metrics': {'right': numpy.bool_(True)}}\n"
+    )
+    (trajectory,) = play(
+        f"{tmp_path}/program.py:main", Engine("Hi"), process=True, env={"PYTHONPATH": str(Path(__file__).parents[2])}
+    )
+    assert (trajectory.failure, trajectory.turn_rewards, trajectory.metrics["right"]) == (None, [0.5], 1.0)
+
+
 def test_nothing_of_a_program_outlives_a_killed_run(tmp_path: Path) -> None:
     """The process is started as by a run, which is a small one here."""
     (tmp_path / "program.py").write_text(

@@ -71,7 +71,7 @@ def _play(function: Any, folder: Path, lifeline: IO[bytes]) -> None:
         reward = function(call["row"], call["base_url"], call["api_key"])
         if inspect.isawaitable(reward):
             reward = asyncio.run(awaited(reward))
-        written = json.dumps({"reward": reward})
+        written = json.dumps({"reward": reward}, default=float)  # NumPy's numbers and tensors
     except BaseException as error:  # including SystemExit
         traceback.print_exc()
         written = json.dumps({"error": f"{type(error).__name__}: {error}"})

@@ -243,7 +243,10 @@ class AgentProgram(MultiTurn):
                 hint = "" if session.requested else f"\nIt sent no request with its key. {_HINT}"
                 session.fail(f"the program failed: {error}{hint}", users_lines(error))
             return None, {}
-        if isinstance(reward, Mapping) and set(reward) == {"reward", "metrics"}:
-            reward, metrics = reward["reward"], reward["metrics"]
-        metrics = {str(name): float(value) for name, value in metrics.items()}
+        if isinstance(reward, Mapping) and {"reward"} <= set(reward) <= {"reward", "metrics"}:
+            reward, metrics = reward["reward"], reward.get("metrics", {})
+        try:
+            metrics = {str(name): float(value) for name, value in metrics.items()}
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ValueError(f"run: the program returned the metrics {repr(metrics)[:60]}. Return numbers.") from error
         return None if reward is None else finite_reward(reward, "run: the program"), metrics
