@@ -29,7 +29,7 @@ def log_traces(logger: Any, name: str, records: list[dict[str, Any]], step: int)
         send = _to_mlflow
     elif isinstance(logger, WandbLogger):
         send = _to_weave
-    elif type(logger.experiment).__module__.split(".")[0] == "trackio":
+    elif type(getattr(logger, "experiment", None)).__module__.split(".")[0] == "trackio":
         send = _to_trackio
     else:
         return
