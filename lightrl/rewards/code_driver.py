@@ -119,7 +119,10 @@ class Channel:
         if raised is None:
             return self.decode(value)
         kind = getattr(builtins, str(raised), None)
-        kind = kind if isinstance(kind, type) and issubclass(kind, Exception) else RuntimeError
+        if not (isinstance(kind, type) and issubclass(kind, Exception)) or (
+            kind is StopIteration and operation != "next"  # would end `all(map(...))`
+        ):
+            kind = RuntimeError
         raise kind.__new__(kind) if issubclass(kind, UnicodeError) else kind(str(value))
 
     def apply(self, request: Any, allowed: Any = _OPERATIONS) -> None:

@@ -172,6 +172,7 @@ SHADY = {  # per cheat its code and the test that it would pass if it ran next t
     "same": (EVIL.format(base="") + "def f(x): return Evil()", "assert f(3) == f(3) == 9"),
     "error": ("def f(x): raise SystemExit", "try:\n    f(1)\nexcept SystemExit:\n    pass"),
     "death": ("import os\ndef f(x): os._exit(0)", "try:\n    f(1)\nexcept BaseException:\n    raise"),
+    "end of an iteration": ("def f(x): raise StopIteration", "assert all(map(lambda x: f(x) == x + 1, range(3)))"),
     "builtins of the tests": (FORGED, "from fractions import Fraction\nassert f(2) == Fraction(1, 2)"),
     "function of the tests": (FORGED, "assert abs(f(2) - 1.41) < 0.01"),
     "nothing printed": ("import os\nos._exit(0)", [{"input": "", "output": ""}, {"input": "", "output": "1"}]),
