@@ -80,10 +80,10 @@ def test_trackio_gets_traces_by_the_logger_in_the_docs(
 
 
 def test_a_logger_without_an_experiment_gets_no_traces(
-    conversations: Rollouts, make_trainer: Callable[..., Any]
+    conversations: Rollouts, make_trainer: Callable[..., Any], tmp_path: Path
 ) -> None:
     class Own(Logger):
-        name, version = "own", "1"
+        name, version, save_dir = "own", "1", str(tmp_path)
 
         def log_metrics(self, metrics: Any, step: Any = None) -> None: ...
 
