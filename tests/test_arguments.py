@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,13 @@ def test_a_file_that_fails_is_run_again_after_a_fix(tmp_path: Path) -> None:
         imported("reward", f"{file}:f")
     file.write_text("f = 1\n")
     assert imported("reward", f"{file}:f") == 1
+
+
+def test_a_file_that_many_threads_import_is_run_once(tmp_path: Path) -> None:
+    (file := tmp_path / "slow.py").write_text("import time\ntime.sleep(0.3)\nfound = []\n")
+    with ThreadPoolExecutor(4) as threads:
+        lists = list(threads.map(lambda _: imported("factory:", f"{file}:found"), range(4)))
+    assert all(one is lists[0] for one in lists)
 
 
 def test_missing_packages_are_rejected_with_the_command_that_installs_them() -> None:

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +20,7 @@ MAX_REWARD = 1e16
 """Maximum magnitude of a reward. The sum of squares of a batch, as in a standard deviation, still fits in float32."""
 
 T = TypeVar("T")
+_RUNNING = threading.RLock()  # environments are made in threads
 
 
 def one_of(name: str, value: T, *choices: T) -> T:
@@ -67,9 +69,7 @@ def require_model_folder(path: str) -> None:
         if not (folder / "config.json").is_file():
             raise ValueError(f"Model directory {path!r} has no config.json. Use one written by `save_pretrained`.")
     elif folder.exists() or not HUB_NAME.fullmatch(path) or ("/" in path and os.path.isdir(folder.parent)):
-        raise ValueError(
-            f"Model directory {path!r} does not exist. Use an existing directory, or a model ID (organization/name)."
-        )
+        raise ValueError(f"Model directory {path!r} does not exist. Use another, or a model ID (organization/name).")
 
 
 def imported(what: str, path: str) -> Any:
@@ -99,18 +99,19 @@ def imported(what: str, path: str) -> Any:
 
 def _run_file(file: Path) -> ModuleType:
     name = f"lightrl_file_{file.stem}_{abs(hash(file.resolve()))}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None  # the suffix is .py
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look up modules by name
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
+    with _RUNNING:
+        if name in sys.modules:
+            return sys.modules[name]
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None and spec.loader is not None  # the suffix is .py
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module  # dataclasses and pickle look up modules by name
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+        return module
 
 
 def lazy_names(package: str, modules: Sequence[str], names: Sequence[str]) -> Callable[[str], Any]:

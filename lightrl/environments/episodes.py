@@ -174,7 +174,6 @@ def one_turn(group: CompletionGroup) -> list[Trajectory]:
     context, zeros = [-1] * len(prompt), [0.0] * len(prompt)
     trajectories = []
     for place, completion in enumerate(group.completions):
-        assert completion.finish_reason != "suspended", "the collector waits for suspended completions"
         count = len(completion.token_ids)
         row = TrajectoryRow(
             token_ids=[*prompt, *completion.token_ids],

@@ -19,6 +19,7 @@ from lightrl.environments.base import Environment, Message, Reply, Step
 from lightrl.environments.bridges import Bridge
 from lightrl.environments.calling import LateError, UserCode
 from lightrl.environments.episodes import finite_reward
+from lightrl.environments.gym import GymnasiumEnvironment
 from lightrl.environments.ledger import Ledger
 from lightrl.environments.multi_turn import EXAMPLE_TOOLS, Attempt, MultiTurn
 from lightrl.environments.parsing import ReplyParser
@@ -84,10 +85,11 @@ def _has_tools(environment: Any) -> bool:
     """Whether an environment class, or a partial of it from YAML, has tools, if known without an instance."""
     parts = [environment.func, *environment.args] if isinstance(environment, partial) else [environment]
     kind = next((part for part in parts if isinstance(part, type)), object)
+    factory = getattr(environment, "keywords", {}).get("factory", parts[-1])
+    if isinstance(factory, str) and issubclass(kind, (tools.ToolEnvironment, GymnasiumEnvironment)):
+        factory = imported("factory:", factory)  # a mistake is found before a model is loaded
     if not issubclass(kind, tools.ToolEnvironment):
         return isinstance(declared := getattr(kind, "tools", ()), list | tuple) and bool(declared)
-    factory = getattr(environment, "keywords", {}).get("factory", parts[-1])
-    factory = imported("factory:", factory) if isinstance(factory, str) else factory
     return isinstance(factory, type) and bool(tools.tool_names(factory))
 
 

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+from lightrl.compat.arguments import one_of
 from lightrl.engines.background import all_of
 from lightrl.rewards.chat import (
     GUARD,
@@ -55,7 +56,7 @@ class GroupRanking(ChatJudge):
         **judge: Any,
     ) -> None:
         super().__init__(url, model, **judge)
-        self.by = by
+        self.by = one_of("GroupRanking.by", by, "score", "rank")
         self.columns = list(columns or [])
         self.needed_columns = tuple(self.columns)
         self.instruction = (

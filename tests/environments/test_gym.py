@@ -5,14 +5,15 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
-from lightrl.environments import GymnasiumEnvironment, TextArenaEnvironment
+from lightrl.environments import EnvironmentEpisode, GymnasiumEnvironment, TextArenaEnvironment
 from lightrl.records import Trajectory
-from tests.environments.scripted import play_group, play_one, said
+from tests.environments.scripted import TOKENIZER, play_group, play_one, said
 
 
 def play(make: Any, replies: Sequence[str], row: Any = None, **settings: Any) -> Trajectory:
@@ -80,6 +81,12 @@ def test_a_reset_with_any_keywords_gets_the_seed() -> None:
         number = int(np.random.default_rng(seed).integers(10))
         played = play(lambda: GymnasiumEnvironment(Open), ["x"], {"prompt": "", "seed": seed}, max_turns=1)
         assert shown(played) == [f"Guess a digit: {number}?"]
+
+
+def test_a_factory_that_does_not_exist_is_found_before_a_game_is_played() -> None:
+    games = EnvironmentEpisode(partial(GymnasiumEnvironment, factory="json.nothing"))
+    with pytest.raises(ValueError, match="json has no .nothing."):
+        games.setup(TOKENIZER)
 
 
 def test_a_step_that_raises_or_returns_something_else_is_a_failure() -> None:

@@ -283,6 +283,8 @@ def test_a_rubric_in_yaml(grader):
 
 
 def test_a_criterion_without_a_source_or_a_judge_is_rejected():
+    with pytest.raises(ValueError, match="GroupRanking.by='scores'"):
+        GroupRanking("http://x", "m", by="scores")
     for criterion in (Criterion(), Criterion("q", short), Criterion("q")):
         with pytest.raises(ValueError, match="Rubric"):
             Rubric({"a": criterion})
