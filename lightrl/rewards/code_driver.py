@@ -119,10 +119,8 @@ class Channel:
         if raised is None:
             return self.decode(value)
         kind = getattr(builtins, str(raised), None)
-        if not (isinstance(kind, type) and issubclass(kind, Exception)) or (
-            kind is StopIteration and operation != "next"  # would end `all(map(...))`
-        ):
-            kind = RuntimeError
+        ends = kind is StopIteration and operation != "next"  # would end `all(map(...))`
+        kind = RuntimeError if ends or not (isinstance(kind, type) and issubclass(kind, Exception)) else kind
         raise kind.__new__(kind) if issubclass(kind, UnicodeError) else kind(str(value))
 
     def apply(self, request: Any, allowed: Any = _OPERATIONS) -> None:

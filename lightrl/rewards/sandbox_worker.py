@@ -87,15 +87,9 @@ def _run(job: dict[str, Any], root: Path, control: socket.socket, libc: Any) -> 
         (root / name).mkdir()
     for name, text in job["files"].items():
         (root / "program" / name).write_bytes(text.encode(errors="surrogatepass"))
-    for limit, value in (
-        (resource.RLIMIT_CORE, 0),
-        (
-            resource.RLIMIT_CPU,
-            int(job["timeout"] * (os.cpu_count() or 1)) + 10,
-        ),  # in case this process is killed
-        (resource.RLIMIT_FSIZE, job["disk"]),
-        (resource.RLIMIT_NOFILE, 256),
-    ):
+    cpu = int(job["timeout"] * (os.cpu_count() or 1)) + 10  # in case this process is killed
+    limits = {resource.RLIMIT_CORE: 0, resource.RLIMIT_CPU: cpu, resource.RLIMIT_FSIZE: job["disk"]}
+    for limit, value in {**limits, resource.RLIMIT_NOFILE: 256}.items():
         resource.setrlimit(limit, (value, value))
     # Set by the shell, because this process may need more address space than the program's limit.
     job["command"] = ["sh", "-c", f'ulimit -v {job["memory"] // 1024}; exec "$@"', "sh", *job["command"]]

@@ -83,9 +83,8 @@ class ChatCompletions(Api):
         choices = []
         for i, answered in enumerate(answers):
             reply = answered.reply
-            message: dict[str, Any] = {"role": "assistant", "content": reply.content or None, "refusal": None}
-            if not reply.tool_calls:
-                message["content"] = reply.content
+            content = reply.content or (None if reply.tool_calls else "")
+            message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
             if reply.reasoning:
                 message["reasoning_content"] = reply.reasoning
             if reply.tool_calls:
@@ -190,14 +189,8 @@ def _usage(answers: Sequence[Answered]) -> dict[str, int]:
 
 
 def _calls(answered: Answered) -> list[dict[str, Any]]:
-    return [
-        {
-            "id": call.id,
-            "type": "function",
-            "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
-        }
-        for call in answered.reply.tool_calls
-    ]
+    calls = answered.reply.tool_calls
+    return [call_message(call.id, call.name, json.dumps(call.arguments, ensure_ascii=False)) for call in calls]
 
 
 def _chat_message(message: Mapping[str, Any]) -> Message:

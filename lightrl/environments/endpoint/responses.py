@@ -99,13 +99,8 @@ class Responses(Api):
                 yield said("response.output_item.added", output_index=i, item={**begun, "content": []})
                 yield said("response.content_part.added", **place, content_index=0, part={**block, "text": ""})
                 yield said("response.output_text.delta", **place, content_index=0, delta=block["text"], logprobs=[])
-                yield said(
-                    "response.output_text.done",
-                    **place,
-                    content_index=0,
-                    text=block["text"],
-                    logprobs=block["logprobs"],
-                )
+                whole_text = {"text": block["text"], "logprobs": block["logprobs"]}
+                yield said("response.output_text.done", **place, content_index=0, **whole_text)
                 yield said("response.content_part.done", **place, content_index=0, part=block)
             elif item["type"] == "function_call":
                 yield said("response.output_item.added", output_index=i, item={**begun, "arguments": ""})
@@ -123,20 +118,9 @@ class Responses(Api):
 
 
 def _responses_head(asked: Asked) -> dict[str, Any]:
-    return {
-        "id": new_id("resp_"),
-        "object": "response",
-        "created_at": int(time.time()),
-        "model": asked.model,
-        "error": None,
-        "instructions": None,
-        "metadata": {},
-        "parallel_tool_calls": True,
-        "temperature": None,
-        "top_p": None,
-        "tool_choice": "auto",
-        "tools": [],
-    }
+    head = {"id": new_id("resp_"), "object": "response", "created_at": int(time.time()), "model": asked.model}
+    unknown = dict.fromkeys(("error", "instructions", "temperature", "top_p"))
+    return {**head, **unknown, "metadata": {}, "parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
 
 
 def _end(answered: Answered) -> dict[str, Any]:
@@ -163,20 +147,11 @@ def _items(answered: Answered) -> list[dict[str, Any]]:
         items.append({"id": new_id("rs_"), "type": "reasoning", "summary": [], "content": thoughts, "status": status})
     if reply.content or not reply.tool_calls:
         block = {"type": "output_text", "text": reply.content, "annotations": [], "logprobs": answered.logprobs or []}
-        items.append(
-            {"id": new_id("msg_"), "type": "message", "role": "assistant", "status": status, "content": [block]}
-        )
-    items += [
-        {
-            "id": new_id("fc_"),
-            "type": "function_call",
-            "call_id": call.id,
-            "name": call.name,
-            "arguments": json.dumps(call.arguments, ensure_ascii=False),
-            "status": status,
-        }
-        for call in reply.tool_calls
-    ]
+        said = {"type": "message", "role": "assistant", "status": status, "content": [block]}
+        items.append({"id": new_id("msg_"), **said})
+    for call in reply.tool_calls:
+        said = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False), "status": status}
+        items.append({"id": new_id("fc_"), "type": "function_call", "call_id": call.id, **said})
     return items
 
 
