@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import socket
 from typing import Any
 
 import anthropic
@@ -268,3 +269,5 @@ def test_the_endpoint_listens_where_it_is_told_and_gives_the_address_of_containe
 
     (trajectory,) = play(main, Engine("Hi"), bind="0.0.0.0", url="http://trainer:{port}/v1")
     assert trajectory.failure is None and seen[0].startswith("http://trainer:")
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ValueError, match="port=.*in use.*port=0"):
+        Endpoint(port=taken.getsockname()[1])

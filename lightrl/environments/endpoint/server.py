@@ -60,7 +60,10 @@ class Endpoint:
         self._sessions: dict[str, Session] = {}  # by key
         self._opened = 0
         self._prefix = f"sk-{secrets.token_hex(8)}-"  # of this endpoint's keys
-        self._socket = socket.create_server((bind, port), family=socket.AF_INET6 if ":" in bind else socket.AF_INET)
+        try:
+            self._socket = socket.create_server((bind, port), family=socket.AF_INET6 if ":" in bind else socket.AF_INET)
+        except OSError as error:
+            raise ValueError(f"bind={bind!r}, port={port}: {error.strerror}. Use another, or port=0.") from error
         self.port = int(self._socket.getsockname()[1])
         host = {"0.0.0.0": LOOPBACK, "::": "[::1]"}.get(bind, f"[{bind}]" if ":" in bind else bind)
         self.base_url = (url or f"http://{host}:{{port}}/v1").replace("{port}", str(self.port))
