@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lightrl.environments.base import Message, Tools
-from lightrl.environments.bridges import Bridge, SampledTurn, Tokens
+from lightrl.environments.bridges import SampledTurn, TemplateBridge, Tokens
 from lightrl.records import Completion, GenerationRequest, ImageInputs, Media, Routes, Support, TrajectoryRow
 
 
@@ -22,11 +22,11 @@ class Ledger:
     in and is context in others. Images are decoded once and passed to the engine and the sequences.
 
     Args:
-        bridge: Bridge of the policy's chat template.
+        bridge: TemplateBridge of the policy's chat template.
         tools: JSON schemas of the tools.
     """
 
-    def __init__(self, bridge: Bridge, tools: Tools = ()) -> None:
+    def __init__(self, bridge: TemplateBridge, tools: Tools = ()) -> None:
         self.bridge = bridge
         self.tools = list(tools)
         self.messages: list[Message] = []
