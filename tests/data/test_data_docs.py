@@ -11,7 +11,7 @@ from jsonargparse import ArgumentParser
 from lightning.pytorch import LightningDataModule, LightningModule
 
 import lightrl.algorithms
-import lightrl.cli.lightning_cli  # its settings of the parser
+import lightrl.cli.lightning_cli  # noqa: F401 - its settings of the parser
 import lightrl.data
 import lightrl.rewards
 import lightrl.rollout
