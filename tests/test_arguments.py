@@ -9,34 +9,11 @@ import pytest
 
 from lightrl.compat.arguments import bearer_token, imported, one_of, require_packages
 
-MODULE = "tests.environments.plain_program"
-
 
 def test_one_of_returns_a_choice_or_names_the_argument() -> None:
     assert one_of("A.x", "a", "a", "b") == "a"
     with pytest.raises(ValueError, match=r"^A\.x='c'"):
         one_of("A.x", "c", "a", "b")
-
-
-def test_an_import_path_names_an_object_of_a_module_or_a_file(tmp_path: Path) -> None:
-    (file := tmp_path / "mine.py").write_text("runs = []\n\ndef score():\n    return 1\n")
-    assert imported("reward", f"{file}:score")() == 1
-    assert imported("reward", f"{file}:runs") is imported("reward", f"{file}:runs")  # the file is run once
-    assert imported("run:", f"{MODULE}:once") is imported("run:", f"{MODULE}.once")
-
-
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        ("exact", "'exact'"),
-        ("no_such.module:f", "'no_such.module:f'.*ModuleNotFoundError"),
-        (f"{MODULE}:nothing", "'nothing'.*once"),
-        ("none.py:f", "'none.py:f'.*FileNotFoundError"),
-    ],
-)
-def test_an_import_path_that_names_nothing_is_rejected(path: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        imported("reward", path)
 
 
 def test_a_file_that_fails_is_run_again_after_a_fix(tmp_path: Path) -> None:

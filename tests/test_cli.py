@@ -89,14 +89,6 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 # ---- help --------------------------------------------------------------------------------------------------------
 
 
-def test_help_of_a_class(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["fit", "--model.help", "GRPOLightningModule"])
-    out = " ".join(capsys.readouterr().out.split())
-    assert "--model.extra_losses.entropy_coef ENTROPY_COEF " in out
-    assert "--model.optimizer" in out  # an argument of the parent class, taken by **kwargs
-
-
 def configurable_classes() -> list[type]:
     """Every concrete class that YAML can name."""
     packages = (
@@ -323,22 +315,6 @@ def test_a_mistake_is_one_line(
     message = refused(capsys, "--config", write(**MISTAKES[mistake]))
     assert mistake in message and message.count("\n") == 1 and len(message) < 500
     assert loaded == []
-
-
-@pytest.mark.parametrize("kind", ["missing", "flipped"])
-def test_a_checkpoint_that_cannot_be_read_is_one_message(
-    kind: str, write: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "checkpoints"
-    config = checkpointed(write, "GRPOLightningModule", folder)
-    path = folder / "last.ckpt"
-    if kind == "flipped":
-        main(["fit", "--config", config])
-        content = bytearray(path.read_bytes())
-        content[len(content) // 2] ^= 1
-        path.write_bytes(content)
-    message = refused(capsys, "--config", config, "--ckpt_path", str(path))
-    assert "last.ckpt" in message and message.count("\n") == 1
 
 
 def test_secrets_stay_out_of_what_a_run_writes(

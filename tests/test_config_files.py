@@ -42,23 +42,3 @@ def test_a_base_that_cannot_be_is_refused(text: str, message: str, tmp_path: Pat
     (tmp_path / "mine.yaml").write_text(text)
     with pytest.raises(ValueError, match=message):
         expand_configs(["--config", str(tmp_path / "mine.yaml")])
-
-
-def test_a_file_that_is_not_yaml_is_rejected(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text("a: {")
-    with pytest.raises(ValueError, match=r"mine\.yaml"):
-        expand_configs(["--config", str(tmp_path / "mine.yaml")])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--config", "nosuch.yaml"], "--config=nosuch.yaml"),
-        (["--config=."], "--config=."),
-        (["--base", "x.yaml"], "--base"),
-        (["--base=x.yaml"], "--base=x.yaml"),
-    ],
-)
-def test_a_file_that_does_not_exist_is_named(arguments: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        expand_configs(["fit", *arguments])

@@ -14,9 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.docs_descriptions import LONGEST, description
 from scripts.docs_links import plain
-from scripts.docs_math import mathml
 
 
 @pytest.fixture(scope="module")
@@ -117,25 +115,6 @@ def test_the_api_pages_list_every_public_name(root: Path) -> None:
                 assert set(re.findall(r"^ {8}- (\w+)$", text, re.MULTILINE)) == set(names), page
 
 
-def test_formulas_become_mathml() -> None:
-    page = r'<p>The ratio <span class="arithmatex">\(\rho_t &lt; 2\)</span>.</p>'
-    made = mathml(page)
-    assert "arithmatex" not in made and made.startswith("<p>The ratio <") and made.endswith(">.</p>")
-    if importlib.util.find_spec("latex2mathml"):
-        assert "<math" in made and "<msub>" in made
-    else:
-        assert r"<code>\rho_t &lt; 2</code>" in made
-
-
-def test_a_page_is_described_by_its_first_sentences() -> None:
-    assert description('<h1>A</h1><p><img src="a.png"></p><p>Set <code>kl</code> to "k3". Then run:</p>') == (
-        "Set kl to &quot;k3&quot;. Then run."
-    )
-    long = description(f"<p>One short sentence. {'word ' * 60}</p>")
-    assert long.startswith("One short sentence. word") and long.endswith(" ...") and len(long) <= LONGEST
-    assert description("<table></table>") == ""
-
-
 @pytest.mark.long
 def test_pages_have_separate_descriptions_and_every_image_a_text(site: Path) -> None:
     found = {}
@@ -150,13 +129,3 @@ def test_pages_have_separate_descriptions_and_every_image_a_text(site: Path) -> 
 def test_links_to_files_outside_the_site_lead_to_the_repository() -> None:
     address = "https://example.org/lightrl/"
     assert plain("[x](../LICENSE)", 0, address) == "[x](https://example.org/lightrl/blob/main/LICENSE)"
-
-
-def test_links_to_files_outside_the_site_become_their_path() -> None:
-    assert (
-        plain("[x](../metrics.md) [grpo.yaml](../../configs/grpo.yaml)", 1) == "[x](../metrics.md) `configs/grpo.yaml`"
-    )
-    assert plain("[grpo.yaml](../configs/algorithms/grpo.yaml)") == "`configs/algorithms/grpo.yaml`"
-    assert plain("see [the numbers](../benchmarks/README.md).") == "see the numbers (`benchmarks/README.md`)."
-    page = "[metrics](metrics.md) ![curve](images/a.png) [site](https://example.org)"
-    assert plain(page) == page

@@ -48,24 +48,6 @@ def test_setup_says_which_python_it_needs(root: Path, tmp_path: Path) -> None:
     assert "requires Python 3.10 to 3.13 (found: false). Set PYTHON=" in done.stderr
 
 
-@pytest.mark.parametrize(("target", "commands"), [("test", ["ruff check", "ruff format --check", "mypy", "pytest"])])
-def test_make_test_runs_lint_types_and_tests(target: str, commands: list[str], root: Path) -> None:
-    plan = subprocess.run(
-        ["make", "-n", target], cwd=root, capture_output=True, text=True, timeout=550, check=True
-    ).stdout
-    places = [plan.find(command) for command in ["scripts/setup.sh", *commands]]
-    assert -1 not in places
-    assert places == sorted(places)
-
-
-def test_continuous_integration_runs_the_readmes_command(root: Path) -> None:
-    assert "exec make test" in (root / ".ci" / "run").read_text()
-    assert os.access(root / ".ci" / "run", os.X_OK)
-    readme = (root / "README.md").read_text()
-    assert "make quickstart" in readme
-    assert "make test" in readme
-
-
 def test_every_install_line_names_our_distribution(root: Path) -> None:
     named = re.search(r'^name = "(.+?)"', (root / "pyproject.toml").read_text(), re.MULTILINE)
     assert named is not None and named[1] == DISTRIBUTION == "lightrl-llm"

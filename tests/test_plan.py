@@ -27,7 +27,6 @@ from lightrl.cli.plan.memory import (
     activations,
     head,
     host_memory,
-    largest_micro_batch,
     measure_model,
     memory,
     total,
@@ -138,18 +137,6 @@ def test_activations_are_about_those_of_a_forward(
     assert sum(saved.values()) == pytest.approx(expected, rel=0.25)
 
 
-def test_numbers_of_a_model_worked_out_by_hand(big: str) -> None:
-    size = measure_model(big, compute=torch.bfloat16)
-    block = 1536 * 1536 * 2 + 2 * 1536 * 256 + 3 * 1536 * 8960 + 1536 + 2 * 256 + 2 * 1536
-    assert (size.parameters, size.block, size.layers) == (PARAMETERS, block, 28)
-    assert size.outside == 151936 * 1536 + 1536 and size.head == 0
-    assert size.kv_width == 28 * 2 * 2 * 128
-    per_block = 2 * (1536 + 1536) + 2 * (1536 + 256) + 3 * (1536 + 8960)
-    assert size.lora(16) == 16 * 28 * per_block
-    # bfloat16 matrices of a block are kept for its backward (biases are not).
-    assert size.saved_weights == pytest.approx(2 * block, rel=0.01)
-
-
 def test_parts_under_each_strategy(big: str) -> None:
     size = measure_model(big, compute=torch.bfloat16)
     case = Plan(size, gpus=8)
@@ -166,15 +153,6 @@ def test_parts_under_each_strategy(big: str) -> None:
     offload = memory(case, "zero3_offload")
     assert offload["weights"] == offload["optimizer"] == 0 and host_memory(case, "zero3_offload") == 16 * both
     assert ddp["engine"] == 2 * PARAMETERS and ddp["KV cache"] == 2 * 28672 / 2 * 64 * 2048
-
-
-def test_the_largest_micro_batch_fits_and_twice_of_it_does_not(big: str) -> None:
-    case, limit = Plan(measure_model(big, compute=torch.bfloat16), length=2048), 40 * 2.0**30
-    tokens = largest_micro_batch(case, "fsdp2", limit)
-    assert tokens is not None and 2048 < tokens < 1 << 17
-    ours, twice = (total(memory(replace(case, micro_batch_tokens=n), "fsdp2")) for n in (tokens, 2 * tokens))
-    assert ours <= limit < twice
-    assert largest_micro_batch(case, "fsdp2", 2.0**30) is None
 
 
 def test_the_head_and_the_step_by_hand(big: str) -> None:

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Callback, RichProgressBar, TQDMProgressB
 
 from lightrl.callbacks import throughput
 from lightrl.callbacks.throughput import EvaluateFirst, ThroughputMonitor
-from lightrl.ops.progress import clock, evaluations_left, headline, result_line, rollouts_in_all
+from lightrl.ops.progress import evaluations_left, rollouts_in_all
 from lightrl.records import Rollouts
 from tests.callbacks.toys import Loader, LoggingModule
 
@@ -123,21 +123,6 @@ def test_the_time_left_counts_evaluations_and_not_the_start_of_the_engine(
         trainer.fit(LoggingModule(), Loader([rollouts] * 3), Loader([rollouts]))
     assert [pace["left"] for pace in seen] == ["4:20", "0:08", "0:06", "1:44", "1:42", "1:40"]
     assert {pace["s/rollout"] for pace in seen[1:]} == {"2"}
-
-
-def test_times_and_results_read_well() -> None:
-    assert [clock(s) for s in (42.4, 432, 3723)] == ["0:42", "7:12", "1:02:03"]
-    first, last = headline({"eval/reward": 0.12, "eval/length": 9.0}, True), headline({"eval/reward": 0.578}, True)
-    assert result_line(first, last, 0, "40 rollouts", 432) == "eval accuracy 0.12 -> 0.58 in 40 rollouts, 7:12"
-    assert "eval reward 0.12 (after 8) -> 0.58" in result_line(
-        headline({"eval/reward": 0.12}, False), headline({"eval/reward": 0.578}, False), 8, "40 rollouts", 1
-    )
-    assert headline({"eval/reward": 0.5, "eval/pass@1": 0.25, "eval/reward/accuracy": 1.0}, False) == {
-        "eval accuracy": 0.25
-    }
-    assert headline({"eval/math/reward": 0.5, "eval/code/reward": 1.0}, True) == {
-        "eval math accuracy": 0.5, "eval code accuracy": 1.0,
-    }  # fmt: skip
 
 
 def test_a_run_ends_with_its_result(

@@ -28,12 +28,6 @@ def test_training_and_evaluation_never_share_a_sum() -> None:
     assert len({*train, *held_out}) == 10_000
 
 
-def test_rows_depend_on_the_seed_alone() -> None:
-    assert ArithmeticRows(size=50, seed=1)()["prompt"] == ArithmeticRows(size=50, seed=1)()["prompt"]
-    assert ArithmeticRows(size=50, seed=1)()["prompt"] != ArithmeticRows(size=50, seed=2)()["prompt"]
-    assert ArithmeticRows(size=10, seed=1)()["prompt"] == ArithmeticRows(size=50, seed=1)()["prompt"][:10]
-
-
 def test_the_tokenizer_of_the_quickstart_gives_one_token_per_character(tokenizer: Any) -> None:
     prompts = PromptSource(rows=ArithmeticRows(size=3)).load(tokenizer).batch(0, 3)
     assert [len(ids) for ids in prompts.token_ids] == [6, 6, 6]
@@ -55,13 +49,3 @@ def test_the_model_folder_is_what_the_script_writes(root: Path, model_dir: Path,
         made, committed = (json.loads((folder / name).read_text()) for folder in (tmp_path, model_dir))
         made.pop("transformers_version", None), committed.pop("transformers_version", None)
         assert made == committed, name
-
-
-def test_the_model_has_0_45_million_parameters(model_dir: Path) -> None:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir))
-    # 32 * 128 embedding (tied) + 3 * (16512 + 2 * 8256 + 16384 + 3 * 32768 + 256) + 128 of the last norm.
-    assert sum(parameter.numel() for parameter in model.parameters()) == 448_128

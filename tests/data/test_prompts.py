@@ -60,11 +60,6 @@ def test_rows_are_in_the_order_of_the_data(tokenizer: Any) -> None:
     assert texts(prompts.rows([])) == []
 
 
-def test_limit_takes_the_first_rows(tokenizer: Any) -> None:
-    prompts = PromptSource(rows=ROWS, limit=3).load(tokenizer)
-    assert sorted(texts(prompts.batch(0, 3))) == ["0+1=", "1+1=", "2+1="]
-
-
 def test_conversations_and_system_prompt(tokenizer: Any) -> None:
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }} {% endfor %}"
@@ -112,13 +107,6 @@ def test_no_prompt_left_is_an_error(tokenizer: Any) -> None:
         PromptSource(rows=LONG[:4], max_prompt_tokens=1).load(tokenizer)
 
 
-def test_a_missing_column_is_named(tokenizer: Any, tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"question": "1", "answer": "2"}))
-    with pytest.raises(ValueError, match=r"prompt_column='prompt': .*rows.jsonl.*\['question', 'answer'\]"):
-        PromptSource(path=str(path)).load(tokenizer)
-
-
 def two_sources() -> list[PromptSource]:
     return [PromptSource(rows=[{"prompt": f"{i}+"} for i in range(3)]), PromptSource(rows=[{"prompt": "5-", "x": 1}])]
 
@@ -147,17 +135,6 @@ def test_a_mixture_has_the_columns_and_rows_of_all_sources(tokenizer: Any) -> No
     assert len(mixed) == 4
     rows = mixed.rows([2, 3])
     assert rows.columns == {"prompt": ["2+", "5-"], "x": [None, 1]}
-
-
-def test_small_weights_still_give_a_prompt(tokenizer: Any) -> None:
-    mixed = PromptMixture(two_sources(), weights=[1e9, 1.0]).load(tokenizer)
-    assert Counter(text[-1] for text in mixed.batch(0, 1000).texts) == {"+": 999, "-": 1}
-
-
-@pytest.mark.parametrize("weights", [[1.0], [1.0, 0.0]])
-def test_bad_weights_are_rejected(weights: list[float]) -> None:
-    with pytest.raises(ValueError, match=r"PromptMixture\.weights.*each of the 2 sources"):
-        PromptMixture(two_sources(), weights=weights)
 
 
 @pytest.fixture()

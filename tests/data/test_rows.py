@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from datasets import Dataset, DatasetDict
 
-from lightrl.data.rows import RowSource, shuffled_order
+from lightrl.data.rows import RowSource
 
 ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(5)]
 
@@ -72,22 +72,8 @@ def test_a_missing_file_or_data_set_is_named(path: str) -> None:
         RowSource(path=path).read()
 
 
-def test_an_unknown_kind_of_file_lists_the_known_ones(tmp_path: Path) -> None:
-    (tmp_path / "rows.xlsx").write_text("x")
-    with pytest.raises(ValueError, match="path="):
-        RowSource(path=str(tmp_path / "rows.xlsx")).read()
-
-
 def test_no_rows_are_rejected() -> None:
     with pytest.raises(ValueError, match="no rows"):
         RowSource(rows=list).read()
     with pytest.raises(ValueError, match="exactly one of path and rows"):
         RowSource(path="a", rows=ROWS)
-
-
-def test_order_is_a_permutation_that_depends_on_seed_and_epoch() -> None:
-    order = shuffled_order(50, 3, 2)
-    assert sorted(order) == list(range(50))
-    assert (order == shuffled_order(50, 3, 2)).all()
-    assert (order != shuffled_order(50, 3, 1)).any()
-    assert (order != shuffled_order(50, 4, 2)).any()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
 
 from lightrl.data.prompts import PromptSource
 from lightrl.data.sft import SFTDataModule, SFTLoader, SFTSource
@@ -79,15 +77,6 @@ def test_overlong_rows(tokenizer: Any) -> None:
         SFTSource(rows=rows, max_tokens=3).tokenized(tokenizer)
 
 
-def test_bad_input_is_named(tokenizer: Any) -> None:
-    with pytest.raises(ValueError, match=r"completion_column='completion': .*\['prompt', 'answer'\]"):
-        SFTSource(rows=[{"prompt": "1", "answer": "2"}]).tokenized(tokenizer)
-    with pytest.raises(ValueError, match=r"messages_column='chat': .*no such column"):
-        SFTSource(rows=ROWS, messages_column="chat").tokenized(tokenizer)
-    with pytest.raises(ValueError, match="batch_size=9"):
-        SFTLoader(SFTSource(rows=ROWS).tokenized(tokenizer), 9, 0)
-
-
 def firsts(loader: SFTLoader) -> list[list[int]]:
     return [batch["token_ids"][:, 0].tolist() for batch in loader]
 
@@ -138,42 +127,3 @@ def test_the_order_is_that_of_the_runs_seed_and_a_resumed_one_keeps_it(monkeypat
     loader, other = SFTLoader(numbered(8), 2, 0, seed=1), SFTLoader(numbered(8), 2, 0, seed=2)
     other.load_state_dict(loader.state_dict())
     assert firsts(other) == firsts(loader)
-
-
-class Recorder(LightningModule):
-    """Keeps the batches it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(()))
-        self.seen: list[Any] = []
-        self.validated = 0
-
-    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
-        self.seen.append(batch["token_ids"].tolist())
-        return self.weight * 1.0
-
-    def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
-        self.validated += len(batch["token_ids"])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.1)
-
-
-def fit(model_dir: Path, folder: Path, max_steps: int, resume: str | None = None) -> tuple[Recorder, Trainer]:
-    module = Recorder()
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
-    trainer = Trainer(default_root_dir=folder, max_steps=max_steps, num_sanity_val_steps=0, **quiet)
-    data = SFTDataModule(SFTSource(rows=ROWS), SFTSource(rows=ROWS[:3]), 2, str(model_dir), seed=1)
-    trainer.fit(module, data, ckpt_path=resume)
-    return module, trainer
-
-
-def test_lightning_trains_validates_and_resumes(model_dir: Path, tmp_path: Path) -> None:
-    whole, _ = fit(model_dir, tmp_path / "a", 7)
-    assert whole.validated == 3
-    assert len({str(batch) for batch in whole.seen[:4]}) == 4
-    part, trainer = fit(model_dir, tmp_path / "b", 3)
-    trainer.save_checkpoint(tmp_path / "three.ckpt")
-    rest, _ = fit(model_dir, tmp_path / "c", 7, resume=str(tmp_path / "three.ckpt"))
-    assert part.seen + rest.seen == whole.seen

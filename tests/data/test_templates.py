@@ -31,14 +31,6 @@ def test_auto_uses_the_template_where_there_is_one(tokenizer: Any) -> None:
     assert render_prompt(tokenizer, "1+2=", template_kwargs={"suffix": "?"})[0] == "<u>1+2=/<a>?"
 
 
-def test_conversations(tokenizer: Any) -> None:
-    tokenizer.chat_template = TEMPLATE
-    turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "3"}]
-    assert render_prompt(tokenizer, turns, chat_template=False) == ("<u>1/<a>2/<u>3/<a>", True)
-    # The last turn is the assistant's: the completion goes on where it stops.
-    assert render_prompt(tokenizer, turns[:2])[0] == "<u>1/<a>2"
-
-
 def test_a_template_that_is_not_there_is_asked_for(tokenizer: Any) -> None:
     with pytest.raises(ValueError, match="need a tokenizer with a chat template; this one has none"):
         render_prompt(tokenizer, [{"role": "user", "content": "1"}])
@@ -62,8 +54,3 @@ def test_a_missing_pad_token_is_replaced_aloud(model_dir: Path, tmp_path: Path) 
     with pytest.warns(UserWarning, match="no pad token. Padding with '<eos>'"):
         path = changed_folder(model_dir, tmp_path, pad_token=None, unk_token=None)
         assert load_tokenizer(path).pad_token == "<eos>"
-
-
-def test_a_missing_tokenizer_is_named() -> None:
-    with pytest.raises(ValueError, match="/no/such/model"):
-        load_tokenizer("/no/such/model")

@@ -375,28 +375,6 @@ def test_what_served_teachers_cannot_do_is_refused(tmp_path: Path) -> None:
         server.stop()
 
 
-def test_arguments_are_checked(tmp_path: Path) -> None:
-    cases: list[tuple[dict[str, Any], str]] = [
-        ({"api_key": "tökén"}, "The key in ServerEngine.api_key"),
-        ({"shared_folder": None}, "shared_folder=None: required for weights: path"),
-        ({"weights": "transfer", "kind": "sglang"}, "requires vLLM"),
-    ]
-    for arguments, message in cases:
-        with pytest.raises(ValueError, match=message):
-            ServerEngine(**{"urls": ["http://a:1"], "shared_folder": str(tmp_path), **arguments})
-
-
-def test_prompts_are_checked(start: Start, tied_folder: Path) -> None:
-    engine, _ = start(1)
-    push(engine, tied_folder)
-    with pytest.raises(ValueError, match=r"60 tokens of prompt 0.*max_model_len=64"):
-        ask(engine, Prompts([[3] * 60], [""]), SAMPLING, num_completions=1, seeds=[0])
-    with pytest.raises(ValueError, match="supports only text"):
-        ask(engine, Prompts([[3]], [""], inputs=[{"image": 1}]), SAMPLING, num_completions=1, seeds=[0])
-    with pytest.raises(ValueError, match=r"fire_temperature=10.*VLLMEngine"):
-        engine.generate_all([PROMPTS.request(0, SamplingParams(fire_temperature=10.0), 0, 1)])
-
-
 def test_requests_join_and_leave(start: Start, tied_folder: Path) -> None:
     engine, servers = start(2)
     push(engine, tied_folder)

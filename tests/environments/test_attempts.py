@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from jsonargparse import ArgumentParser
 from PIL import Image
 
 from lightrl.environments import Environment, EnvironmentEpisode, EnvironmentFailedError, Reply, Step, ToolEnvironment
@@ -99,18 +98,6 @@ def ToolCallOf(name: str, **arguments: Any) -> Any:
     from lightrl.environments import ToolCall
 
     return ToolCall(name, arguments, "call00000")
-
-
-def test_a_class_is_found_by_its_import_path_as_yaml_writes_it() -> None:
-    parser = ArgumentParser()
-    parser.add_class_arguments(EnvironmentEpisode, "attempts")
-    environment = {
-        "class_path": "lightrl.environments.ToolEnvironment",
-        "init_args": {"factory": f"{__name__}.Calculator", "tool_timeout": 5},
-    }
-    attempts = parser.instantiate_classes(parser.parse_object({"attempts": {"environment": environment}})).attempts
-    assert attempts.environment().tools == ToolEnvironment(Calculator).tools
-    assert [tool["function"]["name"] for tool in attempts.environment().tools][:2] == ["add", "double"]
 
 
 def test_wrong_calls_are_told_to_the_policy_and_counted() -> None:

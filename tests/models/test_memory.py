@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +9,8 @@ import torch
 from lightning.pytorch import seed_everything
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightrl.algorithms import GRPOLightningModule, PPOLightningModule
-from lightrl.callbacks import OffloadModels, OffloadOptimizer, WeightSync
+from lightrl.algorithms import GRPOLightningModule
+from lightrl.callbacks import OffloadOptimizer, WeightSync
 from lightrl.models.loading import load_causal_lm
 from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import ModelSpec
@@ -93,27 +91,3 @@ def test_offloading_changes_no_run(path: str) -> None:
     plain, _ = fit(path, ppo_epochs=2)
     ours, _ = fit(path, OffloadOptimizer(), ppo_epochs=2)
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), ours.parameters(), strict=True))
-
-
-def test_offloading_is_refused_where_the_state_is_sharded(path: str, tmp_path: Path) -> None:
-    from lightning.pytorch.strategies import ModelParallelStrategy
-
-    strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1)
-    trainer = quiet_trainer(strategy=strategy, callbacks=[WeightSync(), OffloadOptimizer()])
-    with pytest.raises(ValueError, match="OffloadOptimizer with strategy=ModelParallelStrategy"):
-        trainer.fit(GRPOLightningModule(path), sums_data())
-
-
-def test_models_that_cannot_leave_the_device_are_refused(path: str) -> None:
-    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-
-    plain = PPOLightningModule(path)
-    for strategy, text in (
-        (ModelParallelStrategy(), "OffloadModels with strategy=ModelParallelStrategy: the strategy shards"),
-        (DDPStrategy(), r"DDP does not support .* Set models=\['reference', 'reward_models', 'teachers'\]"),
-    ):
-        trainer: Any = SimpleNamespace(strategy=strategy, datamodule=None)
-        with pytest.raises(ValueError, match=text):
-            OffloadModels().setup(trainer, plain, "fit")
-    ranks: Any = SimpleNamespace(strategy=DDPStrategy(), datamodule=None)
-    OffloadModels(["reference"]).setup(ranks, plain, "fit")

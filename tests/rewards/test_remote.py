@@ -9,7 +9,6 @@ import threading
 import pytest
 
 from lightrl.rewards import RemoteReward, RewardError, RewardScorer
-from lightrl.rewards.remote import _batches
 from tests.rewards.conftest import Loopback, scored
 
 
@@ -150,11 +149,3 @@ def test_what_is_sent(server, monkeypatch):
     scored(RemoteReward(server.url, label_column="kind"), ["a"], kind=["k"])
     assert server.bodies[1]["labels"] == ["k"]
     assert "Authorization" not in server.headers[1]
-
-
-def test_batches_are_cut_between_groups():
-    assert _batches([0, 0, 1, 1, 2, 2], 4) == [(0, 4), (4, 6)]
-    assert _batches([0, 0, 1, 1], 3) == [(0, 2), (2, 4)]
-    assert _batches([0, 0, 0, 1], 2) == [(0, 3), (3, 4)]  # a group larger than the batch goes whole
-    assert _batches([7], 1) == [(0, 1)]
-    assert _batches([], 4) == []
