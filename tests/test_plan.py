@@ -25,7 +25,6 @@ from lightrl.cli.plan.memory import (
     ModelSize,
     Plan,
     activations,
-    head,
     host_memory,
     measure_model,
     memory,
@@ -153,23 +152,6 @@ def test_parts_under_each_strategy(big: str) -> None:
     offload = memory(case, "zero3_offload")
     assert offload["weights"] == offload["optimizer"] == 0 and host_memory(case, "zero3_offload") == 16 * both
     assert ddp["engine"] == 2 * PARAMETERS and ddp["KV cache"] == 2 * 28672 / 2 * 64 * 2048
-
-
-def test_the_head_and_the_step_by_hand(big: str) -> None:
-    """V D = 151936 x 1536 = 233,373,696 and tiles of 2^27: 8 V D + 10 x 2^27 under autocast, the sum in float32."""
-    size = measure_model(big, compute=torch.bfloat16)
-    case = Plan(size, gpus=8, engine=False, critic=False)
-    weight, tile = 233_373_696, 2**27
-    assert head(case) == 8 * weight + 10 * tile
-    assert head(replace(case, precision="bf16-true")) == 6 * weight + 10 * tile
-    assert head(replace(case, precision="32-true")) == 4 * weight + 8 * tile
-    parts = memory(case, "ddp")
-    assert parts["optimizer step"] == 4 * PARAMETERS  # foreach AdamW: the denominators of all parameters at once
-    assert memory(replace(case, fused=True), "ddp")["optimizer step"] == 0
-    assert memory(case, "fsdp2")["optimizer step"] == PARAMETERS / 2
-    backward = parts["activations"] + parts["head"]
-    rest = parts["weights"] + parts["gradients"] + parts["optimizer"] + parts["reference"]
-    assert total(parts) == pytest.approx(rest + max(backward, 4 * PARAMETERS))
 
 
 MODELS: dict[str, dict[str, Any]] = {  # from the models' cards

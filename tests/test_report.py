@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from lightrl.cli.report import report
-from lightrl.cli.report.plots import running_mean
 from lightrl.cli.report.read import read_run
 from tests.report.browser import open_browser, why_not
 
@@ -121,30 +120,11 @@ def test_no_file_outside_of_the_run_is_read(tmp_path: Path) -> None:
         report(run)
 
 
-def test_lines_that_were_cut_are_skipped_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = write_run(tmp_path / "run", training(0, 1), [sample(0, "train", "a good prompt", "2", 1.0)])
-    with (run / "samples.jsonl").open("a") as file:
-        file.write('{"cut": \n')
-    assert "a good prompt" in report(run).read_text()
-    assert "Skipped: line 2 of" in capsys.readouterr().err
-
-
 def test_samples_of_what_a_resumed_run_repeats_are_those_of_its_last_pass(tmp_path: Path) -> None:
     """Of five rollouts the last two again: steps 0 to 4, then 3 and 4."""
     done = [(0, "a"), (1, "b"), (2, "c"), (3, "old"), (4, "old"), (3, "d"), (4, "e")]
     run = write_run(tmp_path, training(0, 5), [sample(step, "train", "1+1=", text, 1.0) for step, text in done])
     assert [each["completion"] for each in read_run(run).samples] == ["a", "b", "c", "d", "e"]
-
-
-@pytest.mark.parametrize("content", ["", "epoch,step,reward/mean\n"])
-def test_nothing_logged_yet(tmp_path: Path, content: str) -> None:
-    (tmp_path / "metrics.csv").write_text(content)
-    with pytest.raises(ValueError, match="run_dir="):
-        report(tmp_path)
-
-
-def test_running_mean_by_hand() -> None:
-    assert running_mean([1.0, 3.0, 6.0], 2) == [1.0, 2.0, 4.5]  # windows of 2: [1], [1, 3], [3, 6]
 
 
 # ---- values under the mouse ---------------------------------------------------------

@@ -18,7 +18,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from rich.console import Console
 
 from lightrl.callbacks.coefficients import RewardNormalization
-from lightrl.callbacks.completion_logger import CompletionLogger, sample_records, samples_table, shorten
+from lightrl.callbacks.completion_logger import CompletionLogger, sample_records, samples_table
 from lightrl.callbacks.throughput import EvaluateFirst
 from lightrl.cli.report import report
 from lightrl.cli.report.read import read_run
@@ -83,12 +83,6 @@ def test_the_table_shows_texts_as_they_are_in_the_width_there_is(rollouts: Rollo
         assert "\x1b" not in text
     assert "[/red]33" in text and "[b]2+2=" in text  # not taken for markup
     assert "4↵" in text and r"\x1b[2J55" in text  # control characters made visible
-
-
-def test_long_texts_keep_both_ends() -> None:
-    short = shorten("a" * 50 + "b" * 50, 21)
-    assert short == "a" * 9 + " … " + "b" * 9 and len(short) == 21
-    assert shorten("abc\r\n\td \u202e\ud83d", 40) == r"abc↵\td \u202e\ud83d"
 
 
 @pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar, None])

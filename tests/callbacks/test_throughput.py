@@ -17,7 +17,6 @@ from lightning.pytorch.callbacks import Callback, RichProgressBar, TQDMProgressB
 
 from lightrl.callbacks import throughput
 from lightrl.callbacks.throughput import EvaluateFirst, ThroughputMonitor
-from lightrl.ops.progress import evaluations_left, rollouts_in_all
 from lightrl.records import Rollouts
 from tests.callbacks.toys import Loader, LoggingModule
 
@@ -84,24 +83,6 @@ def test_it_takes_supervised_batches(make_trainer: Callable[..., Any], tmp_path:
     with mock.patch.object(throughput.time, "perf_counter", lambda: clock.now):
         trainer.fit(Supervised(), Loader([batch]))  # type: ignore[list-item]
     assert float(table(tmp_path)[0]["throughput/tokens_per_second"]) == 2.0  # 4 tokens in 2 s
-
-
-@pytest.mark.parametrize(
-    ("epochs", "steps", "want"), [(5, -1, 40), (-1, 100, 25), (5, 100, 25), (5, 400, 40), (-1, -1, None)]
-)
-def test_the_length_of_a_run(epochs: int, steps: int, want: int | None) -> None:
-    """Four optimizer steps per rollout so far."""
-    trainer = mock.Mock(num_training_batches=8, max_epochs=epochs, max_steps=steps, global_step=12)
-    assert rollouts_in_all(trainer, done=3) == want
-
-
-@pytest.mark.parametrize(
-    ("batch", "epochs", "done", "want"),
-    [(8, 1, 0, 5), (8, 1, 9, 4), (8, 2, 0, 2), (4, 1, 3, 10), (3, None, 4, 12), (float("inf"), 1, 0, 0)],
-)
-def test_evaluations_that_follow(batch: float, epochs: int | None, done: int, want: int) -> None:
-    trainer = mock.Mock(val_check_batch=batch, check_val_every_n_epoch=epochs, num_training_batches=8)
-    assert evaluations_left(trainer, done, 40) == want
 
 
 def test_the_time_left_counts_evaluations_and_not_the_start_of_the_engine(

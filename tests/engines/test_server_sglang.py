@@ -5,7 +5,6 @@ The servers are small ones that speak SGLang's routes (`sglang_server.py`). `tes
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import threading
 import time
@@ -22,7 +21,7 @@ pytest.importorskip("uvicorn")
 
 from fastapi import FastAPI
 
-from lightrl.algorithms import DistillLightningModule, GRPOLightningModule
+from lightrl.algorithms import GRPOLightningModule
 from lightrl.callbacks import WeightSync
 from lightrl.engines import EngineContext, EngineDiedError, ServerEngine, ServerTeacher, StaleWeightsError
 from lightrl.objectives import Divergence, ForwardKL
@@ -358,36 +357,3 @@ def test_a_teacher_asks_again_after_an_error_and_not_after_a_refusal(tied_folder
     finally:
         teacher.close()
         server.stop()
-
-
-def test_what_served_teachers_cannot_do_is_refused(tmp_path: Path) -> None:
-    path = quickstart_model(tmp_path / "student")
-    far = ServerTeacher(["http://127.0.0.1:9"], start_timeout=0.1)
-    with pytest.raises(ValueError, match=r"start_timeout=0.1: no healthy server at http://127.0.0.1:9"):
-        quiet_trainer().fit(DistillLightningModule(path, {"far": far}), sums_data())
-    server = SGLangServer(path)
-    data = sums_data(sampling=SamplingParams(max_new_tokens=4, temperature=0.5), rollouts_per_epoch=1, group_size=2)
-    try:
-        module = DistillLightningModule(path, {"one": ServerTeacher([server.start()], kind="sglang", timeout=20.0)})
-        with pytest.raises(ValueError, match="at temperature 1"):
-            quiet_trainer().fit(module, data)
-    finally:
-        server.stop()
-
-
-def test_requests_join_and_leave(start: Start, tied_folder: Path) -> None:
-    engine, servers = start(2)
-    push(engine, tied_folder)
-    first, dropped, late = (PROMPTS.request(i, SAMPLING, i, 2) for i in range(3))
-    expected = {r: [c.token_ids for c in g.completions] for r in (first, late) for g in engine.generate_all([r])}
-    asked = [len(server.requests) for server in servers]
-
-    async def scenario() -> list[Any]:
-        tasks = [asyncio.ensure_future(engine.generate(request)) for request in (first, dropped)]
-        while [len(server.requests) for server in servers] == asked:  # the first one is under way
-            await asyncio.sleep(0.001)
-        tasks[1].cancel()
-        return [await tasks[0], await engine.generate(late)]
-
-    got = {group.request: [c.token_ids for c in group.completions] for group in asyncio.run(scenario())}
-    assert got == expected
