@@ -239,11 +239,6 @@ def _not_writable(value: Any) -> str | None:
     return None
 
 
-def _detected(tokenizer: Any) -> str | None:
-    """The parser of the calls that a chat template writes; None if unknown."""
-    return next((TOOL_PARSERS[mark] for mark in TOOL_PARSERS if mark in str(tokenizer.chat_template)), None)
-
-
 def choose_parser(tokenizer: Any, *, tool_parser: str | None, reasoning_parser: str | None, tools: bool) -> ReplyParser:
     """Chooses the parser of a policy's replies.
 
@@ -257,7 +252,7 @@ def choose_parser(tokenizer: Any, *, tool_parser: str | None, reasoning_parser: 
         ValueError: There are tools, but no known parser for the chat template.
     """
     if tools and tool_parser is None:
-        tool_parser = _detected(tokenizer)
+        tool_parser = next((TOOL_PARSERS[mark] for mark in TOOL_PARSERS if mark in str(tokenizer.chat_template)), None)
         if tool_parser is None:
             raise ValueError(
                 "tool_parser=None: the chat template's format of tool calls is unknown. Set one of vLLM's parsers, "

@@ -163,3 +163,9 @@ def test_a_stream_drops_long_rows_and_has_no_length(stream: PromptSource, tokeni
     assert texts(prompts.batch(8, 4)) == ["8+1=", "9+1=", "0+1=", "1+1="]
     with pytest.raises(ValueError, match="streaming=True: evaluation needs a length"):
         len(prompts)
+
+
+@pytest.mark.parametrize("weights", [[1.0], [1.0, 0.0]])
+def test_bad_weights_are_rejected(weights: list[float]) -> None:
+    with pytest.raises(ValueError, match=r"PromptMixture\.weights.*each of the 2 sources"):
+        PromptMixture(two_sources(), weights=weights)

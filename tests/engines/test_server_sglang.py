@@ -21,7 +21,7 @@ pytest.importorskip("uvicorn")
 
 from fastapi import FastAPI
 
-from lightrl.algorithms import GRPOLightningModule
+from lightrl.algorithms import DistillLightningModule, GRPOLightningModule
 from lightrl.callbacks import WeightSync
 from lightrl.engines import EngineContext, EngineDiedError, ServerEngine, ServerTeacher, StaleWeightsError
 from lightrl.objectives import Divergence, ForwardKL
@@ -356,4 +356,16 @@ def test_a_teacher_asks_again_after_an_error_and_not_after_a_refusal(tied_folder
             teacher.scores([[3, 4, 5]])
     finally:
         teacher.close()
+        server.stop()
+
+
+def test_a_served_teacher_at_another_temperature_is_refused(tmp_path: Path) -> None:
+    path = quickstart_model(tmp_path / "student")
+    server = SGLangServer(path)
+    data = sums_data(sampling=SamplingParams(max_new_tokens=4, temperature=0.5), rollouts_per_epoch=1, group_size=2)
+    module = DistillLightningModule(path, {"one": ServerTeacher([server.start()], kind="sglang", timeout=20.0)})
+    try:
+        with pytest.raises(ValueError, match="at temperature 1"):
+            quiet_trainer().fit(module, data)
+    finally:
         server.stop()

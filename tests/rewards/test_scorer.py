@@ -320,3 +320,19 @@ def test_media_reach_only_functions_that_name_them():
     scorer.close()
     assert seen["sees"][0][0][0] is picture and seen["sees"][1] == [[], []]
     assert not {"images", "videos"} & {*seen["everything"], *seen["sees"][2]} and "level" in seen["everything"]
+
+
+def test_ambiguous_names_and_weights_are_rejected():
+    for arguments in ({"names": ["a", "a"]}, {"rewards_by_label": {"x": [("b", 1.0)]}, "names": ["a", "c"]}):
+        with pytest.raises(ValueError, match="names|rewards_by_label"):
+            RewardScorer([tidy, none], **arguments)
+    with pytest.raises(ValueError, match="mutually exclusive"):
+        RewardScorer([tidy], weights=[1.0], rewards_by_label={"a": [("tidy", 1.0)]})
+
+
+def tidy(completions):
+    return [0.2] * len(completions)
+
+
+def none(completions):
+    return [None] * len(completions)
