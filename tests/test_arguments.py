@@ -7,13 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightrl.compat.arguments import bearer_token, imported, one_of, require_packages
-
-
-def test_one_of_returns_a_choice_or_names_the_argument() -> None:
-    assert one_of("A.x", "a", "a", "b") == "a"
-    with pytest.raises(ValueError, match=r"^A\.x='c'"):
-        one_of("A.x", "c", "a", "b")
+from lightrl.compat.arguments import bearer_token, imported, require_packages
 
 
 def test_a_file_that_fails_is_run_again_after_a_fix(tmp_path: Path) -> None:

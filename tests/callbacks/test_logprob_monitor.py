@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from lightrl.algorithms import GRPOLightningModule, SFTLightningModule
+from lightrl.algorithms import GRPOLightningModule
 from lightrl.callbacks import LogprobMonitor, WeightSync
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.models.spec import ModelSpec
-from lightrl.objectives import PPOClip, RolloutRatio
 from lightrl.records import CompletionGroup, Experience, Rollouts
 from tests.toys import quickstart_model, quiet_trainer, sums_data
 
@@ -114,11 +113,3 @@ def test_an_exact_engine_passes_and_another_one_is_named_or_stops_the_run(
     with pytest.raises(RuntimeError, match="position_1"):
         fit(path, LogprobMonitor(action="stop"), Biased())
     fit(path, LogprobMonitor(bound=0.02, action="stop"), Biased())
-
-
-def test_what_cannot_be_measured_is_refused(tmp_path: Any) -> None:
-    module = GRPOLightningModule(quickstart_model(tmp_path), kl=None, loss=RolloutRatio(PPOClip()))
-    with pytest.raises(ValueError, match="LogprobMonitor with loss=RolloutRatio"):
-        quiet_trainer(callbacks=[WeightSync(), LogprobMonitor()]).fit(module, sums_data(rollouts_per_epoch=1))
-    with pytest.raises(ValueError, match="LogprobMonitor with SFTLightningModule"):
-        quiet_trainer(callbacks=[LogprobMonitor()]).fit(SFTLightningModule(str(tmp_path)))

@@ -11,7 +11,6 @@ import pytest
 from lightrl.data.preferences import PreferenceSource
 from lightrl.data.prompts import PromptSource
 from lightrl.data.rows import RowSource
-from lightrl.data.sft import SFTSource
 
 GOOD = b'{"prompt":"1+1="}\n'
 BROKEN = [
@@ -147,21 +146,6 @@ def test_a_bad_row_of_a_file_is_named_by_its_line(tokenizer: Any, tmp_path: Path
         PromptSource(path=str(path)).load(tokenizer)
     with pytest.raises(ValueError, match=r"rows\.jsonl, row 2: "):
         PromptSource(path=str(path), streaming=True).load(tokenizer, shuffle=False).batch(0, 3)
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"prompt": None, "completion": "2"},
-        {"prompt": "1", "completion": None},
-        {"prompt": "1", "completion": [None]},
-        {"messages": [{"role": "user", "content": "1"}]},
-    ],
-)
-def test_bad_supervised_rows_are_named(tokenizer: Any, row: dict[str, Any]) -> None:
-    column = "messages" if "messages" in row else None
-    with pytest.raises(ValueError, match="list, row 0: "):
-        SFTSource(rows=[row], messages_column=column).tokenized(tokenizer)
 
 
 @pytest.mark.parametrize(

@@ -96,17 +96,6 @@ def test_overlong_truncate_left_keeps_the_end(tokenizer: Any) -> None:
     assert prompts.counts == {"dropped": 0, "truncated": 2}  # one row, drawn twice
 
 
-def test_overlong_error_names_the_row(tokenizer: Any) -> None:
-    with pytest.raises(ValueError, match="row 1: max_prompt_tokens=3: .* 5 tokens"):
-        PromptSource(rows=LONG, max_prompt_tokens=3, overlong="error").load(tokenizer)
-    assert len(PromptSource(rows=LONG, max_prompt_tokens=6, overlong="error").load(tokenizer)) == 5
-
-
-def test_no_prompt_left_is_an_error(tokenizer: Any) -> None:
-    with pytest.raises(ValueError, match="max_prompt_tokens=1: every example"):
-        PromptSource(rows=LONG[:4], max_prompt_tokens=1).load(tokenizer)
-
-
 def two_sources() -> list[PromptSource]:
     return [PromptSource(rows=[{"prompt": f"{i}+"} for i in range(3)]), PromptSource(rows=[{"prompt": "5-", "x": 1}])]
 

@@ -31,15 +31,6 @@ def test_auto_uses_the_template_where_there_is_one(tokenizer: Any) -> None:
     assert render_prompt(tokenizer, "1+2=", template_kwargs={"suffix": "?"})[0] == "<u>1+2=/<a>?"
 
 
-def test_a_template_that_is_not_there_is_asked_for(tokenizer: Any) -> None:
-    with pytest.raises(ValueError, match="need a tokenizer with a chat template; this one has none"):
-        render_prompt(tokenizer, [{"role": "user", "content": "1"}])
-    with pytest.raises(ValueError, match="need a tokenizer with a chat template"):
-        render_prompt(tokenizer, "1", chat_template=True)
-    with pytest.raises(ValueError, match="system_prompt: not supported"):
-        render_prompt(tokenizer, "1", system_prompt="2")
-
-
 def changed_folder(model_dir: Path, folder: Path, **changes: Any) -> str:
     shutil.copytree(model_dir, folder, dirs_exist_ok=True)
     config = json.loads((folder / "tokenizer_config.json").read_text())

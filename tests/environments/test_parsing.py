@@ -98,15 +98,6 @@ def test_without_tools_everything_is_content() -> None:
     assert parser.parse([], spell(QWEN, "hello<|im_end|>"), [], truncated=False).content == "hello"
 
 
-@pytest.mark.parametrize("argument", ["tool_parser", "reasoning_parser"])
-def test_names_that_vllm_does_not_know_are_refused_at_set_up(argument: str) -> None:
-    """The data module sets episodes up before any model loads."""
-    pytest.importorskip("vllm")
-    episode = EnvironmentEpisode(lambda: Script([]), **{argument: "hermess"})
-    with pytest.raises(KeyError, match="hermess"):
-        episode.setup(QWEN)
-
-
 def test_a_template_whose_calls_no_parser_reads_is_rejected_before_a_model_loads() -> None:
     tokenizer = make_tokenizer(FAMILIES["qwen2.5"])
     tokenizer.chat_template = tokenizer.chat_template.replace("tool_call>", "tool-use>")

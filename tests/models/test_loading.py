@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightrl.compat.arguments import require_model_folder
 from lightrl.models.folders import save_hf_folder
 from lightrl.models.loading import load_causal_lm
 from lightrl.models.policy import PolicyModel, named_hf_weights
@@ -19,15 +18,6 @@ from tests.models.conftest import Batch, build
 def folder(tmp_path: Path) -> str:
     build("qwen2", attention_dropout=0.3).save_pretrained(tmp_path / "model")
     return str(tmp_path / "model")
-
-
-def test_missing_folders_are_named(tmp_path: Path) -> None:
-    for path in (f"{tmp_path}/nothing", "./nothing", "a/b/c"):
-        with pytest.raises(ValueError, match="does not exist"):
-            require_model_folder(path)
-    with pytest.raises(ValueError, match=r"has no config\.json"):
-        require_model_folder(str(tmp_path))
-    require_model_folder("organisation/a-model-1.5B")
 
 
 def test_dropout_does_nothing_in_training_mode(folder: str, batch: Batch) -> None:

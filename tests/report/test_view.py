@@ -200,17 +200,6 @@ def test_a_picture_that_is_a_program_is_not_run(tmp_path: Path, monkeypatch: pyt
     assert ran == []
 
 
-def test_without_a_readable_trajectory_of_the_run_there_is_no_page(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="run_dir="):
-        view(tmp_path)
-    run = write(tmp_path / "run", [record(0, 0, random.Random(0))])
-    path = next(run.glob("rollouts/*/rank0.jsonl"))
-    path.rename(tmp_path / "elsewhere.jsonl")
-    path.symlink_to(tmp_path / "elsewhere.jsonl")
-    with pytest.raises(ValueError, match="run_dir="):
-        view(run)
-
-
 def titles_of(folder: Path, questions: list[str]) -> list[str]:
     run = write(folder, [{**record(i, i, random.Random(i)), "question": each} for i, each in enumerate(questions)])
     return [trajectory["title"] for trajectory in head_of(view(run))["list"]]

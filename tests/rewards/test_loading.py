@@ -49,23 +49,6 @@ def test_a_class_without_arguments_is_instantiated(module):
     assert reward(["a"]) == [2.0] and reward_name(reward) == "Ready"
 
 
-@pytest.mark.parametrize(
-    ("path", "words"),
-    [
-        ("good", "package.module:name"),
-        ("my_rewards.py", "package.module:name"),
-        ("my_rewards:absent", "no 'absent'.*good"),
-        ("no_such_module:good", "ModuleNotFoundError"),
-        ("nowhere/x.py:good", "FileNotFoundError"),
-        ("broken_rewards:good", "not_there_at_all"),
-    ],
-)
-def test_errors_say_what_is_wrong(module, path, words):
-    with pytest.raises(ValueError, match=words) as info:
-        load_reward(path)
-    assert repr(path) in str(info.value)
-
-
 class Holder:
     def __init__(self, functions: list[RewardSpec]) -> None:
         self.functions = [load_reward(function) for function in functions]

@@ -243,15 +243,6 @@ def test_a_strings_own_placeholders_are_places(folder_of: Any) -> None:
     assert again.inputs[0].keys() == made.inputs[0].keys()
 
 
-def test_a_text_model_refuses_blocks(tokenizer: Any) -> None:
-    rows = [{"prompt": "1+1=", "image": picture(4, 4)}]
-    prompts = PromptSource(rows=rows, media_columns={}).load(tokenizer).batch(0, 1)
-    assert prompts.inputs == [{}] and prompts.media == []
-    block = [{"role": "user", "content": [{"type": "image", "image": picture(4, 4)}]}]
-    with pytest.raises(ValueError, match="row 0: .*text-only"):
-        PromptSource(rows=[{"prompt": block}]).load(tokenizer).batch(0, 1)
-
-
 def test_inputs_stay_on_the_host_and_are_shared_by_a_group(folder_of: Any) -> None:
     from lightrl.environments.episodes import one_turn
     from lightrl.records import Completion, CompletionGroup, SamplingParams
@@ -295,8 +286,3 @@ def test_reward_models_and_supervised_runs_reject_rows_with_media() -> None:
         PreferenceSource(rows=[row]).tokenized(tokenizer)
     with pytest.raises(ValueError, match="row 0.*images"):
         SFTSource(rows=[row]).tokenized(tokenizer)
-
-
-def test_a_model_of_images_rejects_rows_with_videos(folder_of: Any) -> None:
-    with pytest.raises(ValueError, match="videos"):
-        folder_of("idefics3").prompts([{"prompt": "what is it?", "images": [picture(8, 8)], "videos": [film(4)]}])
