@@ -94,22 +94,29 @@ def test_the_callback_runs_in_the_example_of_saving_and_resuming(
     assert names["module"].entropy_coef == pytest.approx(0.0099)
 
 
-def test_two_learning_rates_and_a_schedule(
+def test_a_penalty_with_two_learning_rates_and_a_schedule(
     root: Path, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = (root / "docs" / "custom_algorithms.md").read_text()
-    (block,) = (x for x in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "two_rates" in x)
-    Path("my_parts.py").write_text(block.replace("MODEL", model))
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    penalty, rates = (next(x for x in blocks if word in x) for word in ("ConfidencePenalty", "two_rates"))
+    Path("my_parts.py").write_text(rates.replace("MODEL", model) + penalty)
     monkeypatch.syspath_prepend(Path.cwd())
     monkeypatch.delitem(sys.modules, "my_parts", raising=False)
     schedule = {"name": "cosine", "warmup": 0.1}
-    settings = {"actor": {"path": model}, "kl": None, "optimizer": "my_parts.two_rates", "lr_scheduler": schedule}
+    settings = {
+        "actor": {"path": model},
+        "kl": None,
+        "optimizer": "my_parts.two_rates",
+        "lr_scheduler": schedule,
+        "penalty": 0.1,
+    }
     small = {"sampling": {"max_new_tokens": 2}, "prompts_per_rollout": 2, "rollouts_per_epoch": 2}
     data = {"prompts": {"path": "rows.jsonl"}, "rewards": ["rewards.py:correct"], "engine": "TransformersEngine"}
     config = {
         "run_dir": "run",
         "trainer": {"accelerator": "cpu", "devices": 1, "max_epochs": 1},
-        "model": {"class_path": "GRPOLightningModule", "init_args": settings},
+        "model": {"class_path": "my_parts.ConfidencePenalty", "init_args": settings},
         "data": {"class_path": "RolloutDataModule", "init_args": {**data, **small}},
     }
     Path("config.yaml").write_text(yaml.safe_dump(config))
@@ -117,6 +124,7 @@ def test_two_learning_rates_and_a_schedule(
     main(["fit", "--config", "config.yaml"])
     for name, rate in (("policy", 2e-5), ("norms", 5e-6)):
         assert float(logged(f"optim/lr_{name}", Path("run"))[0]) == pytest.approx(rate)
+    assert all(float(term) > 0 for term in logged("loss/penalty", Path("run")))
     Path("unannotated.py").write_text("def two_rates(groups):\n    return None\n")
     settings["optimizer"] = "unannotated.two_rates"
     Path("config.yaml").write_text(yaml.safe_dump(config))

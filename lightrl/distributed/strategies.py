@@ -66,7 +66,7 @@ def refuse_unsupported(strategy: Strategy, precision: str = "32-true") -> None:
     if isinstance(strategy, FSDPStrategy):
         raise ValueError(
             "strategy=fsdp (FSDPStrategy, FSDP1): its backward runs inside the wrapped module's forward, which manual "
-            "optimization doesn't support. Use FSDP2: configs/strategies/fsdp2.yaml (FSDP2Strategy)."
+            "optimization doesn't support. Use FSDP2Strategy (--config lightrl:strategies/fsdp2)."
         )
     if isinstance(strategy, ModelParallelStrategy) and tensor_parallel_size(strategy) != 1:
         raise ValueError(

@@ -346,13 +346,13 @@ def candidates(case: Plan) -> tuple[str, ...]:
 
 
 _WHY = {  # by preference
-    "ddp": "every GPU holds a full replica, which is fastest (configs/strategies/ddp.yaml).",
-    "fsdp2": "shards weights and optimizer states with PyTorch only (configs/strategies/fsdp2.yaml).",
-    "zero2": "shards the optimizer states, not the weights (configs/strategies/deepspeed_zero2.yaml).",
-    "zero1": "shards the optimizer states, not the weights (configs/strategies/deepspeed_zero1.yaml).",
-    "zero3": "shards weights and optimizer states (configs/strategies/deepspeed_zero3.yaml).",
-    "zero2_offload": "offloads the optimizer to host memory (configs/strategies/deepspeed_zero2_offload.yaml).",
-    "zero3_offload": "offloads optimizer and weights to host memory (configs/strategies/deepspeed_zero3_offload.yaml).",
+    "ddp": "every GPU holds a full replica, which is fastest (--config lightrl:strategies/ddp).",
+    "fsdp2": "shards weights and optimizer states with PyTorch only (--config lightrl:strategies/fsdp2).",
+    "zero2": "shards the optimizer states, not the weights (--config lightrl:strategies/deepspeed_zero2).",
+    "zero1": "shards the optimizer states, not the weights (--config lightrl:strategies/deepspeed_zero1).",
+    "zero3": "shards weights and optimizer states (--config lightrl:strategies/deepspeed_zero3).",
+    "zero2_offload": "offloads the optimizer to host memory (--config lightrl:strategies/deepspeed_zero2_offload).",
+    "zero3_offload": "offloads all states to host memory (--config lightrl:strategies/deepspeed_zero3_offload).",
 }
 
 
