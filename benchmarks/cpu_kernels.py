@@ -27,7 +27,7 @@ from lightrl.engines import TransformersEngine
 from lightrl.models.packing.micro_batches import micro_batches
 from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import ModelSpec
-from lightrl.records import EngineContext, GenerationRequest, SamplingParams, pad_rows
+from lightrl.records import EngineContext, GenerationRequest, RowBatch, SamplingParams, pad_rows
 
 PROMPTS, COPIES, NEW_TOKENS, BUDGET = 8, 8, 48, 16384
 
@@ -61,7 +61,8 @@ def update(policy: PolicyModel, optimizer: Any, rows: tuple[torch.Tensor, ...]) 
     for some in micro_batches(ids, attention, response, BUDGET):
         width = int(attention[some].sum(1).max())
         part = [x[some, :width] for x in (ids, attention, response)]
-        logprobs = policy(*part, group_ids=groups[some], entropy=True).logprobs
+        given = {"token_ids": part[0], "attention_mask": part[1], "response_mask": part[2], "group_ids": groups[some]}
+        logprobs = policy(RowBatch(**given), entropy=True).logprobs
         ratio = (logprobs - logprobs.detach()).exp()
         (-(ratio * advantages[some, None] * part[2]).sum() / response.sum()).backward()
     optimizer.step()

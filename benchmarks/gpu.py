@@ -32,6 +32,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from lightrl.models.packing.streams import make_stream
 from lightrl.models.policy import PolicyModel
+from lightrl.records import RowBatch
 
 HERE = Path(__file__).parent
 
@@ -76,7 +77,8 @@ def train(size: str, layout: Any, args: argparse.Namespace) -> dict[str, Any]:
     plan = make_stream(*rows[:3], share=layout != "packed")
 
     def step() -> None:
-        policy(*rows[:3], group_ids=rows[3]).logprobs.mean().backward()
+        batch = RowBatch(token_ids=rows[0], attention_mask=rows[1], response_mask=rows[2], group_ids=rows[3])
+        policy(batch).logprobs.mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 

@@ -28,6 +28,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from lightrl.models.packing.streams import make_stream
 from lightrl.models.policy import PolicyModel
+from lightrl.records import RowBatch
 
 LAYOUTS = ("padded", "packed", "shared_prefix")
 # name: prompts, prompt lengths (from, to), group size, completion lengths (from, to)
@@ -96,7 +97,8 @@ def run(policy: PolicyModel, rows: tuple[Tensor, ...]) -> tuple[float, Tensor]:
     clock = time.perf_counter if cuda else time.process_time
     policy.zero_grad(set_to_none=True)
     start = clock()
-    logprobs = policy(*rows[:3], group_ids=rows[3]).logprobs
+    batch = RowBatch(token_ids=rows[0], attention_mask=rows[1], response_mask=rows[2], group_ids=rows[3])
+    logprobs = policy(batch).logprobs
     logprobs.sum().backward()
     if cuda:
         torch.cuda.synchronize()

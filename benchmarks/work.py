@@ -43,7 +43,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lightrl.models.packing.micro_batches import micro_batches
 from lightrl.models.packing.streams import make_stream
 from lightrl.models.policy import PolicyModel, transformer_blocks
-from lightrl.records import HostRows, pad_rows
+from lightrl.records import RowBatch, pad_rows
 
 RESULTS = Path(__file__).resolve().parent / "results"
 LAYOUTS = ("padded", "packed", "shared_prefix")
@@ -264,6 +264,9 @@ def count(run: Callable[[], Any], device: list[Tensor]) -> dict[str, Any]:
 # ---- updates -----------------------------------------------------------------------------------------------------
 
 
+ROWS = ("token_ids", "attention_mask", "response_mask")
+
+
 def update(policy: PolicyModel, rows: tuple[Tensor, ...], host: Any, budget: int) -> Callable[[], int]:
     """GRPO's loss on all micro-batches of a rollout; returns their number when called."""
 
@@ -273,8 +276,9 @@ def update(policy: PolicyModel, rows: tuple[Tensor, ...], host: Any, budget: int
         for some in parts:
             width = int(host[1][some].sum(1).max())
             own = [x[some, :width] for x in (ids, attention, response)]
-            given = HostRows(*(x[some, :width] for x in host[:3]), host[3][some])
-            out = policy(*own, group_ids=groups[some], host=given, entropy=True)
+            given = dict(zip(ROWS, (x[some, :width] for x in host[:3]), strict=True), group_ids=host[3][some])
+            batch = RowBatch(**dict(zip(ROWS, own, strict=True)), group_ids=groups[some]).with_host(given)
+            out = policy(batch, entropy=True)
             ratio = (out.logprobs - out.logprobs.detach()).exp()
             (-(torch.minimum(ratio, ratio.clamp(0.8, 1.2)) * own[2]).sum() / 64.0).backward()
         return len(parts)
@@ -377,7 +381,7 @@ def count_blocks(
         rows = rows_of(lengths, lm.config.vocab_size)
         # What the engine sampled is known on the host; planning reads nothing from the device.
         run, given = update(model, rows, tuple(x.clone() for x in rows), budget), list(rows)
-        model(*(x[:2] for x in rows[:3]))  # makes the checks of a first call
+        model(RowBatch(**dict(zip(ROWS, (x[:2] for x in rows[:3]), strict=True))))  # makes the checks of a first call
     number: list[int] = []
     row = count(lambda: number.append(run()), [*given, *model.parameters()])
     return {**row, "micro_batches": number[0]}

@@ -61,7 +61,7 @@ NOT_OPTIONS = {"TrajectoryLayout", "PromptSet", "Ledger", "AdvantageInput", "Tur
 """Classes that a configuration doesn't name."""
 
 
-ROOT_MODULE = "PPOLightningModule"
+ROOT_MODULE = "PolicyGradientLightningModule"
 PARTS = ("actor", "advantage", "loss", "aggregation", "kl", "ppo_epochs", "whiten_advantages")
 """Options of an algorithm that its table always shows."""
 

@@ -35,6 +35,7 @@ from lightrl.cli.plan.time import step_seconds
 from lightrl.models.loading import load_causal_lm
 from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import LoraSpec, ModelSpec
+from tests.rows import as_rows
 from tests.toys import quickstart_model, quiet_trainer, sums_data
 
 QWEN_1_5B = {
@@ -127,7 +128,7 @@ def test_activations_are_about_those_of_a_forward(
     response = mask.clone()
     response[:, :8] = False
     with saved_bytes(model) as saved, torch.autocast("cpu", torch.bfloat16, enabled=mixed, cache_enabled=False):
-        out = model(ids, mask, response)
+        out = model(as_rows(ids, mask, response))
     assert out.logprobs.requires_grad
     size = measure_model(path, compute=torch.bfloat16 if mixed else torch.float32)
     case = Plan(size, critic=False, precision=precision, micro_batch_tokens=rows * length, checkpointing=checkpointing)

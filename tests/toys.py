@@ -21,7 +21,7 @@ from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.engines.vllm.engine import VLLMEngine
 from lightrl.records import Experience, Rollouts, Routes, SamplingParams
 from lightrl.rollout.datamodule import RolloutDataModule
-from lightrl.rollout.learner import EngineSync, RLCallback
+from lightrl.rollout.learner import RLCallback
 
 QUICKSTART_MODEL = Path(__file__).parent.parent / "configs" / "quickstart" / "model"
 SMALL: dict[str, Any] = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32}
@@ -171,7 +171,7 @@ def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1)
 
 
-class Idle(EngineSync):
+class Idle(WeightSync):
     """Takes the place of the data module's own, and pushes nothing."""
 
     def ensure_synced(self, module: Any, engine: Any) -> None:

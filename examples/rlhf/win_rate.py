@@ -16,8 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.rlhf.task import prompts, utility
-from lightrl.models.reward import RewardModel
-from lightrl.models.spec import RewardModelSpec
+from lightrl.models.reward import RewardModel, RewardModelSpec
 
 BEST = 7  # maximum of `utility`
 NEEDED = 0.8

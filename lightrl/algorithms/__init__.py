@@ -9,15 +9,16 @@ from lightrl.compat.arguments import lazy_names
 if TYPE_CHECKING:
     from lightrl.algorithms.distill import DistillLightningModule
     from lightrl.algorithms.experience import TrajectoryLayout
-    from lightrl.algorithms.loss_variants import CPGDLightningModule, GSPOLightningModule
-    from lightrl.algorithms.ppo import PPOLightningModule
+    from lightrl.algorithms.policy_gradient import GRPOLightningModule, PolicyGradientLightningModule
+    from lightrl.algorithms.ppo import CriticSpec, PPOLightningModule
     from lightrl.algorithms.schedules import LRSchedule
-    from lightrl.algorithms.settings import CriticSpec, ExtraLosses, Shaping, Updates
+    from lightrl.algorithms.settings import ExtraLosses, Shaping, Updates
     from lightrl.algorithms.supervised import RewardLightningModule, SFTLightningModule
     from lightrl.algorithms.variants import (
+        CPGDLightningModule,
         DAPOLightningModule,
         DrGRPOLightningModule,
-        GRPOLightningModule,
+        GSPOLightningModule,
         ReinforcePlusPlusLightningModule,
         RLOOLightningModule,
     )
@@ -34,6 +35,7 @@ __all__ = [
     "GSPOLightningModule",
     "LRSchedule",
     "PPOLightningModule",
+    "PolicyGradientLightningModule",
     "RLCallback",
     "RLOOLightningModule",
     "ReinforcePlusPlusLightningModule",
@@ -44,8 +46,15 @@ __all__ = [
     "Updates",
 ]
 
-__getattr__ = lazy_names(
-    __name__,
-    ("settings", "experience", "base", "ppo", "variants", "schedules", "loss_variants", "supervised", "distill"),
-    __all__,
+_MODULES = (
+    "settings",
+    "experience",
+    "base",
+    "policy_gradient",
+    "ppo",
+    "variants",
+    "schedules",
+    "supervised",
+    "distill",
 )
+__getattr__ = lazy_names(__name__, _MODULES, __all__)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -16,34 +15,21 @@ from torch import Tensor, nn
 
 from lightrl.algorithms.batches import micro_batch_rows
 from lightrl.algorithms.saving import SavesPretrained
-from lightrl.algorithms.settings import CriticSpec, ExtraLosses, Updates, make_optimizer
+from lightrl.algorithms.settings import ExtraLosses, Updates, make_optimizer
 from lightrl.compat.lightning import run_seed
 from lightrl.distributed import strategies
 from lightrl.distributed.strategies import MetricSums, fingerprint
 from lightrl.models.policy import PolicyModel
-from lightrl.models.spec import ModelSpec, RewardModelSpec
+from lightrl.models.spec import ModelSpec
 from lightrl.objectives.estimators import AdvantageEstimator
 from lightrl.objectives.loss_terms import KLPenalty
 from lightrl.records import Rollouts
 from lightrl.rollout.learner import RLCallback, RolloutLearner, may_move_reference, require_rl_callbacks
 
 if TYPE_CHECKING:
-    from lightrl.models.critic import ValueModel
+    from lightrl.models.reward import RewardModelSpec
 
 log = logging.getLogger(__name__)
-
-
-def parameter_groups(module: Any) -> list[dict[str, Any]]:
-    """Returns the optimizer's groups, named `policy` (with all parameters that a subclass adds) and `critic`."""
-    critic_spec, valued = module.critic_spec, module.actor.value_head if module.critic is None else module.critic
-    values = [] if valued is None else [p for p in valued.parameters() if p.requires_grad]
-    others = {id(p) for p in values}
-    policy = [p for p in module.parameters() if p.requires_grad and id(p) not in others]
-    groups: list[dict[str, Any]] = [{"params": policy, "name": "policy"}]
-    if values and critic_spec is not None:
-        lr = {} if critic_spec.lr is None else {"lr": critic_spec.lr}
-        groups.append({"params": values, "name": "critic", **lr})
-    return groups
 
 
 class WeightsAtStart:
@@ -98,16 +84,14 @@ def _own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 class RLLightningModule(SavesPretrained, RolloutLearner):
-    """Base of modules that train a policy on rollouts, with optional critic, reference, and reward models.
+    """Base of `PolicyGradientLightningModule`: models, optimizer, evaluation, and checkpoints.
 
-    A subclass implements `training_step`.
+    Subclasses implement `training_step`.
     """
 
     actor: PolicyModel
-    critic: ValueModel | None
     reference: PolicyModel | None
     reward_models: nn.ModuleDict
-    critic_spec: CriticSpec | None
     reference_spec: ModelSpec | None
     reward_model_specs: list[RewardModelSpec]
     advantage: AdvantageEstimator
@@ -134,21 +118,13 @@ class RLLightningModule(SavesPretrained, RolloutLearner):
         self._eval_sums = MetricSums()
         self._routes_noted = False
 
-    @abstractmethod
-    def training_step(self, rollouts: Rollouts, batch_idx: int) -> Any:
-        """Trains on one rollout."""
-
-    @abstractmethod
-    def score(self, rollouts: Rollouts) -> None:
-        """Adds the rewards of `reward_models` to a rollout, in place."""
-
     # ---- models and optimizer ----------------------------------------------------------------------------------
 
     def setup(self, stage: str) -> None:
         """Checks the strategy, the rewards, and the callbacks before loading any model."""
         strategy = self.trainer.strategy
-        strategies.refuse_unsupported(strategy, str(self.trainer.precision))
-        if self.extra_losses.aux_loss_coef and strategies.context_group(strategy) is not None:
+        strategies.check(strategy, str(self.trainer.precision))
+        if self.extra_losses.aux_loss_coef and getattr(strategy, "context_group", None) is not None:
             raise ValueError(
                 f"aux_loss_coef={self.extra_losses.aux_loss_coef} with context_parallel_size above 1: each rank sees "
                 "only part of the tokens that the routers balance. Set aux_loss_coef=0 or context_parallel_size=1."
@@ -162,20 +138,13 @@ class RLLightningModule(SavesPretrained, RolloutLearner):
         require_rl_callbacks(self._callbacks())
 
     def build_models(self, in_shards: bool = False) -> None:
-        """Sets actor, critic, reference, and reward models; empty ones if ranks load their shards (`in_shards`)."""
-        spec, critic = self.actor_spec, self.critic_spec
-        shared = critic is not None and critic.shared
-        self.actor = PolicyModel.from_spec(spec, trainable=True, in_shards=in_shards, value_head=shared)
+        """Sets actor, reference, and reward models; empty ones if ranks load their shards (`in_shards`)."""
+        spec = self.actor_spec
+        self.build_actor(in_shards)
         if self.extra_losses.aux_loss_coef:
             from lightrl.models.routing import return_router_logits
 
             return_router_logits(self.actor.lm)
-        own_critic = None if critic is None or shared else critic.model or spec
-        self.critic = None
-        if own_critic is not None:
-            from lightrl.models.critic import ValueModel
-
-            self.critic = ValueModel.from_spec(own_critic, in_shards=in_shards)
         base = self.reference_spec
         if base is None and spec.lora is None:  # with LoRA, the reference is the policy without its adapter
             base = replace(spec, gradient_checkpointing=False)
@@ -190,33 +159,71 @@ class RLLightningModule(SavesPretrained, RolloutLearner):
         if not in_shards:  # before weights of a checkpoint are loaded
             self._start = WeightsAtStart(self)
 
+    def build_actor(self, in_shards: bool) -> None:
+        """Sets the actor."""
+        self.actor = PolicyModel.from_spec(self.actor_spec, trainable=True, in_shards=in_shards)
+
     def models(self) -> list[Any]:
         """Returns the models that the strategy shards."""
-        return [m for m in (self.actor, self.critic, self.reference, *self.reward_models.values()) if m is not None]
+        frozen = (self.reference, *self.reward_models.values())
+        return [*self.trained_models, *(model for model in frozen if model is not None)]
+
+    @property
+    def trained_models(self) -> list[Any]:
+        """The models with a backward pass."""
+        return [self.actor]
+
+    @property
+    def saved_specs(self) -> dict[str, ModelSpec]:
+        """The specs of the trained models, for checkpoints."""
+        return {"actor": self.actor_spec}
+
+    @property
+    def gradients(self) -> strategies.Gradients:
+        """The gradients of an optimizer step under the run's strategy."""
+        strategy = self.trainer.strategy
+        if not strategies.shards(strategy):
+            return strategies.Gradients(strategy, self.trained_models)
+        from lightrl.distributed.sharded import FSDP2Gradients, ZeROGradients
+
+        kind = ZeROGradients if isinstance(strategy, DeepSpeedStrategy) else FSDP2Gradients
+        return kind(strategy, self.trained_models)
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """Returns the optimizer's groups, with the parameters that a subclass adds."""
+        return [{"params": [p for p in self.parameters() if p.requires_grad], "name": "policy"}]
 
     def configure_model(self) -> None:
         """Builds and shards the models, and records the initial state of frozen weights."""
-        strategies.set_gradient_clipping(self.trainer.strategy, self.updates.max_grad_norm)
+        strategy = self.trainer.strategy
+        if isinstance(strategy, DeepSpeedStrategy):
+            from lightrl.distributed.sharded import set_gradient_clipping
+
+            set_gradient_clipping(strategy, self.updates.max_grad_norm)
         self._eval_sums = MetricSums()  # without those of an interrupted evaluation
         super().configure_model()
         self._start = self._start or WeightsAtStart(self)
 
     def configure_optimizers(self) -> Any:
-        """Builds one optimizer (DeepSpeed supports only one) with the parameter groups `policy` and `critic`."""
-        optimizer = make_optimizer(self.optimizer_factory, parameter_groups(self), self.trainer.strategy)
+        """Builds one optimizer, since DeepSpeed supports only one."""
+        optimizer = make_optimizer(self.optimizer_factory, self.parameter_groups(), self.trainer.strategy)
         if self.lr_scheduler_factory is None:
             return optimizer
         from lightrl.algorithms.schedules import rollout_position, with_schedule
 
         return with_schedule(optimizer, self.lr_scheduler_factory, partial(rollout_position, self))
 
-    @property
-    def in_critic_warmup(self) -> bool:
-        """Whether only the critic is trained."""
-        spec = self.critic_spec
-        return spec is not None and self.trainer.fit_loop.total_batch_idx < spec.warmup_rollouts
-
     # ---- evaluation --------------------------------------------------------------------------------------------
+
+    def score(self, rollouts: Rollouts) -> None:
+        """Adds the rewards of `reward_models` to `rollouts.rewards` and `reward_parts` in place; see `add_scores`."""
+        for spec in self.reward_model_specs:
+            from lightrl.algorithms.rewards import add_scores
+
+            model: Any = self.reward_models[spec.name]
+            applies = spec.applies(rollouts.columns)
+            scores = model.score(rollouts, self.updates.tokens(self.device.type))
+            add_scores(rollouts, spec.name, spec.weight, scores, applies)
 
     def validation_step(self, rollouts: Rollouts, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Adds one batch of evaluation rollouts; excludes sequences that only keep an idle rank in step."""
@@ -257,7 +264,7 @@ class RLLightningModule(SavesPretrained, RolloutLearner):
 
     def _drop_gradients(self, *, used: bool) -> None:
         if not used:
-            strategies.discard_gradients(self.trainer.strategy)
+            self.gradients.discard()
         self._optimizer.zero_grad()
 
     def _learning_rates(self) -> dict[str, Tensor | float]:
@@ -336,10 +343,6 @@ class RLLightningModule(SavesPretrained, RolloutLearner):
         """Reduces collected metrics to means and maxima over ranks. Collective."""
         return sums.reduce(self.all_sum, self.all_max, self.device)
 
-    @property
-    def _trained_models(self) -> list[PolicyModel | ValueModel]:
-        return [model for model in (self.actor, self.critic) if model is not None]
-
     def _callbacks(self) -> list[Any]:
         return list(self.trainer.callbacks)  # type: ignore[attr-defined]
 
@@ -372,11 +375,8 @@ class RLLightningModule(SavesPretrained, RolloutLearner):
         from lightrl.algorithms import run_record
 
         super().on_save_checkpoint(checkpoint)
-        models = {"actor": self.actor_spec}
-        if self.critic_spec is not None and not self.critic_spec.shared:
-            models["critic"] = self.critic_spec.model or self.actor_spec
         checkpoint["lightrl"] = {
-            **self._description(models),
+            **self._description(self.saved_specs),
             "seed": self.seed,
             "outside_changes": int(self.outside_changes),
             "num_skipped_updates": int(self.num_skipped_updates),

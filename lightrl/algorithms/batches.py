@@ -13,11 +13,10 @@ from lightrl.algorithms.experience import first_rows, loss_weights
 from lightrl.models.packing.micro_batches import micro_batches, told_apart
 from lightrl.models.policy import StreamModel
 from lightrl.models.spec import Layout
-from lightrl.objectives.loss_terms import Aggregation
-from lightrl.records import Experience, MicroBatch, Rollouts, SupervisedBatch
+from lightrl.records import Experience, MicroBatch, RowBatch
 
 AllReduce = Callable[[Tensor], Tensor]
-Rows = TypeVar("Rows", Experience, SupervisedBatch)
+Rows = TypeVar("Rows", bound=RowBatch)
 
 WEIGHTS = "lightrl/weights"
 """Key of the token weights in `token_extras` of micro-batches."""
@@ -30,7 +29,7 @@ def widest_layout(*models: StreamModel) -> Layout:
 
 
 def micro_batch_rows(
-    rows: Rollouts | Experience | SupervisedBatch,
+    rows: RowBatch,
     budget: int,
     all_max: AllReduce,
     layout: Layout,
@@ -94,38 +93,35 @@ def cut_minibatches(experience: Experience, count: int, *, seed: int) -> list[Ex
 
 
 def weighted_micro_batches(
-    minibatch: Experience,
-    aggregation: Aggregation,
-    ranks: int,
-    *,
-    all_sum: AllReduce,
-    all_max: AllReduce,
-    budget: int,
-    layout: Layout,
-    ptx_coef: float,
-    skip_zero: bool,
-    whole_trajectories: bool,
+    module: Any, minibatch: Experience, *, skip_zero: bool, whole_trajectories: bool
 ) -> list[MicroBatch]:
     """Splits a mini-batch by tokens and weights them so that the micro-batch losses sum to the mini-batch loss.
 
-    Multiplies by `ranks`, since Lightning averages gradients. `ptx_coef` weights supervised examples, which come first:
-    DDP needs every trained model in the last backward pass. `skip_zero` excludes trajectories whose advantages are all
-    0, which still count in the normalizers. `whole_trajectories` keeps rows together, even above the budget.
+    Multiplies by the number of ranks, since Lightning averages gradients. Supervised examples, weighted by `ptx_coef`,
+    come first: DDP needs every trained model in the last backward pass.
+
+    Args:
+        module: The `PolicyGradientLightningModule`.
+        minibatch: The mini-batch.
+        skip_zero: Whether to exclude trajectories whose advantages are all 0, which still count in the normalizers.
+        whole_trajectories: Whether to keep rows of a trajectory together, even above the budget.
 
     Returns:
         Micro-batches, the same number on every rank. Empty if no rank has a trainable token.
     """
+    ranks, all_max, layout = module.trainer.world_size, module.all_max, widest_layout(*module.trained_models)
+    budget = module.updates.tokens(module.device.type)
     mask, ptx = minibatch.response_mask, minibatch.supervised
-    weights, count = loss_weights(aggregation, minibatch)
+    weights, count = loss_weights(module.aggregation, minibatch)
     learned = mask.new_zeros(()) if ptx is None else ptx.response_mask.sum()
-    counts = all_sum(torch.stack([count, mask.sum().double(), learned.double()]))
+    counts = module.all_sum(torch.stack([count, mask.sum().double(), learned.double()]))
     if not bool(counts[1:].any()):
         return []
     policy, tokens, supervised = (ranks / max(x, 1.0) for x in counts.tolist())
     micros = list[MicroBatch]()
     if ptx is not None:
         parts = cut_micro_batches(ptx, budget, all_max, layout=layout)
-        micros += [MicroBatch(part, None, ptx_coef * supervised) for part in parts]
+        micros += [MicroBatch(part, None, module.ptx_coef * supervised) for part in parts]
     weighed = replace(minibatch, token_extras={**minibatch.token_extras, WEIGHTS: weights * policy})
     options: Any = {"skip_zero": skip_zero, "whole_trajectories": whole_trajectories, "layout": layout}
     for rows in cut_micro_batches(weighed, budget, all_max, **options):

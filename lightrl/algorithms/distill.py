@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,19 +11,19 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer
 
 from lightrl.algorithms.experience import TrajectoryLayout
-from lightrl.algorithms.ppo import policy_forward
-from lightrl.algorithms.variants import CriticFreeLightningModule
-from lightrl.distributed import strategies
+from lightrl.algorithms.policy_gradient import PolicyGradientLightningModule
+from lightrl.distributed.sharded import shards_parameters
 from lightrl.distributed.strategies import MetricSums
 from lightrl.engines.server.teacher import ServerTeacher
 from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import ModelSpec
-from lightrl.models.teachers import Lesson
+from lightrl.models.teachers import Lesson, TopTokens, divergence_from, teach
 from lightrl.objectives.divergences import Divergence
-from lightrl.objectives.estimators import AdvantageEstimator, Reinforce
+from lightrl.objectives.estimators import AdvantageEstimator
 from lightrl.objectives.loss_terms import KLPenalty
-from lightrl.ops.advantages import returns_to_go
-from lightrl.records import Advantages, Experience, ModelOutputs, Rollouts, TopTokens
+from lightrl.objectives.special_estimators import Reinforce
+from lightrl.ops.baselines import returns_to_go
+from lightrl.records import Advantages, Experience, ModelOutputs, Rollouts
 
 LOGPROBS, TOP_IDS, TOP_LOGPROBS = "teacher/logprobs", "teacher/top_ids", "teacher/top_logprobs"
 """Per token: the teacher's log-prob, and a served teacher's top-k tokens with their log-probs, (B, T, K)."""
@@ -30,7 +31,7 @@ NUMBERS = "teacher/number"
 """Per row: index of its teacher."""
 
 
-class DistillLightningModule(CriticFreeLightningModule):
+class DistillLightningModule(PolicyGradientLightningModule):
     """On-policy distillation: trains the policy toward teachers on its own samples, with or without rewards.
 
         A_t = [advantage of the rewards] + coef * D_t,    D_t = d_t + gamma * D_{t+1}
@@ -61,7 +62,7 @@ class DistillLightningModule(CriticFreeLightningModule):
         divergence_top_k: Compare only the teacher's top-k tokens and the remaining probability. Defaults to the whole
             vocabulary.
         kl: Additional KL penalty against a reference.
-        kwargs: Other arguments of `PPOLightningModule` except `critic`.
+        kwargs: Other arguments of `PolicyGradientLightningModule`.
 
     Raises:
         ValueError: A teacher has a different vocabulary, several teachers have no `teacher_column`, an example doesn't
@@ -111,9 +112,9 @@ class DistillLightningModule(CriticFreeLightningModule):
             raise ValueError(f"divergence_top_k=None with served teachers {sorted(served)}: set it, such as to 20.")
 
     def setup(self, stage: str) -> None:
-        """Runs `PPOLightningModule.setup`, and rejects teachers with a different vocabulary."""
+        """Runs `PolicyGradientLightningModule.setup`, and rejects teachers with a different vocabulary."""
         super().setup(stage)
-        if self.divergence is not None and strategies.shards_parameters(self.trainer.strategy):
+        if self.divergence is not None and shards_parameters(self.trainer.strategy):
             raise ValueError(
                 f"divergence={type(self.divergence).__name__} with strategy={type(self.trainer.strategy).__name__}: "
                 "needs the unsharded output layers of the student and the teacher. Use ddp or ZeRO 1 or 2, or "
@@ -135,7 +136,7 @@ class DistillLightningModule(CriticFreeLightningModule):
         return [*super().models(), *self.teachers.values()]
 
     def evaluate_models(self, rollouts: Rollouts) -> ModelOutputs:
-        """Adds the teachers' log-probs, or what they need in the update, to those of `PPOLightningModule`."""
+        """Adds the teachers' log-probs, or what they need in the update."""
         outputs = super().evaluate_models(rollouts)
         teachers = self._rows_of_teachers(rollouts)
         if self.divergence is not None:
@@ -157,7 +158,8 @@ class DistillLightningModule(CriticFreeLightningModule):
             part = rollouts.select(rows if len(rows) else torch.zeros(1, dtype=torch.long, device=rows.device))
             if not len(rows):  # all ranks must run sharded teachers
                 part.response_mask = torch.zeros_like(part.response_mask)
-            scores = self._scores(self.teachers[name], part, routes=())  # the teacher routes tokens itself
+            part = replace(part, routes=[])  # the teacher routes tokens itself
+            scores = self._scores(self.teachers[name], part)
             outputs.token_extras[LOGPROBS][rows] = scores[: len(rows)]
         return outputs
 
@@ -183,9 +185,8 @@ class DistillLightningModule(CriticFreeLightningModule):
                 top_ids[row, 1 : lengths[row]] = words[..., 0].long()
                 top_logprobs[row, 1 : lengths[row]] = words[..., 1].float()
 
-    def _scores(self, model: Any, rows: Rollouts, **settings: Any) -> Tensor:
-        out = self.batched(model, lambda x: {"logprobs": policy_forward(model, x, **settings)["logprobs"]}, rows)
-        return out["logprobs"]
+    def _scores(self, model: Any, rows: Rollouts) -> Tensor:
+        return self.batched(model, lambda x: {"logprobs": model(x).logprobs}, rows)["logprobs"]
 
     def _rows_of_teachers(self, rollouts: Rollouts) -> dict[str, Tensor]:
         if self.teacher_column is None:
@@ -203,7 +204,7 @@ class DistillLightningModule(CriticFreeLightningModule):
         }
 
     def compute_advantages(self, rollouts: Rollouts, outputs: ModelOutputs) -> Advantages:
-        """Adds the teachers' part to the advantages of `PPOLightningModule`."""
+        """Adds the teachers' part to the advantages of `PolicyGradientLightningModule`."""
         if self.learns_rewards:
             found = super().compute_advantages(rollouts, outputs)
         else:  # what remains is a KL penalty in the reward
@@ -219,7 +220,7 @@ class DistillLightningModule(CriticFreeLightningModule):
         return replace(found, advantages=found.advantages + self.distill_coef * gain * found.valid[:, None])
 
     def make_experience(self, rollouts: Rollouts) -> Experience:
-        """Measures the distance to the teachers in addition to `PPOLightningModule.make_experience`."""
+        """Measures the distance to the teachers in addition to `PolicyGradientLightningModule.make_experience`."""
         experience = super().make_experience(rollouts)
         if self.divergence is None:
             sums = MetricSums()
@@ -230,7 +231,7 @@ class DistillLightningModule(CriticFreeLightningModule):
     def forward_policy(self, rows: Experience, **wanted: Any) -> dict[str, Tensor]:
         """Runs the policy; with a divergence, also computes each token's distance to its teacher."""
         if self.divergence is not None:
-            wanted |= {"divergence": self.divergence, "lessons": self._lessons(rows)}
+            wanted["divergence"] = partial(divergence_from, self._lessons(rows), self.divergence)
         return super().forward_policy(rows, **wanted)
 
     def _lessons(self, rows: Experience) -> list[Lesson]:
@@ -241,7 +242,7 @@ class DistillLightningModule(CriticFreeLightningModule):
                 continue
             part = rows.select(own)
             teacher: Any = None if name in self.teacher_servers else self.teachers[name]
-            lesson = self._served_lesson(part) if teacher is None else teacher.teach(part, self.divergence_top_k)
+            lesson = self._served_lesson(part) if teacher is None else teach(teacher, part, self.divergence_top_k)
             targets = own.to(device)[lesson.targets // width] * width + lesson.targets % width
             lessons.append(Lesson(targets, lesson.states))
         return lessons
@@ -255,7 +256,7 @@ class DistillLightningModule(CriticFreeLightningModule):
         return Lesson(targets.to(device), TopTokens(ids, logprobs))
 
     def policy_loss(self, rows: Experience, out: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Adds the divergence, if any, to the loss of `PPOLightningModule`."""
+        """Adds the divergence, if any, to the loss of `PolicyGradientLightningModule`."""
         loss, metrics = super().policy_loss(rows, out)
         if self.divergence is None:
             return loss, metrics

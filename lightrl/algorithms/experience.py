@@ -6,7 +6,7 @@ A trajectory whose history was rewritten has several rows. Estimators, loss weig
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -17,7 +17,7 @@ from lightrl.algorithms.settings import Shaping
 from lightrl.distributed.strategies import MetricSums
 from lightrl.objectives.estimators import AdvantageEstimator, AdvantageInput
 from lightrl.objectives.loss_terms import Aggregation, KLInReward, KLPenalty, LossInput, PolicyLoss
-from lightrl.ops.advantages import AllSum, explained_variance, group_stats, masked_whiten
+from lightrl.ops.advantages import AllSum, group_stats, masked_whiten
 from lightrl.records import Advantages, Experience, ModelOutputs, Rollouts
 
 # ---- trajectories ----------------------------------------------------------------------------------------------------
@@ -26,13 +26,6 @@ from lightrl.records import Advantages, Experience, ModelOutputs, Rollouts
 def first_rows(trajectory_ids: Tensor) -> Tensor:
     """Returns the indices of the first row of each trajectory, ascending."""
     return _firsts(trajectory_ids.unique(return_inverse=True)[1]).sort().values
-
-
-def last_rows(trajectory_ids: Tensor) -> Tensor:
-    """Returns the (B,) index of the last row of each row's trajectory."""
-    index = trajectory_ids.unique(return_inverse=True)[1]
-    rows = torch.arange(len(index), device=index.device)
-    return rows.clone().scatter_reduce_(0, index, rows, "amax", include_self=False)[index]
 
 
 def trajectory_lengths(mask: Tensor, trajectory_ids: Tensor) -> Tensor:
@@ -106,72 +99,6 @@ class TrajectoryLayout:
         return split.index_put((self._rows, self._columns), x[self._owners, self._slots])
 
 
-# ---- rewards ---------------------------------------------------------------------------------------------------------
-
-
-def add_scores(
-    rollouts: Rollouts, name: str, weight: float, scores: Tensor, applies: Sequence[bool] | None = None
-) -> None:
-    """Adds a reward model's (B,) scores to the rewards in place. Each trajectory's last row has its score.
-
-    Trajectories without other rewards get only the scores of models. Failed trajectories remain unscored. `applies`
-    selects the rows that the model scores; defaults to all.
-    """
-    applies = applies or [True] * len(rollouts)
-    unscored = [failed or not own for failed, own in zip(rollouts.failed, applies, strict=True)]
-    scores = scores[last_rows(rollouts.trajectory_ids)]
-    scores = scores.masked_fill(torch.tensor(unscored, device=scores.device), float("nan"))
-    rollouts.reward_parts[name], rollouts.reward_weights[name] = scores, weight
-    total = rollouts.rewards.nan_to_num(0.0) + weight * scores
-    rollouts.rewards = torch.where(scores.isfinite(), total, rollouts.rewards)
-
-
-def reward_totals(rollouts: Rollouts) -> dict[str, Tensor]:
-    """Returns (B,) rewards by `AdvantageEstimator.credit`, 0 on unscored rows. "scale" sums their absolute values."""
-    turns, weights = _turn_totals(rollouts), rollouts.reward_weights
-    weighted = (weights.get(name, 1.0) * part.nan_to_num(0.0) for name, part in rollouts.reward_parts.items())
-    parts, total = torch.stack([turns, *weighted]), rollouts.rewards.nan_to_num(0.0)
-    return {"total": total, "parts": parts.sum(0), "turns": turns, "scale": total.abs() + parts.abs().sum(0)}
-
-
-def uncredited(estimator: AdvantageEstimator, rollouts: Rollouts, before: dict[str, Tensor] | None = None) -> Tensor:
-    """Returns the (B,) part of the total that `estimator` doesn't read, or its change since `before`; 0 if rounding."""
-    now, credit = reward_totals(rollouts), estimator.credit
-    missed = now["total"] - now[credit]
-    if before is not None:
-        missed = missed - (before["total"] - before[credit])
-    bound = 8 * torch.finfo(torch.float32).eps * (1.0 + now["scale"].max())
-    return torch.where(rollouts.rewards.isfinite() & (missed.abs() > bound), missed, 0.0)
-
-
-def reward_parts(estimator: AdvantageEstimator, rollouts: Rollouts) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Returns (B,) rewards and their weights by name: those of functions, and for `credit` "parts" the sum of turns."""
-    parts, weights = dict(rollouts.reward_parts), dict(rollouts.reward_weights)
-    if estimator.credit != "parts":
-        return parts, weights
-    if several := sorted(parts.keys() - weights.keys()):
-        name = type(estimator).__name__
-        raise ValueError(
-            f"rewards_by_label with advantage={name}: {several} need a weight that is equal for all labels."
-        )
-    missed = uncredited(estimator, rollouts)
-    if rollouts.turn_rewards:  # lack those of turns without trained tokens
-        name = next(iter(rollouts.turn_rewards))
-        parts[name], weights[name] = _turn_totals(rollouts) + missed, 1.0
-    elif bool(missed.any()):
-        estimator.refuse_shaped_rewards("changed rewards")
-    return parts, weights
-
-
-def _turn_totals(rollouts: Rollouts) -> Tensor:
-    """Returns the (B,) sum of turn rewards of each row's trajectory."""
-    if not rollouts.turn_rewards:
-        return torch.zeros_like(rollouts.rewards)
-    layout = TrajectoryLayout(rollouts.trajectory_ids, rollouts.response_mask)
-    turns = [(layout.join(x) * layout.mask).sum(1) for x in rollouts.turn_rewards.values()]
-    return layout.split(torch.stack(turns).sum(0))
-
-
 # ---- advantages ------------------------------------------------------------------------------------------------------
 
 
@@ -192,15 +119,18 @@ def estimate_advantages(
     if isinstance(kl, KLInReward) and outputs.old_logprobs is not None and outputs.ref_logprobs is not None:
         penalty = one_per_token("kl", kl, kl(outputs.old_logprobs, outputs.ref_logprobs), token_rewards)
         token_rewards = token_rewards - kl.coef * penalty * rollouts.response_mask
-    anchors = turn_anchors(rollouts)
+    anchors = None
+    if rollouts.states:
+        from lightrl.objectives.turn_estimators import turn_anchors
+
+        anchors = turn_anchors(rollouts)
     optional = (outputs.values, rollouts.turn_ids, anchors)
     values, turn_ids, anchors = (None if x is None else layout.join(x) for x in optional)
-    parts, weights = reward_parts(estimator, rollouts)
-    parts = {name: layout.join(part) for name, part in parts.items()}
+    parts = {name: layout.join(part) for name, part in rollouts.reward_parts.items()}
     # A trajectory without trained tokens has no place for its reward, so it would count as 0 in baselines.
     there = layout.join(valid) & layout.mask.any(1)
     joined = (layout.join(token_rewards), layout.mask, layout.join(rollouts.group_ids), values, there)
-    given = AdvantageInput(*joined, parts, weights, turn_ids, anchors, all_sum)
+    given = AdvantageInput(*joined, parts, dict(rollouts.reward_weights), turn_ids, anchors, all_sum)
     advantages, returns = estimator(given)
     returns = None if returns is None else layout.split(returns)
     return Advantages(layout.split(advantages), returns, rewards, valid)
@@ -219,19 +149,6 @@ def shape_rewards(rollouts: Rollouts, totals: Tensor, valid: Tensor, layout: Tra
         rewards = rewards + layout.join(of_turns) * layout.mask
     rewards[has_response, last[has_response]] += (joined - rewards.sum(1))[has_response]
     return layout.split(rewards) * valid.unsqueeze(1)
-
-
-def turn_anchors(rollouts: Rollouts) -> Tensor | None:
-    """Returns the (B, T) int64 index of the state in which each token's turn began, or None without states."""
-    if not rollouts.states:
-        return None
-    numbers: dict[str, int] = {}
-    count = max(len(states) for states in rollouts.states)
-    rows = [[numbers.setdefault(state, len(numbers)) for state in states] for states in rollouts.states]
-    table = torch.tensor([row + [0] * (count - len(row)) for row in rows], device=rollouts.token_ids.device)
-    mask = rollouts.response_mask
-    turns = torch.zeros_like(mask, dtype=torch.long) if rollouts.turn_ids is None else rollouts.turn_ids
-    return torch.where(mask, table.gather(1, torch.where(mask, turns, 0)), 0)
 
 
 # ---- experience ------------------------------------------------------------------------------------------------------
@@ -260,6 +177,8 @@ def join_experience(
     mask = rollouts.response_mask & trained.unsqueeze(1)
     explained: dict[str, float] = {}
     if outputs.values is not None and found.returns is not None:
+        from lightrl.ops.baselines import explained_variance
+
         share = explained_variance(outputs.values, found.returns, mask, all_sum)
         explained = {"value/explained_variance": float(share)}
     advantages = masked_whiten(found.advantages, mask, all_sum=all_sum) if whiten else found.advantages

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.strategies import ModelParallelStrategy, SingleDeviceStrategy
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 
 from lightrl.distributed import strategies
@@ -92,31 +93,20 @@ class SavesPretrained(LightningModule):
     def configure_model(self) -> None:
         """Builds and shards the models once, and drops gradients of a run that ended within an update. Collective."""
         strategy = self.trainer.strategy
-        strategies.keep_exact(strategy.precision_plugin)
+        if type(strategy.precision_plugin) is not Precision:
+            from lightrl.distributed.precision import keep_exact
+
+            keep_exact(strategy.precision_plugin)
         self.zero_grad()
         if self._is_sharded:
             return
-        _zero3_config = strategies.keep_zero3_config(strategy)
-        in_shards = isinstance(strategy, ModelParallelStrategy)
-        if not self._is_built:
-            self.build_models(in_shards=in_shards)
-        group = strategies.context_group(strategy)
-        for model in self.models():
-            strategies.shard_model(model, model.blocks(), self)
-            if in_shards:
-                from lightrl.models.folders import fill_shards
+        if strategies.shards(strategy):
+            from lightrl.models.folders import build_in_shards
 
-                fill_shards(model, strategies.shard_device(strategy))
-            if group is not None and hasattr(model, "spread"):  # reward models read whole sequences on each rank
-                model.spread(group)
+            build_in_shards(self, strategy, built=self._is_built)
+        elif not self._is_built:
+            self.build_models()
         self._is_built = self._is_sharded = True
-
-    def _strategy(self) -> Any:
-        """Returns the trainer's strategy, or a single-device one after `load_from_checkpoint` without a trainer."""
-        try:
-            return self.trainer.strategy
-        except RuntimeError:
-            return SingleDeviceStrategy("cpu")
 
     # ---- checkpoints -------------------------------------------------------------------------------------------
 
@@ -201,7 +191,7 @@ class SavesPretrained(LightningModule):
 
     def named_policy_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yields (Hugging Face name, full tensor) of all parameters, LoRA merged. Collective if sharded."""
-        return named_hf_weights(self.trained_model[0], strategies.gather_parameter(self._strategy()))
+        return named_hf_weights(self.trained_model[0])
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Saves weights, config, and tokenizer as a model directory for transformers and vLLM, with LoRA merged.
@@ -219,7 +209,10 @@ class SavesPretrained(LightningModule):
         from lightrl.checkpoints.plugin import first_nonfinite, require_finite
         from lightrl.models.folders import save_hf_folder
 
-        strategy = self._strategy()
+        try:
+            strategy: Any = self.trainer.strategy
+        except RuntimeError:  # after `load_from_checkpoint` without a trainer
+            strategy = SingleDeviceStrategy("cpu")
         state, zero, bad = {}, strategy.is_global_zero, None
         for name, tensor in self.named_policy_weights():
             if zero:

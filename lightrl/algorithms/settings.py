@@ -11,7 +11,6 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightrl.distributed.strategies import local_shard
-from lightrl.models.spec import ModelSpec
 
 
 def make_optimizer(factory: Callable[[Any], Any], parameters: Any, strategy: Strategy) -> Any:
@@ -40,34 +39,6 @@ def _warn_of_lost_updates(group: dict[str, Any]) -> None:
             f"{size * 2.0**-8:.1g}): most updates round to zero. Set actor.dtype=float32 with "
             "trainer.precision=bf16-mixed, or raise the learning rate."
         )
-
-
-@dataclass(frozen=True)
-class CriticSpec:
-    """Critic (value model) and its loss.
-
-    Args:
-        model: Backbone of the critic. Defaults to the policy's model.
-        shared: Put a value head on the policy's backbone instead of using a second one. Incompatible with `model`.
-        lr: Learning rate of the critic's parameters. Defaults to the optimizer's.
-        loss_coef: Weight of the critic's loss.
-        clip: Clip range of the value loss, in units of value. None uses the plain squared error.
-        warmup_rollouts: Number of initial rollouts that train only the critic.
-
-    Raises:
-        ValueError: A shared critic has a model.
-    """
-
-    model: ModelSpec | None = None
-    shared: bool = False
-    lr: float | None = None
-    loss_coef: float = 0.5
-    clip: float | None = 0.2
-    warmup_rollouts: int = 0
-
-    def __post_init__(self) -> None:
-        if self.shared and self.model is not None:
-            raise ValueError("CriticSpec.model with shared=True: a shared critic uses the policy's model. Remove one.")
 
 
 MICRO_BATCH_TOKENS = {"cpu": 4096}  # larger ones need more memory there, and are no faster
@@ -140,15 +111,10 @@ class ExtraLosses:
 def require_matching_parts(module: Any) -> None:
     """Raises a ValueError if parts of an RL module are incompatible. Called at the end of its constructor."""
     advantage, kl, clip = module.advantage, module.kl, module.shaping.reward_clip
-    name = type(advantage).__name__
-    if advantage.needs_critic and module.critic_spec is None:
+    if advantage.needs_critic and getattr(module, "critic_spec", None) is None:
         raise ValueError(
-            f"advantage={name} needs a critic but critic=None. Pass a CriticSpec, or use an estimator without a critic "
-            "(GroupRelative, RLOO, ...)."
-        )
-    if module.critic_spec is not None and not advantage.needs_critic:
-        raise ValueError(
-            f"critic with advantage={name}: the estimator doesn't use values. Set critic=None (null in YAML)."
+            f"advantage={type(advantage).__name__} needs a critic but critic=None. Use PPOLightningModule with a "
+            "CriticSpec, or an estimator without a critic (GroupRelative, RLOO, ...)."
         )
     advantage.refuse_combination(kl, whiten=module.whiten_advantages)
     if clip is not None:

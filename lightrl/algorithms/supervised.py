@@ -17,9 +17,9 @@ from lightrl.algorithms.settings import make_optimizer
 from lightrl.compat.lightning import accumulates
 from lightrl.distributed import strategies
 from lightrl.models.policy import PolicyModel
-from lightrl.models.reward import RewardModel
+from lightrl.models.reward import RewardModel, bradley_terry_loss
 from lightrl.models.spec import ModelSpec
-from lightrl.ops.losses import bradley_terry_loss
+from lightrl.records import RowBatch
 
 
 class GradientWindow:
@@ -74,7 +74,7 @@ class _SupervisedModule(SavesPretrained):
     def setup(self, stage: str) -> None:
         """Rejects gradient accumulation with DeepSpeed, whose gradients can't be reweighted."""
         trainer: Any = self.trainer
-        strategies.refuse_unsupported(trainer.strategy)
+        strategies.check(trainer.strategy)
         if isinstance(trainer.strategy, DeepSpeedStrategy) and trainer.accumulate_grad_batches != 1:
             raise ValueError(
                 f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches} with DeepSpeed: batches would get "
@@ -150,7 +150,7 @@ class SFTLightningModule(_SupervisedModule):
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """Returns the loss of a batch of {token_ids, attention_mask, response_mask}, each (B, T), and `inputs`."""
         total, count = self._nll(batch)
-        count = strategies.all_sum(self.trainer.strategy, count)
+        count = strategies.all_reduce(self.trainer.strategy, count, "sum")
         mean = total.detach() * self.trainer.world_size / count.clamp(min=1)
         self.log("loss/sft", mean, prog_bar=True, batch_size=len(batch["token_ids"]), sync_dist=True)
         return self._window.loss(self, total, count)
@@ -162,9 +162,7 @@ class SFTLightningModule(_SupervisedModule):
         self.log("eval/loss", self.eval_loss, on_step=False, on_epoch=True, prog_bar=True, batch_size=1)
 
     def _nll(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        mask = batch["response_mask"]
-        logprobs = self.actor(batch["token_ids"], batch["attention_mask"], mask, inputs=batch.get("inputs")).logprobs
-        return -logprobs.sum(), mask.sum()
+        return -self.actor(RowBatch(**batch)).logprobs.sum(), batch["response_mask"].sum()
 
 
 class RewardLightningModule(_SupervisedModule):
@@ -221,7 +219,8 @@ class RewardLightningModule(_SupervisedModule):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Returns the loss of a batch of pairs from `PreferenceDataModule`."""
         chosen, rejected, losses = self.score_pairs(batch)
-        total = strategies.all_sum(self.trainer.strategy, torch.tensor(float(len(losses)))).to(losses.device)
+        total = torch.tensor(float(len(losses)), device=losses.device)
+        total = strategies.all_reduce(self.trainer.strategy, total, "sum")
         scale = self.trainer.world_size / total  # exact mean even if ranks have different numbers of pairs
         difference = (chosen - rejected).detach()
         metrics = {
@@ -254,9 +253,9 @@ class RewardLightningModule(_SupervisedModule):
         Returns:
             (P,) scores of the chosen, (P,) scores of the rejected, and (P,) losses; float32.
         """
-        scores = self.reward_model(
-            batch["token_ids"], batch["attention_mask"], batch["response_mask"], group_ids=batch["group_ids"]
-        )
+        names = ("token_ids", "attention_mask", "response_mask", "group_ids")
+        rows: dict[str, Any] = {name: batch[name] for name in names}
+        scores = self.reward_model(RowBatch(**rows))
         chosen, rejected = scores[0::2], scores[1::2]
         losses = bradley_terry_loss(chosen, rejected, batch["margin"], centering_coef=self.centering_coef)
         return chosen, rejected, losses

@@ -1,71 +1,24 @@
-"""Named algorithms: PPO with the settings of a paper."""
+"""Named algorithms without a critic, each with the settings of a paper."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from lightrl.algorithms.ppo import PPOLightningModule
+from lightrl.algorithms.policy_gradient import GRPOLightningModule, PolicyGradientLightningModule
 from lightrl.models.spec import ModelSpec
-from lightrl.objectives.estimators import RLOO, AdvantageEstimator, GroupRelative, ReinforcePlusPlus
+from lightrl.objectives.estimators import AdvantageEstimator, GroupRelative
 from lightrl.objectives.loss_terms import (
     Aggregation,
     ConstantLength,
-    KLInLoss,
     KLInReward,
     KLPenalty,
     PolicyLoss,
     PPOClip,
-    SequenceMean,
     SequenceSum,
     TokenMean,
 )
-
-
-class CriticFreeLightningModule(PPOLightningModule):
-    """Base of the algorithms below: no critic, no whitening, one pass over each rollout."""
-
-    default_group_size = 8
-
-    def __init__(
-        self,
-        actor: str | ModelSpec,
-        *,
-        advantage: AdvantageEstimator = RLOO(),
-        whiten_advantages: bool = False,
-        ppo_epochs: int = 1,
-        **kwargs: Any,
-    ) -> None:
-        if "critic" in kwargs:
-            raise ValueError(f"critic={kwargs['critic']!r}: {type(self).__name__} has no critic. Remove the argument.")
-        super().__init__(
-            actor,
-            advantage=advantage,
-            critic=None,
-            whiten_advantages=whiten_advantages,
-            ppo_epochs=ppo_epochs,
-            **kwargs,
-        )
-
-
-class GRPOLightningModule(CriticFreeLightningModule):
-    """Group relative policy optimization (GRPO).
-
-    `PPOLightningModule` with the paper's settings: no critic, `A = (r - mean_group) / std_group`, the k3 KL penalty in
-    the loss (coefficient 0.04), the mean over sequences of token means, and one update per rollout.
-
-    Source: Shao et al. 2024, https://arxiv.org/abs/2402.03300, section 4.1.
-    """
-
-    def __init__(
-        self,
-        actor: str | ModelSpec,
-        *,
-        advantage: AdvantageEstimator = GroupRelative(),
-        aggregation: Aggregation = SequenceMean(),
-        kl: KLPenalty | None = KLInLoss(coef=0.04),
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(actor, advantage=advantage, aggregation=aggregation, kl=kl, **kwargs)
+from lightrl.objectives.policy_losses import CPG, GSPO
+from lightrl.objectives.special_estimators import RLOO, ReinforcePlusPlus
 
 
 class DrGRPOLightningModule(GRPOLightningModule):
@@ -113,26 +66,33 @@ class DAPOLightningModule(GRPOLightningModule):
         super().__init__(actor, loss=loss, aggregation=aggregation, kl=kl, **kwargs)
 
 
-class RLOOLightningModule(CriticFreeLightningModule):
+class RLOOLightningModule(PolicyGradientLightningModule):
     """REINFORCE leave-one-out (RLOO).
 
-    `PPOLightningModule` with the paper's settings: no critic, `A = r - mean of the others`, the k1 KL penalty in the
-    reward, token sums, and one on-policy update per rollout. With one update, the clipped loss has the gradient of
-    REINFORCE.
+    The paper's settings: `A = r - mean of the others`, the k1 KL penalty in the reward (coefficient 0.05), token sums,
+    and one on-policy update per rollout. With one update, the clipped loss has the gradient of REINFORCE.
 
     Source: Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740, section 3.2.
     """
 
-    def __init__(self, actor: str | ModelSpec, *, aggregation: Aggregation = SequenceSum(), **kwargs: Any) -> None:
-        super().__init__(actor, aggregation=aggregation, **kwargs)
+    def __init__(
+        self,
+        actor: str | ModelSpec,
+        *,
+        advantage: AdvantageEstimator = RLOO(),
+        aggregation: Aggregation = SequenceSum(),
+        kl: KLPenalty | None = KLInReward(coef=0.05),
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(actor, advantage=advantage, aggregation=aggregation, kl=kl, **kwargs)
 
 
-class ReinforcePlusPlusLightningModule(CriticFreeLightningModule):
+class ReinforcePlusPlusLightningModule(PolicyGradientLightningModule):
     """REINFORCE++.
 
-    `PPOLightningModule` with the paper's settings: no critic, returns normalized over all tokens of the rollout as
-    advantages, the k1 KL penalty in the reward (coefficient 0.01), PPO's clip at 0.2, the mean over tokens, and one
-    pass over each rollout. One completion per prompt is enough.
+    The paper's settings: returns normalized over all tokens of the rollout as advantages, the k1 KL penalty in the
+    reward (coefficient 0.01), PPO's clip at 0.2, the mean over tokens, and one pass over each rollout. One completion
+    per prompt is enough.
 
     For the variant with groups, set `advantage` to `ReinforcePlusPlusBaseline` and `kl` to `KLInLoss("k2")`.
 
@@ -150,3 +110,41 @@ class ReinforcePlusPlusLightningModule(CriticFreeLightningModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(actor, advantage=advantage, kl=kl, **kwargs)
+
+
+class GSPOLightningModule(GRPOLightningModule):
+    """Group sequence policy optimization (GSPO).
+
+    `GRPOLightningModule` with the paper's settings: the length-normalized sequence ratio clipped to
+    [1 - 3e-4, 1 + 4e-4], and no KL penalty. With one update per rollout, the ratio is 1 and clipping has no effect. Set
+    `minibatch_size` for several updates; the paper makes 4.
+
+    Source: Zheng et al. 2025, https://arxiv.org/abs/2507.18071, sections 4.1 and 5.1.
+    """
+
+    def __init__(
+        self, actor: str | ModelSpec, *, loss: PolicyLoss = GSPO(), kl: KLPenalty | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(actor, loss=loss, kl=kl, **kwargs)
+
+
+class CPGDLightningModule(GRPOLightningModule):
+    """Clipped policy gradient with policy drift (CPGD).
+
+    `GRPOLightningModule` with the settings of the paper and its code: the log-ratio clipped to [log 0.8, log 1.2], the
+    drift penalty with coefficient 0.01 and its ratio bounded at 3, and no KL penalty against a reference. The first
+    update of a rollout equals REINFORCE. The clip and the drift take effect from the second update on, so set
+    `minibatch_size` (the paper's code makes 8 updates) or `ppo_epochs`.
+
+    Source: Liu et al. 2025, https://arxiv.org/abs/2505.12504.
+    """
+
+    def __init__(
+        self,
+        actor: str | ModelSpec,
+        *,
+        loss: PolicyLoss = CPG(drift_coef=0.01),
+        kl: KLPenalty | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(actor, loss=loss, kl=kl, **kwargs)

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lightrl.callbacks.coefficients import KLCallback
-from lightrl.distributed import strategies
+from lightrl.distributed import sharded, strategies
 
 
 class EMA(Callback):
@@ -38,7 +38,7 @@ class EMA(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Initializes the average from the policy or a checkpoint."""
         shards = _shards(pl_module)
-        self._sharded = any(strategies.is_sharded(parameter) for parameter in pl_module.trained_model[0].parameters())
+        self._sharded = any(sharded.is_sharded(parameter) for parameter in pl_module.trained_model[0].parameters())
         start = self._average or shards
         self._average = {name: start[name].to(value.device).float().clone() for name, value in shards.items()}
 
@@ -143,4 +143,4 @@ class ReferenceSync(KLCallback):
             return
         targets = dict(pl_module.reference.lm.named_parameters())
         for name, tensor in pl_module.named_policy_weights():
-            strategies.blend_parameter(targets[name], tensor, self.alpha)
+            sharded.blend_parameter(targets[name], tensor, self.alpha)

@@ -53,7 +53,7 @@ def diagnose(config_file: str | None = None) -> Iterator[Finding]:
     if config_file is None:
         yield "note", "pass --config FILE to also validate a configuration"
         return
-    from lightrl.algorithms import PPOLightningModule
+    from lightrl.algorithms import PolicyGradientLightningModule
     from lightrl.cli import run
     from lightrl.data import SFTDataModule
     from lightrl.rollout import RolloutDataModule
@@ -67,7 +67,7 @@ def diagnose(config_file: str | None = None) -> Iterator[Finding]:
             data.trainer = built.trainer
         if isinstance(data, SFTDataModule):
             yield from _supervised(built)
-        elif isinstance(module, PPOLightningModule) and isinstance(data, RolloutDataModule):
+        elif isinstance(module, PolicyGradientLightningModule) and isinstance(data, RolloutDataModule):
             yield from _minibatches(module, data)
             prompts, tokenizer = yield from _prompts(built)
             if data.episode.multi_turn:
@@ -193,6 +193,8 @@ def _tools(episode: Any, tokenizer: Any) -> Iterator[Finding]:
 
 def _rewards(built: Any, prompts: Any, tokenizer: Any) -> Iterator[Finding]:
     """Scores sample completions of three examples: fixed texts, and the examples' own columns."""
+    from lightrl.rewards.base import MEDIA
+
     data = built.datamodule
     if data.episode.multi_turn:
         yield "note", "rewards come from the environment or program. Run `lightrl check-env --config FILE` to test it"
@@ -216,7 +218,7 @@ def _rewards(built: Any, prompts: Any, tokenizer: Any) -> Iterator[Finding]:
                 completion_ids=[tokenizer.encode(text, add_special_tokens=False) for text in texts],
                 columns={name: [value] * len(texts) for name, value in columns.items()},
                 group_ids=[i] * len(texts),
-                media=rows.media[i].columns(len(texts)) if rows.media else None,
+                media={name: [getattr(rows.media[i], name)] * len(texts) for name in MEDIA} if rows.media else None,
             ).result(limit)
             given |= {total for total in scores.total if total == total}
             said = "; ".join(f"{name} -> {total:g}" for name, total in zip(tried, scores.total, strict=True))

@@ -87,11 +87,15 @@ def _spec(stored: Mapping[str, Any], path: str | None) -> Any:
 
 
 def _policy(spec: Any, state: State) -> Any:
+    from lightrl.models.critic import new_value_head
     from lightrl.models.loading import load_causal_lm
     from lightrl.models.policy import PolicyModel
 
     lm = load_causal_lm(spec, trainable=True)
-    return _filled(PolicyModel(lm, value_head="actor.value_head.weight" in state), state, "actor.", spec)
+    policy = PolicyModel(lm)
+    if "actor.value_head.weight" in state:
+        policy.value_head = new_value_head(lm)
+    return _filled(policy, state, "actor.", spec)
 
 
 def _filled(model: Any, state: State, prefix: str, spec: Any) -> Any:

@@ -44,7 +44,6 @@ KEYS = {
 CLASSES = {
     "EngineRatio": "RolloutRatio",
     "FidelityGate": "LogprobMonitor",
-    "GeometricEngineMask": "GeometricRejection",
     "LedgerCanary": "TrajectoryLogprobCheck",
     "SampleLog": "CompletionLogger",
     "SaveRollouts": "RolloutWriter",

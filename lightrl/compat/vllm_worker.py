@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.platforms import current_platform
-from vllm.v1.sample.logits_processor import LogitsProcessor
-from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 PRIVATE = {
     "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod._setup_kernel": (
@@ -28,8 +26,6 @@ PRIVATE = {
     "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm": "replaced: packed weights can't be updated",
     "vllm.model_executor.model_loader.reload:initialize_layerwise_reload": "loads weights that vLLM has rearranged",
     "vllm.model_executor.model_loader.reload:finalize_layerwise_reload": "the same",
-    "vllm.v1.sample.logits_processor:LogitsProcessor": "FIRE sampling",
-    "vllm.v1.sample.logits_processor.builtin:process_dict_updates": "tracks the batch, as vLLM's own processors do",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.get_model": "the module that receives weights",
 }
 """Private and undocumented names of vLLM ("module:attribute"), and what they are used for."""
@@ -112,39 +108,6 @@ if current_platform.is_cpu():
     PunicaWrapperCPU.add_lora_logits = _add_lora_logits
     layer_utils.dispatch_cpu_unquantized_gemm = _keep_weight
     UnquantizedFusedMoEMethod._setup_kernel = _pack_experts
-
-
-class FireProcessor(LogitsProcessor):
-    """FIRE sampling: a separate temperature for the first token.
-
-    Runs after the temperature and before top-k and top-p. It multiplies logits by `temperature / fire_temperature`, so
-    the reported log-probs (`processed_logprobs`) are those of the sampling distribution.
-
-    Source: https://arxiv.org/abs/2410.21236, without the variants that change later positions.
-    """
-
-    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
-        self.first: dict[int, tuple[float, list[int]]] = {}
-
-    def is_argmax_invariant(self) -> bool:
-        """True: scaling doesn't change greedy choices."""
-        return True
-
-    def update_state(self, batch_update: Any) -> None:
-        """Tracks the batch; removes requests that have their first token."""
-        process_dict_updates(self.first, batch_update, self._entry)
-        self.first = {row: entry for row, entry in self.first.items() if not entry[1]}
-
-    @staticmethod
-    def _entry(params: Any, prompt_ids: list[int] | None, output_ids: list[int]) -> tuple[float, list[int]] | None:
-        fire = (params.extra_args or {}).get("fire_temperature")
-        return None if fire is None or params.temperature == 0 else (params.temperature / fire, output_ids)
-
-    def apply(self, logits: Tensor) -> Tensor:
-        """Scales logits, (rows of the batch, vocabulary), already divided by each row's temperature."""
-        for row, (scale, _) in self.first.items():
-            logits[row].mul_(scale)
-        return logits
 
 
 class WorkerExtension:

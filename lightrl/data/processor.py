@@ -3,16 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lightrl.data.media import decode
 from lightrl.data.rows import KINDS, Encoded, MediaError, MediaSource
 from lightrl.data.templates import encode, render_prompt
 from lightrl.models.turns import TOKEN_INPUT, begins_with_bos
-from lightrl.records import ImageInputs, Media
+from lightrl.records import Media
+
+
+@dataclass
+class ImageInputs:
+    """n images as model inputs.
+
+    Attributes:
+        images: Decoded PIL images in RGB.
+        token: Placeholder that the chat template writes for an image.
+        texts: n strings of placeholders that replace `token`, one per image.
+        inputs: Model inputs of all images, except those with an entry per token.
+        token_inputs: Entries per token ID, by input name. 0 for missing IDs.
+    """
+
+    images: list[Any]
+    token: str
+    texts: list[str]
+    inputs: dict[str, Tensor]
+    token_inputs: dict[str, dict[int, int]]
 
 
 class MediaProcessor:

@@ -17,7 +17,7 @@ from lightrl.data.prompts import rendered_like
 from lightrl.data.rows import Encoded, MediaError, columns_of, entered, with_progress
 from lightrl.data.sft_loader import Row, SFTLoader
 from lightrl.data.templates import apply_template, as_messages, call_texts, conversation, load_tokenizer, shows_call
-from lightrl.models.turns import end_of_turn, ended_turn
+from lightrl.models.turns import end_of_turn, is_special
 
 if TYPE_CHECKING:
     from lightrl.data.processor import MediaProcessor
@@ -363,3 +363,18 @@ class SFTDataModule(LightningDataModule):
     def test_dataloader(self) -> SFTLoader | list[Any]:
         """Returns the loader of `val_dataloader`."""
         return self.val_dataloader()
+
+
+def ended_turn(tokenizer: Any, token_ids: Sequence[int]) -> list[int]:
+    """Returns the tokens of a rendered turn up to its end, as a policy would sample them.
+
+    Args:
+        tokenizer: Tokenizer whose template rendered the turn.
+        token_ids: Tokens after the generation prompt. Tokens after the end of the turn, such as a line break, are
+            removed. A turn that ends with another special token, such as a call's, is unchanged. A turn without an end
+            gets one.
+    """
+    ids, end = list(token_ids), end_of_turn(tokenizer)
+    if end in ids:
+        return ids[: len(ids) - ids[::-1].index(end)]
+    return ids if ids and is_special(tokenizer, ids[-1]) else [*ids, end]

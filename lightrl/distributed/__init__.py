@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from lightrl.compat.arguments import lazy_names
 
 if TYPE_CHECKING:
     from lightrl.distributed.fsdp2 import FSDP2Strategy, ZeROStrategy
 
 __all__ = ["FSDP2Strategy", "ZeROStrategy"]
 
-
-def __getattr__(name: str) -> Any:
-    if name in __all__:
-        from lightrl.distributed import fsdp2
-
-        return getattr(fsdp2, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazy_names(__name__, ("fsdp2",), __all__)

@@ -9,14 +9,17 @@ import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from lightrl.compat.torch import release_threads
 from lightrl.engines.background import BackgroundLoop, FairLock, all_of, in_background
-from lightrl.records import CompletionGroup, EngineContext, GenerationRequest, Routes, SamplingParams
+from lightrl.records import CompletionGroup, EngineContext, GenerationRequest, SamplingParams
+
+if TYPE_CHECKING:
+    from lightrl.records import Routes
 
 TOLERANCE = {"float32": 5e-4, "float16": 0.05, "bfloat16": 0.5}
 """Maximum mean log-prob difference between equal weights that rounding explains, in nats per token, by dtype."""

@@ -15,7 +15,6 @@ from lightrl.records import (
     GenerationRequest,
     Prompts,
     SamplingParams,
-    Support,
     Trajectory,
     TrajectoryRow,
 )
@@ -177,7 +176,7 @@ def one_turn(group: CompletionGroup) -> list[Trajectory]:
             turn_ids=context + [0] * count,
             logprobs=[*zeros, *completion.logprobs],
             policy_versions=context + group.versions(place),
-            support=Support.joined((len(prompt), None), (count, completion.support)),
+            support=None if completion.support is None else completion.support.after(len(prompt)),
             routes=completion.routes,
         )
         trajectories.append(Trajectory([row], completion.text, completion.finish_reason))

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lightrl.environments.base import Message, Tools
 from lightrl.environments.bridges import SampledTurn, TemplateBridge, Tokens
-from lightrl.records import Completion, GenerationRequest, ImageInputs, Media, Routes, Support, TrajectoryRow
+from lightrl.records import Completion, GenerationRequest, Media, Routes, Support, TrajectoryRow
+
+if TYPE_CHECKING:
+    from lightrl.data.processor import ImageInputs
 
 
 class Ledger:

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import inspect
-import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightrl.compat.transformers import attention_implementation
+from lightrl.compat.transformers import attention_implementation, has_recurrent_state, supports_sdpa
 from lightrl.models.loading import fix_rope
-from lightrl.models.logprobs import LogitMap
-from lightrl.models.packing.attention import IMPLEMENTATION, keep_attention_caps, text_attention, unsupported_reason
+from lightrl.models.logprobs import Distribution, LogitMap
+from lightrl.models.packing.attention import IMPLEMENTATION
 from lightrl.models.packing.streams import LayoutError, TokenStream, make_stream
 from lightrl.models.spec import Layout
 from lightrl.models.turns import TOKEN_INPUT, causal_type, harmless_id, placeholder_ids
-from lightrl.records import HostRows, Routes
+from lightrl.records import HostRows, RowBatch
+
+if TYPE_CHECKING:
+    from lightrl.records import Routes
 
 
 @dataclass
@@ -109,41 +111,25 @@ class Backbone:
         """Enables context parallelism: the ranks of a group run their sequences as one stream (see `context.py`)."""
         self._context = group
 
-    def __call__(
-        self,
-        token_ids: Tensor,
-        attention_mask: Tensor,
-        response_mask: Tensor | None,
-        group_ids: Tensor | None = None,
-        inputs: list[dict[str, Any]] | None = None,
-        host: HostRows | None = None,
-        routes: Sequence[Routes | None] = (),
-    ) -> BackboneOutput:
-        """Returns hidden states at t - 1 for each response token t, or at each row's last token without a mask.
-
-        Args:
-            token_ids, attention_mask, response_mask: (B, T) tensors.
-            group_ids: (B,) tensor.
-            inputs: B dictionaries of media inputs.
-            host: The same tensors in host memory. Defaults to copying them from the device.
-            routes: B records of the experts to use.
-        """
-        if host is None:
-            response, groups = (None if x is None else x.cpu() for x in (response_mask, group_ids))
-            host = HostRows(token_ids.cpu(), attention_mask.cpu(), response, groups)
+    def __call__(self, rows: RowBatch) -> BackboneOutput:
+        """Returns hidden states at t - 1 for each response token t, or at each row's last token without a mask."""
+        host = rows.host_rows()
         self._refuse_long(host.attention_mask)
-        batch = Batch(token_ids, attention_mask, host, inputs if inputs and any(inputs) else None, routes)
+        inputs = rows.inputs if any(rows.inputs) else None
+        batch = Batch(rows.token_ids, rows.attention_mask, host, inputs, rows.routes)
         if batch.rows:
             from lightrl.models.multimodal import leave_unread_media_out
 
             leave_unread_media_out(self.config, batch)
         if self._context is not None:
-            return self._run_spread(batch)
+            from lightrl.models.packing.context import run_spread
+
+            return BackboneOutput(*run_spread(self, batch, self._context))
         if self.sees:
             from lightrl.models.multimodal import lent_rows, own_output, runs_on_all_ranks, with_lent
 
             if runs_on_all_ranks(self.body):
-                lent = lent_rows(self.config, batch.rows or [], batch.host, token_ids.device)
+                lent = lent_rows(self.config, batch.rows or [], batch.host, batch.token_ids.device)
                 if lent:
                     output: BackboneOutput = own_output(self._run(with_lent(batch, lent)), *batch.shape)
                     return output
@@ -164,21 +150,23 @@ class Backbone:
                 self._fall_back("parts of its images use bidirectional attention")
             hidden = sampled_placeholders(self.config, batch.host.token_ids, batch.host.response_mask)
             batch.hidden = None if hidden is None else hidden.to(batch.token_ids.device)
-        device, width = batch.token_ids.device, batch.shape[1]
         if self.layout != "padded":
             stream = self._stream(batch)
             try:
-                with self._replaying(Routes.at(batch.routes, stream.source, width)):
+                with self._replaying(batch, stream.source):
                     return self._run_stream(batch, stream)
             except LayoutError as error:
                 self._fall_back(str(error))
-        places = torch.arange(batch.token_ids.numel(), device=device)
-        with self._replaying(Routes.at(batch.routes, places, width)):
+        with self._replaying(batch, torch.arange(batch.token_ids.numel(), device=batch.token_ids.device)):
             return self._run_padded(batch)
 
-    def _replaying(self, experts: Tensor | None) -> Any:
-        """Context manager in which the routers use these (N, L, K) experts, from `Routes.at`."""
-        return nullcontext() if experts is None else self.routers.replaying(experts)
+    def _replaying(self, batch: Batch, places: Tensor) -> Any:
+        """Context manager in which the routers use the recorded experts of N tokens of the flattened batch."""
+        if all(routes is None for routes in batch.routes):
+            return nullcontext()
+        from lightrl.records import Routes
+
+        return self.routers.replaying(Routes.at(batch.routes, places, batch.shape[1]))
 
     @property
     def routers(self) -> Any:
@@ -233,13 +221,13 @@ class Backbone:
             if own is not None:
                 positions = own.flatten(1).index_select(1, stream.source).unsqueeze(1)
         hidden = None if batch.hidden is None else of_stream(batch.hidden)
-        out = self._call(ids, hidden, position_ids=positions, stream=stream, **inputs)
+        out = self.call(ids, hidden, position_ids=positions, stream=stream, **inputs)
         if stream.num_calls != self.num_layers:
             raise LayoutError(f"only {stream.num_calls} of its {self.num_layers} layers use the replaced attention")
         counted = None if batch.count is None else (stream.source < batch.count * stream.shape[1]).long().unsqueeze(0)
         return self._output(out, stream.read, stream.targets, stream.shape, counted)
 
-    def _call(self, ids: Tensor, hidden: Tensor | None, **inputs: Any) -> Any:
+    def call(self, ids: Tensor, hidden: Tensor | None, **inputs: Any) -> Any:
         """Runs the body. Tokens at `hidden` are embedded by their IDs even if they are placeholders."""
         if "stream" in inputs:  # transformers builds no mask if given a 4-D one
             inputs["attention_mask"] = torch.empty(1, 1, 1, 1, device=ids.device)
@@ -249,35 +237,6 @@ class Backbone:
 
         with true_embeddings(self.body, hidden, ids):
             return self.body(input_ids=ids.masked_fill(hidden, harmless_id(self.config)), use_cache=False, **inputs)
-
-    def _run_spread(self, batch: Batch) -> BackboneOutput:
-        """Runs this rank's part of its group's stream (context parallelism). Collective over the group."""
-        from lightrl.models.packing.context import share_stream
-
-        if batch.rows:
-            raise ValueError("context_parallel_size above 1: images, videos, and audio are not supported. Set it to 1.")
-        share = share_stream(
-            batch.host,
-            self._context,
-            share=self.layout != "packed",
-            routes=batch.routes,
-            device=batch.token_ids.device,
-        )
-        with self._replaying(share.experts):
-            ids, positions = share.ids.unsqueeze(0), share.positions.unsqueeze(0)
-            out = self._call(ids, None, position_ids=positions, stream=share.stream)
-        if share.stream.num_calls != self.num_layers:
-            raise ValueError(
-                f"context_parallel_size above 1: only {share.stream.num_calls} of {self.name}'s {self.num_layers} "
-                "layers use the replaced attention. Set it to 1."
-            )
-        own = out.last_hidden_state[0]
-        hidden = share.collect(own)
-        empty = len(share.targets) == 0
-        if empty:  # the backward pass is collective, so sent states must stay in the graph
-            hidden = own[:1] + 0.0 * hidden.sum()
-        targets = share.targets.new_zeros(1) if empty else share.targets
-        return BackboneOutput(hidden, targets, share.shape, empty)
 
     def _run_padded(self, batch: Batch) -> BackboneOutput:
         (rows, width), device = batch.shape, batch.token_ids.device
@@ -296,7 +255,7 @@ class Backbone:
             inputs |= merged_inputs(batch.rows, range(rows), batch.shape, device, causal_type(self.config))
             own = media_positions(self.body, batch.token_ids, batch.rows)
             inputs |= {} if own is None else {"position_ids": own}
-        out = self._call(batch.token_ids, batch.hidden, attention_mask=batch.attention_mask.long(), **inputs)
+        out = self.call(batch.token_ids, batch.hidden, attention_mask=batch.attention_mask.long(), **inputs)
         if batch.host.response_mask is None:
             starts = torch.arange(rows, device=device) * width
             targets = read = starts + batch.attention_mask.sum(1).clamp(min=1) - 1
@@ -326,19 +285,12 @@ class Backbone:
             from lightrl.models.multimodal import idle_parameters
 
             hidden = hidden + idle_parameters(self.body)
-        return BackboneOutput(hidden, targets, shape, empty, self._aux_loss(out, mask))
+        aux_loss = None
+        if getattr(self.body.config.get_text_config(), "output_router_logits", False):
+            from lightrl.models.routing import load_balancing_loss
 
-    def _aux_loss(self, out: Any, mask: Tensor | None) -> Tensor | None:
-        """Computes the load-balancing loss defined in the model's module, if its config returns router logits."""
-        config = self.body.config.get_text_config()
-        if not getattr(config, "output_router_logits", False) or getattr(out, "router_logits", None) is None:
-            return None
-        function: Any = getattr(sys.modules[type(self.body).__module__], "load_balancing_loss_func", None)
-        if function is None:
-            return None
-        experts = getattr(config, "num_local_experts", None) or config.num_experts
-        loss: Tensor = function(out.router_logits, experts, config.num_experts_per_tok, mask)
-        return loss
+            aux_loss = load_balancing_loss(self.body, out, mask)
+        return BackboneOutput(hidden, targets, shape, empty, aux_loss)
 
     @torch.no_grad()
     def check_logits(self, lm: Any, logit_map: LogitMap) -> None:
@@ -352,7 +304,7 @@ class Backbone:
         head = lm.get_output_embeddings()
         extra = no_token_inputs(self.body, ids[None])
         hidden = self.body(input_ids=ids[None], use_cache=False, **extra).last_hidden_state[0]
-        own, _ = head(hidden, targets=ids, logit_map=logit_map)
+        own, _ = head(hidden, targets=ids, distribution=Distribution(logit_map=logit_map))
         logits = lm(input_ids=ids[None], use_cache=False, **extra).logits[0]
         plain = F.log_softmax(logits.float(), -1).gather(1, ids[:, None]).squeeze(1)
         tolerance = 1e-3 if logits.dtype in (torch.float32, torch.float64) else 0.2
@@ -371,3 +323,37 @@ def no_token_inputs(body: Any, token_ids: Tensor) -> dict[str, Tensor]:
     """
     insists = bool(placeholder_ids(body.config)) and TOKEN_INPUT in inspect.signature(body.forward).parameters
     return {TOKEN_INPUT: torch.full_like(token_ids, causal_type(body.config))} if insists else {}
+
+
+def unsupported_reason(lm: Any, body: Any) -> str | None:
+    """Returns why a model can't run packed, according to its class and config; None if it can."""
+    config = lm.config.get_text_config()
+    layer_types = set(getattr(config, "layer_types", None) or ())
+    checks = {
+        "its attention can't be replaced": not supports_sdpa(lm),
+        "it has a recurrent state": has_recurrent_state(lm),
+        f"it has layers of type {sorted(layer_types)}": not layer_types <= {"full_attention", "sliding_attention"},
+        "it doesn't accept position_ids": "position_ids" not in inspect.signature(body.forward).parameters,
+        "its attention has a distance bias (ALiBi)": bool(getattr(config, "alibi", False)),
+        "it caps attention logits": getattr(config, "attn_logit_softcapping", None) is not None,
+        "it uses chunked attention": getattr(config, "attention_chunk_size", None) is not None,
+        "it uses bidirectional attention": bool(getattr(config, "use_bidirectional_attention", False))
+        or not getattr(config, "is_causal", True),
+        "it is an encoder-decoder": getattr(config, "is_encoder_decoder", False),
+    }
+    return next((reason for reason, true in checks.items() if true), None)
+
+
+def keep_attention_caps(lm: Any) -> None:
+    """Switches to eager attention if the model caps attention logits, which transformers' SDPA silently ignores."""
+    config = lm.config.get_text_config()
+    if getattr(config, "attn_logit_softcapping", None) is not None and attention_implementation(config) == "sdpa":
+        lm.set_attn_implementation(text_attention(lm.config, "eager"))
+
+
+def text_attention(config: Any, attention: str) -> str | dict[str, str]:
+    """Returns an attention implementation only for the language model, not for vision or audio encoders."""
+    text = config.get_text_config()
+    if text is config:
+        return attention
+    return {name: attention for name in config.sub_configs if getattr(config, name, None) is text}

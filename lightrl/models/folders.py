@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -24,6 +25,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 from lightrl.compat.deepspeed import skip_unused
 from lightrl.compat.torch import persistent_buffers
 from lightrl.compat.transformers import cached_path
+from lightrl.distributed.sharded import keep_zero3_config, shard_model
 from lightrl.models.turns import end_of_turn, placeholder_ids
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -119,6 +121,23 @@ def _read(parameter: Any, rows: Any, device: torch.device) -> nn.Parameter:
         own, mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
     )
     return nn.Parameter(whole, requires_grad=parameter.requires_grad)
+
+
+def build_in_shards(module: Any, strategy: Strategy, *, built: bool) -> None:
+    """Builds the models unless `built`, and shards them. Collective."""
+    _zero3_config = keep_zero3_config(strategy)
+    in_shards = isinstance(strategy, ModelParallelStrategy)
+    if not built:
+        module.build_models(in_shards=in_shards)
+    if not in_shards:
+        return
+    group = getattr(strategy, "context_group", None)  # ranks that share one stream of tokens; collective
+    device = torch.device("cpu") if getattr(strategy, "cpu_offload", False) else strategy.root_device
+    for model in module.models():
+        shard_model(model, model.blocks(), module)
+        fill_shards(model, device)
+        if group is not None and hasattr(model, "spread"):  # reward models read whole sequences on each rank
+            model.spread(group)
 
 
 def save_hf_folder(

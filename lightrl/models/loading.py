@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from lightrl.compat.arguments import require_model_folder
 from lightrl.compat.transformers import checkpoint_activations, model_class, router_modules
@@ -40,11 +40,6 @@ def load_causal_lm(spec: ModelSpec, *, trainable: bool, in_shards: bool = False)
     if trainable and spec.live is not None:
         return _prepared(spec.live, spec, trainable=True)
     return load_model(spec, causal_class(model_config(spec)), trainable=trainable, in_shards=in_shards)
-
-
-def load_backbone(spec: ModelSpec, *, trainable: bool, in_shards: bool = False) -> PreTrainedModel:
-    """Loads the model without its language head, for a critic. See `load_causal_lm` for arguments and result."""
-    return load_model(spec, AutoModel, trainable=trainable, in_shards=in_shards)
 
 
 def load_model(

@@ -15,13 +15,15 @@ the caller.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lightrl.records import Support
+if TYPE_CHECKING:
+    from lightrl.records import Support
+
 
 CHUNK_ELEMENTS = 1 << 25  # logits per chunk: 128 MiB in float32
 CUDA_CHUNK_ELEMENTS = 1 << 28  # on CUDA, where each chunk reads the whole weight: 1 GiB
@@ -46,63 +48,18 @@ class LogitMap(NamedTuple):
         )
 
 
-def chunked_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    *,
-    temperature: float = 1.0,
-    entropy: bool = False,
-    logit_map: LogitMap = LogitMap(),  # noqa: B008 - an immutable tuple
-    support: Support | None = None,
-    chunk_elements: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Computes `log_softmax(logits / temperature)` at the targets, and its entropy.
-
-    Args:
-        hidden: (M, D) input of the head.
-        weight: (V, D) weight of the head.
-        bias: (V,) bias of the head, or None.
-        targets: (M,) int64 in [0, V).
-        temperature: Divisor of logits, above 0.
-        entropy: Whether to compute entropies.
-        logit_map: Transformation of logits before the temperature.
-        support: M entries, the tokens over which each softmax is computed. Defaults to all tokens.
-        chunk_elements: Maximum number of logits per chunk (at least those of one token), halved for entropies. Defaults
-            to 2^28 on CUDA, 2^25 elsewhere.
-
-    Returns:
-        (M,) float32 log-probs and (M,) float32 entropies in nats or None. Gradients for hidden, weight, and bias are
-        exact.
-    """
-    device = hidden.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-    hidden, weight = hidden.to(dtype), weight.to(dtype)  # autocast doesn't apply to custom functions
-    if chunk_elements is None:
-        chunk_elements = CUDA_CHUNK_ELEMENTS if device == "cuda" else CHUNK_ELEMENTS
-    rows = max(1, (chunk_elements // 2 if entropy else chunk_elements) // len(weight))
-    graph = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    keep = KEPT_ELEMENTS if device == "cpu" and graph else 0
-    settings = Distribution(temperature, logit_map, support)
-    with torch.autocast(device, enabled=False):
-        picked, entropies = _Chunked.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, bias, targets, entropy, rows, keep, settings
-        )
-    return picked, entropies if entropy else None
-
-
-def chunks(total: int, size: int) -> Iterator[slice]:
-    """Yields slices of at most `size` that cover `total` tokens."""
-    return (slice(i, min(i + size, total)) for i in range(0, total, size))
-
-
 class Distribution(NamedTuple):
-    """Settings that turn the head's output into scaled logits; see `chunked_logprobs`."""
+    """The distribution of each of M tokens, computed from the head's output.
 
-    temperature: float
-    logit_map: LogitMap
-    support: Support | None
+    Attributes:
+        temperature: Divisor of logits, above 0.
+        logit_map: Transformation of logits before the temperature.
+        support: M entries, the tokens over which each softmax is computed. None for all tokens.
+    """
+
+    temperature: float = 1.0
+    logit_map: LogitMap = LogitMap()
+    support: Support | None = None
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: slice) -> Tensor:
         """Returns (C, V) scaled logits of some tokens, float32 or wider."""
@@ -118,6 +75,52 @@ class Distribution(NamedTuple):
         if self.support is not None:
             z.masked_fill_(outside_support(self.support, rows, len(weight)), CUT)
         return z
+
+
+def chunked_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    distribution: Distribution = Distribution(),  # noqa: B008 - an immutable tuple
+    *,
+    entropy: bool = False,
+    chunk_elements: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Computes `log_softmax(logits / temperature)` at the targets, and its entropy.
+
+    Args:
+        hidden: (M, D) input of the head.
+        weight: (V, D) weight of the head.
+        bias: (V,) bias of the head, or None.
+        targets: (M,) int64 in [0, V).
+        distribution: Temperature, transformation of logits, and support.
+        entropy: Whether to compute entropies.
+        chunk_elements: Maximum number of logits per chunk (at least those of one token), halved for entropies. Defaults
+            to 2^28 on CUDA, 2^25 elsewhere.
+
+    Returns:
+        (M,) float32 log-probs and (M,) float32 entropies in nats or None. Gradients for hidden, weight, and bias are
+        exact.
+    """
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+    hidden, weight = hidden.to(dtype), weight.to(dtype)  # autocast doesn't apply to custom functions
+    if chunk_elements is None:
+        chunk_elements = CUDA_CHUNK_ELEMENTS if device == "cuda" else CHUNK_ELEMENTS
+    rows = max(1, (chunk_elements // 2 if entropy else chunk_elements) // len(weight))
+    graph = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    keep = KEPT_ELEMENTS if device == "cpu" and graph else 0
+    with torch.autocast(device, enabled=False):
+        picked, entropies = _Chunked.apply(  # type: ignore[no-untyped-call]
+            hidden, weight, bias, targets, entropy, rows, keep, distribution
+        )
+    return picked, entropies if entropy else None
+
+
+def chunks(total: int, size: int) -> Iterator[slice]:
+    """Yields slices of at most `size` that cover `total` tokens."""
+    return (slice(i, min(i + size, total)) for i in range(0, total, size))
 
 
 def outside_support(support: Support, rows: slice, words: int) -> Tensor:

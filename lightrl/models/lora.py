@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from lightrl.compat.deepspeed import whole_parameters
 from lightrl.compat.peft import ADAPTER, adapter_layers, dequantized, is_linear, lora_parts
 from lightrl.compat.transformers import router_modules
+from lightrl.distributed.strategies import gathered
 from lightrl.models.spec import LoraSpec
 from lightrl.models.turns import placeholder_ids
-
-Gather = Callable[[Tensor], AbstractContextManager[Tensor]]
 
 
 def add_lora(model: Any, spec: LoraSpec) -> None:
@@ -75,7 +74,7 @@ def as_reference(model: nn.Module) -> Iterator[None]:
                 parameter.requires_grad_(flag)
 
 
-def named_merged_weights(policy: Any, gather: Gather) -> Iterator[tuple[str, Tensor]]:
+def named_merged_weights(policy: Any) -> Iterator[tuple[str, Tensor]]:
     """`named_hf_weights` of a policy with adapters."""
     layers = adapter_layers(policy.lm)
     for name, parameter in policy.lm.named_parameters():
@@ -83,13 +82,13 @@ def named_merged_weights(policy: Any, gather: Gather) -> Iterator[tuple[str, Ten
         owner = path.removesuffix(".base_layer")
         if not path.endswith(".base_layer"):
             if ".lora_" not in name:
-                with gather(parameter) as full:
+                with gathered(parameter) as full:
                     yield name, full
         elif leaf == "weight":
             with ExitStack() as stack:
-                yield f"{owner}.weight", _merged(layers[owner], parameter, gather, stack)
+                yield f"{owner}.weight", _merged(layers[owner], parameter, stack)
         else:
-            with gather(parameter) as full:
+            with gathered(parameter) as full:
                 yield f"{owner}.{leaf}", full
 
 
@@ -108,19 +107,18 @@ def adapter_config(policy: Any, spec: LoraSpec) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def named_adapter_weights(policy: Any, gather: Gather | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yields a policy's adapter parameters under PEFT's names, one at a time. See `named_hf_weights` for arguments."""
-    gather = gather or nullcontext
+def named_adapter_weights(policy: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yields a policy's adapter parameters under PEFT's names, one at a time. See `named_hf_weights`."""
     for name, parameter in policy.lm.named_parameters():
         if ".lora_" in name and f".{ADAPTER}." in name:
-            with gather(parameter) as full:
+            with gathered(parameter) as full:
                 yield f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}", full
 
 
-def _merged(layer: Any, weight: Tensor, gather: Gather, stack: ExitStack) -> Tensor:
+def _merged(layer: Any, weight: Tensor, stack: ExitStack) -> Tensor:
     parts = lora_parts(layer)
     assert parts is not None
-    a, b, base = (stack.enter_context(gather(x)) for x in (parts.a, parts.b, weight))
+    a, b, base = (stack.enter_context(gathered(x)) for x in (parts.a, parts.b, weight))
     base = dequantized(layer, base)
     delta = (b.float() @ a.float()) * parts.scaling
     return (base.float() + (delta.T if parts.transposed else delta)).to(base.dtype)

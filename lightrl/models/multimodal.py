@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightrl.distributed.strategies import is_sharded
+from lightrl.distributed.sharded import is_sharded
 from lightrl.models.turns import TOKEN_INPUT, harmless_id, placeholder_ids
 from lightrl.records import HostRows
 
@@ -326,15 +326,12 @@ def sampled_placeholders(config: Any, token_ids: Tensor, response_mask: Tensor |
 
 
 @contextmanager
-def true_embeddings(body: Any, hidden: Tensor | None, token_ids: Tensor) -> Iterator[None]:
+def true_embeddings(body: Any, hidden: Tensor, token_ids: Tensor) -> Iterator[None]:
     """Context manager in which the body embeds `token_ids` at `hidden`, regardless of the IDs it is called with.
 
     In generation, a sampled placeholder is an ordinary token. A forward pass would treat it as a feature, so the body
     is called with another ID, and its embedding layer gets the real one.
     """
-    if hidden is None:
-        yield
-        return
 
     def swap(module: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         return (torch.where(hidden, token_ids, arguments[0]), *arguments[1:])

@@ -6,8 +6,8 @@ module calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from lightrl.compat.transformers import block_class_names, router_modules
+from lightrl.distributed.strategies import gathered
 from lightrl.models.backbone import Backbone, BackboneOutput
 from lightrl.models.loading import load_causal_lm
-from lightrl.models.logprobs import LogitMap, install_head
+from lightrl.models.logprobs import Distribution, LogitMap, install_head
 from lightrl.models.spec import Layout, ModelSpec
-from lightrl.records import HostRows, Routes, Support
+from lightrl.records import RowBatch
 
 if TYPE_CHECKING:
-    from lightrl.models.lora import Gather
-    from lightrl.models.teachers import Lesson
+    from lightrl.records import Routes
 
 
 class PolicyOutput(NamedTuple):
@@ -34,7 +34,7 @@ class PolicyOutput(NamedTuple):
         entropy: (B, T) entropies in nats of the sampling distribution. None if not requested.
         values: (B, T) values of the state before each response token. None if not requested.
         aux_loss: Scalar load-balancing loss of a mixture-of-experts model. None for other models.
-        divergence: (B, T) divergence of each response token's distribution from its teacher's. None without lessons.
+        divergence: (B, T) divergence of each response token's distribution from its teacher's. None if not requested.
     """
 
     logprobs: Tensor
@@ -54,6 +54,10 @@ class StreamModel(nn.Module):
         """The layout in use: the requested one, or padded if the model supports no other."""
         return self._backbone.layout
 
+    def hidden_states(self, rows: RowBatch) -> BackboneOutput:
+        """Returns the hidden states before the response tokens; see `Backbone`."""
+        return self._backbone(rows)
+
     def spread(self, group: Any) -> None:
         """Enables context parallelism; see `Backbone.spread`."""
         self._backbone.spread(group)
@@ -64,66 +68,43 @@ class PolicyModel(StreamModel):
 
     Args:
         lm: Model from `load_causal_lm`. Its head becomes a `TokenHead`.
-        value_head: Put a linear critic on the same backbone.
         layout: See `ModelSpec`.
 
     Raises:
         ValueError: The head is not linear, or the model doesn't support an explicitly requested layout.
     """
 
-    def __init__(self, lm: Any, *, value_head: bool = False, layout: Layout = "auto") -> None:
+    def __init__(self, lm: Any, *, layout: Layout = "auto") -> None:
         super().__init__()
         install_head(lm)
         self.lm = lm
-        self.value_head = new_value_head(lm) if value_head else None
+        self.value_head: Any = None  # a shared critic's
         self.logit_map = LogitMap.of(lm.config.get_text_config())
         body = lm.base_model if lm.base_model is not lm else lm.model  # Llama 4's prefix is not an attribute
         self._backbone = Backbone(lm, body, layout)
         self._checked = False
 
     @classmethod
-    def from_spec(
-        cls, spec: ModelSpec, *, trainable: bool, in_shards: bool = False, value_head: bool = False
-    ) -> PolicyModel:
+    def from_spec(cls, spec: ModelSpec, *, trainable: bool, in_shards: bool = False) -> PolicyModel:
         """Loads a language model. See `load_causal_lm` for arguments."""
-        lm = load_causal_lm(spec, trainable=trainable, in_shards=in_shards)
-        return cls(lm, value_head=value_head, layout=spec.layout)
+        return cls(load_causal_lm(spec, trainable=trainable, in_shards=in_shards), layout=spec.layout)
 
     def forward(
         self,
-        token_ids: Tensor,
-        attention_mask: Tensor,
-        response_mask: Tensor,
+        rows: RowBatch,
         *,
-        group_ids: Tensor | None = None,
-        host: HostRows | None = None,
-        temperature: float = 1.0,
         entropy: bool = False,
         values: bool = False,
-        inputs: list[dict[str, Any]] | None = None,
-        supports: Sequence[Support | None] = (),
-        routes: Sequence[Routes | None] = (),
-        lessons: Sequence[Lesson] = (),
-        divergence: Callable[[Tensor, Tensor], Tensor] | None = None,
+        divergence: Callable[..., Tensor] | None = None,
     ) -> PolicyOutput:
         """Scores the response tokens.
 
         Args:
-            token_ids: (B, T) int64, right-padded.
-            attention_mask: (B, T) bool.
-            response_mask: (B, T) bool. Token 0 has no preceding token and gets 0.
-            group_ids: (B,) int64. None shares no prefixes. Otherwise, rows of all groups may share them.
-            host: The same four tensors in host memory, which avoids a synchronization. Defaults to copying them.
-            temperature: Temperature of the sampling distribution, above 0.
+            rows: B sequences. Log-probs and entropies are over the tokens in their `supports`, if any. Routers use the
+                experts in their `routes`, if any.
             entropy: Compute entropies.
             values: Compute values with the value head.
-            inputs: B dictionaries of additional model inputs, `{}` for text.
-            supports: B supports of the tokens' distributions, as in `Rollouts`, over which log-probs and entropies are
-                computed. None entries, or an empty sequence, use the whole vocabulary.
-            routes: B records of the experts to use, as in `Rollouts`. None entries, or an empty sequence, let the
-                routers choose.
-            lessons: Teachers' distributions at response tokens, each in at most one lesson.
-            divergence: Divergence from the lessons, see `chunked_divergence`.
+            divergence: Divergence from teachers, see `divergence_from`.
 
         Raises:
             ValueError: Rows are not right-padded.
@@ -131,18 +112,14 @@ class PolicyModel(StreamModel):
         if not self._checked:
             self._checked = True
             self._backbone.check_logits(self.lm, self.logit_map)
-        out = self._backbone(token_ids, attention_mask, response_mask, group_ids, inputs, host, routes)
-        tokens = token_ids.reshape(-1)[out.targets]
-        settings = self._head_settings(out, supports, temperature)
+        out = self.hidden_states(rows)
+        tokens = rows.token_ids.reshape(-1)[out.targets]
         head = self.lm.get_output_embeddings()
-        picked, entropies = head(out.hidden, targets=tokens, entropy=entropy, **settings)
-        read = read_values(self.value_head, out.hidden) if values and self.value_head is not None else None
+        picked, entropies = head(out.hidden, targets=tokens, entropy=entropy, distribution=self.distribution(rows, out))
+        read = self.value_head(out.hidden) if values and self.value_head is not None else None
         apart = None
         if divergence is not None:
-            from lightrl.models.teachers import divergence_from
-
-            settings_at = partial(self._head_settings, out, supports, temperature)
-            apart = divergence_from(picked, lessons, out, token_ids.numel(), head, settings_at, divergence)
+            apart = divergence(picked, out, head, partial(self.distribution, rows, out))
         return PolicyOutput(
             out.scatter(picked),
             None if entropies is None else out.scatter(entropies),
@@ -151,30 +128,15 @@ class PolicyModel(StreamModel):
             None if apart is None else out.scatter(apart),
         )
 
-    @torch.no_grad()
-    def teach(self, rows: Any, top: int | None = None) -> Lesson:
-        """Returns the model's distributions at the response tokens of B rows (`Experience`, `Rollouts`), as a teacher.
+    def distribution(self, rows: RowBatch, out: BackboneOutput, here: Tensor | None = None) -> Distribution:
+        """Returns the sampling distribution of the tokens, or of those `here`."""
+        support = None
+        if any(each is not None for each in rows.supports):
+            from lightrl.records import Support
 
-        With `top`, only the top-k tokens. The full distribution includes the head itself, which must not be sharded.
-        """
-        from lightrl.models.teachers import Lesson, TeacherStates, chunked_top
-
-        out = self._backbone(
-            rows.token_ids, rows.attention_mask, rows.response_mask, rows.group_ids, rows.inputs, rows.host_rows()
-        )
-        head = self.lm.get_output_embeddings()
-        if top is None:
-            return Lesson(out.targets, TeacherStates(out.hidden, head.weight, head.bias, self.logit_map))
-        settings = self._head_settings(out, rows.supports, rows.temperature)
-        return Lesson(out.targets, head(out.hidden, compute=chunked_top, count=top, **settings))
-
-    def _head_settings(
-        self, out: BackboneOutput, supports: Sequence[Support | None], temperature: float, here: Tensor | None = None
-    ) -> dict[str, Any]:
-        """Settings of the sampling distribution of the tokens, or of those `here`."""
-        targets = out.targets if here is None else out.targets[here]
-        support = Support.at(supports, targets, out.shape[1]) if supports else None
-        return {"temperature": temperature, "logit_map": self.logit_map, "support": support}
+            targets = out.targets if here is None else out.targets[here]
+            support = Support.at(rows.supports, targets, out.shape[1])
+        return Distribution(rows.temperature, self.logit_map, support)
 
     @property
     def has_experts(self) -> bool:
@@ -183,7 +145,8 @@ class PolicyModel(StreamModel):
 
     def agreed_routes(self, token_ids: Tensor) -> list[Routes | None]:
         """Returns arbitrary but fixed experts for (B, T) tokens, to compare engine and trainer."""
-        return [Routes(experts) for experts in self._backbone.routers.arbitrary(*token_ids.shape)]
+        routes: list[Routes | None] = self._backbone.routers.arbitrary(*token_ids.shape)
+        return routes
 
     def blocks(self) -> list[nn.Module]:
         """Returns the transformer blocks, as FSDP2 shards them."""
@@ -197,49 +160,27 @@ class PolicyModel(StreamModel):
 
 
 @torch.no_grad()
-def named_hf_weights(policy: Any, gather: Gather | None = None) -> Iterator[tuple[str, Tensor]]:
+def named_hf_weights(policy: Any) -> Iterator[tuple[str, Tensor]]:
     """Yields all parameters of the policy's language model under their Hugging Face names, LoRA merged, one at a time.
 
     `W + alpha / r * B A` is computed for one layer at a time, without changing the module. Tied parameters are yielded
-    once, under their first name. A value head is excluded.
+    once, under their first name. A value head is excluded. Collective if parameters are sharded: every rank must
+    iterate to the end.
 
     Args:
         policy: `PolicyModel` (or any object with `lm`).
-        gather: Returns a context manager around the full tensor of a sharded parameter. If it is collective, every rank
-            must iterate to the end. Defaults to none, for unsharded parameters.
 
     Yields:
-        (name, full tensor). The tensor may be a parameter itself, and is valid until the next one is requested.
+        (name, full tensor). The tensor may share a parameter's memory, and is valid until the next one is requested.
     """
-    gather = gather or nullcontext
     if any(hasattr(module, "base_layer") for module in policy.lm.modules()):
         from lightrl.models.lora import named_merged_weights
 
-        yield from named_merged_weights(policy, gather)
+        yield from named_merged_weights(policy)
         return
     for name, parameter in policy.lm.named_parameters():
-        with gather(parameter) as full:
+        with gathered(parameter) as full:
             yield name, full
-
-
-def new_value_head(model: Any) -> nn.Linear:
-    """Creates a linear head with initial values close to 0: weights with std 1 / (D + 1), bias 0."""
-    from lightrl.compat.deepspeed import whole_parameters
-
-    size = model.config.get_text_config().hidden_size
-    with whole_parameters():
-        head = nn.Linear(size, 1)
-    nn.init.normal_(head.weight, std=1.0 / (size + 1))
-    nn.init.zeros_(head.bias)
-    device = next(model.parameters()).device
-    return head if device.type == "meta" else head.to(device)
-
-
-def read_values(head: Any, hidden: Tensor) -> Tensor:
-    """Returns (M,) float32 values or rewards, in the head's precision: autocast would round close ones to ties."""
-    with torch.autocast(hidden.device.type, enabled=False):
-        values: Tensor = head(hidden.to(head.weight.dtype)).squeeze(-1).float()
-    return values
 
 
 def transformer_blocks(model: Any) -> list[nn.Module]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -11,13 +12,58 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
 from lightrl.compat.transformers import model_class, with_from_config
+from lightrl.distributed.strategies import gather_objects
 from lightrl.models.backbone import Backbone
 from lightrl.models.loading import causal_class, load_model, model_config
 from lightrl.models.packing.micro_batches import micro_batches, told_apart
-from lightrl.models.policy import read_values, transformer_blocks
-from lightrl.models.spec import Layout, ModelSpec, RewardModelSpec
+from lightrl.models.policy import transformer_blocks
+from lightrl.models.spec import Layout, ModelSpec, read_chat_template
 from lightrl.models.turns import placeholder_ids, text_ids
-from lightrl.records import pad_rows
+from lightrl.records import RowBatch, pad_rows
+
+
+@dataclass
+class RewardModelSpec:
+    """A frozen reward model.
+
+    Args:
+        name: Name in metrics: letters, digits, and underscores.
+        path: Model directory or model ID of a sequence-classification model with one label. A model for images and text
+            must have a backbone `model` and a linear layer `score` (see `scalar_class`).
+        weight: Weight of its reward in the sum.
+        dtype: Dtype of the weights. Defaults to float32; bfloat16 halves the memory.
+        tokenizer: "own" scores text with the model's tokenizer. "policy" scores the policy's token IDs and pixels,
+            which requires the same vocabulary. Prompts with images need "policy".
+        chat_template: Jinja text or its file, with which the "own" tokenizer renders [user: prompt, assistant:
+            completion]. "default" is the tokenizer's. Defaults to scoring prompt + completion as plain text.
+        max_length: Maximum text length in tokens. Longer texts lose their start. Defaults to the model's limit.
+        layout: See `ModelSpec`.
+        kwargs: Additional arguments of `from_pretrained`.
+        labels: Score only examples with one of these values in `label_column`. Defaults to all.
+        label_column: Dataset column with the label.
+    """
+
+    name: str
+    path: str
+    weight: float = 1.0
+    dtype: str | None = None
+    tokenizer: Literal["own", "policy"] = "own"
+    chat_template: str | None = None
+    max_length: int | None = None
+    layout: Layout = "auto"
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    labels: list[str] | None = None
+    label_column: str = "label"
+
+    def __post_init__(self) -> None:
+        if self.chat_template not in (None, "default"):
+            self.chat_template = read_chat_template(str(self.chat_template))
+
+    def applies(self, columns: Mapping[str, Sequence[Any]]) -> list[bool] | None:
+        """Returns which rows it scores, by their columns; None for all."""
+        if self.labels is None:
+            return None
+        return [label in self.labels for label in columns[self.label_column]]
 
 
 class RewardModel(nn.Module):
@@ -75,47 +121,27 @@ class RewardModel(nn.Module):
         head = _head(self.model)
         return [p for p in head.parameters() if p.requires_grad] if isinstance(head, nn.Linear) else []
 
-    def forward(
-        self,
-        token_ids: Tensor,
-        attention_mask: Tensor,
-        response_mask: Tensor | None = None,
-        *,
-        group_ids: Tensor | None = None,
-        inputs: list[dict[str, Any]] | None = None,
-    ) -> Tensor:
+    def forward(self, rows: RowBatch) -> Tensor:
         """Returns (B,) float32 scores, read at each row's last real token.
 
         Args:
-            token_ids: (B, T) int64, right-padded.
-            attention_mask: (B, T) bool.
-            response_mask: (B, T) bool, the end of each row that is not shared within its group. Used with `group_ids`.
-            group_ids: (B,) int64. None shares nothing.
-            inputs: B dictionaries of media inputs, `{}` for text. Defaults to text only.
+            rows: B rows. With `group_ids`, `response_mask` is True on the end of each row that is not shared within its
+                group.
         """
         if self._backbone is None:
-            logits = self.model(input_ids=token_ids, attention_mask=attention_mask.long()).logits
+            logits = self.model(input_ids=rows.token_ids, attention_mask=rows.attention_mask.long()).logits
             return logits.squeeze(-1).float()
-        if response_mask is None or group_ids is None or not self._shares:
-            out = self._backbone(token_ids, attention_mask, None, None, inputs)
-            return read_values(_head(self.model), out.hidden)
-        return self._forward_shared(token_ids, attention_mask, response_mask, group_ids, inputs)
-
-    def _forward_shared(
-        self,
-        token_ids: Tensor,
-        attention_mask: Tensor,
-        response: Tensor,
-        groups: Tensor,
-        inputs: list[dict[str, Any]] | None,
-    ) -> Tensor:
-        """Adds a column, since the last token's state is read as if to predict a token after it."""
-        rows, ends = torch.arange(len(token_ids), device=token_ids.device), attention_mask.sum(1)
-        ids, attention, wanted = (F.pad(x, (0, 1)) for x in (token_ids, attention_mask, response & attention_mask))
-        attention[rows, ends] = True
-        wanted[rows, ends] = True
-        out = self._backbone(ids, attention, wanted, groups, inputs)  # type: ignore[misc]
-        return out.scatter(read_values(_head(self.model), out.hidden))[rows, ends]
+        if not self._shares or rows.group_ids is None:
+            last: Any = {"response_mask": None}
+            return _read(_head(self.model), self._backbone(replace(rows, **last)).hidden)
+        # Adds a column, since the last token's state is read as if to predict a token after it.
+        index, ends = torch.arange(len(rows), device=rows.token_ids.device), rows.attention_mask.sum(1)
+        own = (rows.token_ids, rows.attention_mask, rows.response_mask & rows.attention_mask)
+        ids, attention, wanted = (F.pad(x, (0, 1)) for x in own)
+        attention[index, ends] = True
+        wanted[index, ends] = True
+        out = self._backbone(replace(rows, token_ids=ids, attention_mask=attention, response_mask=wanted))
+        return out.scatter(_read(_head(self.model), out.hidden))[index, ends]
 
     @torch.no_grad()
     def score(self, rollouts: Any, micro_batch_tokens: int) -> Tensor:
@@ -136,9 +162,9 @@ class RewardModel(nn.Module):
             templated = self.chat_template is not None and rollouts.raw_prompts
             prompts = rollouts.raw_prompts if templated else rollouts.prompts
             return self.score_texts(prompts, rollouts.completions, micro_batch_tokens)
-        seen = (rollouts.response_mask, rollouts.inputs) if sees else (None, None)
-        masks = rollouts.token_ids, rollouts.attention_mask
-        return self._score_tokens(*masks, micro_batch_tokens, rollouts.group_ids, *seen)
+        own = rollouts.token_ids, rollouts.attention_mask, rollouts.group_ids
+        rows = _rows(*own, rollouts.response_mask, inputs=rollouts.inputs) if sees else _rows(*own)
+        return self._score_rows(rows, micro_batch_tokens)
 
     @torch.no_grad()
     def score_texts(
@@ -161,7 +187,8 @@ class RewardModel(nn.Module):
         mask = torch.arange(token_ids.shape[1], device=device) < lengths[:, None]
         numbers: dict[str, int] = {}
         groups = torch.tensor([numbers.setdefault(str(prompt), len(numbers)) for prompt in prompts], device=device)
-        return self._score_tokens(token_ids, mask, micro_batch_tokens, groups).masked_fill(empty, float("nan"))
+        scores = self._score_rows(_rows(token_ids, mask, groups), micro_batch_tokens)
+        return scores.masked_fill(empty, float("nan"))
 
     def encode(self, prompt: Any, completion: str) -> list[int]:
         """Returns the token IDs of a prompt and completion for `score_texts`; may be empty."""
@@ -173,35 +200,17 @@ class RewardModel(nn.Module):
         text = self.tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _score_tokens(
-        self,
-        token_ids: Tensor,
-        mask: Tensor,
-        budget: int,
-        groups: Tensor,
-        response: Tensor | None = None,
-        inputs: list[dict[str, Any]] | None = None,
-    ) -> Tensor:
-        """Returns (B,) scores, with shared prefixes computed once.
-
-        `response` marks where rows of a group differ. Defaults to finding it.
-        """
-        response = own_ends(token_ids, mask, groups) if response is None else response
-        ids = told_apart(token_ids.cpu(), inputs)
-        bins = micro_batches(ids, mask.cpu(), response.cpu(), budget, layout="auto" if self._shares else "packed")
-        scores = torch.zeros(len(token_ids), device=token_ids.device)
-        for i in range(_max_over_ranks(len(bins), token_ids.device)):
-            rows = (bins[i] if i < len(bins) else torch.zeros(1, dtype=torch.long)).to(token_ids.device)
-            longest = int(mask[rows].sum(1).max())
-            part = self(
-                token_ids[rows, :longest],
-                mask[rows, :longest],
-                response[rows, :longest],
-                group_ids=groups[rows],
-                inputs=None if inputs is None else [inputs[row] for row in rows.tolist()],
-            )
+    def _score_rows(self, rows: RowBatch, budget: int) -> Tensor:
+        """Returns (B,) scores, with shared prefixes computed once."""
+        ids = told_apart(rows.on_host("token_ids"), rows.inputs)
+        masks = rows.on_host("attention_mask"), rows.on_host("response_mask")
+        bins = micro_batches(ids, *masks, budget, layout="auto" if self._shares else "packed")
+        scores = torch.zeros(len(rows), device=rows.token_ids.device)
+        for i in range(max(gather_objects(len(bins)))):
+            index = bins[i] if i < len(bins) else torch.zeros(1, dtype=torch.long)
+            part = self(rows.select(index).crop())
             if i < len(bins):
-                scores[rows] = part
+                scores[index.to(scores.device)] = part
         return scores
 
     @property
@@ -235,6 +244,12 @@ def scalar_class(config: Any) -> Any:
     return with_from_config(name, (GenericForSequenceClassification, base), model_class(causal_class(config), config))
 
 
+def _rows(token_ids: Tensor, mask: Tensor, groups: Tensor, ends: Tensor | None = None, **fields: Any) -> RowBatch:
+    """Returns rows to score. `ends` marks where rows of a group differ. Defaults to finding it."""
+    ends = own_ends(token_ids, mask, groups) if ends is None else ends
+    return RowBatch(token_ids=token_ids, attention_mask=mask, response_mask=ends, group_ids=groups, **fields)
+
+
 def own_ends(token_ids: Tensor, mask: Tensor, groups: Tensor) -> Tensor:
     """Returns (B, T) bool, True on each row's real tokens from the first one at which rows of its group differ."""
     own = mask.clone()
@@ -245,13 +260,41 @@ def own_ends(token_ids: Tensor, mask: Tensor, groups: Tensor) -> Tensor:
     return own
 
 
+def _read(head: Any, hidden: Tensor) -> Tensor:
+    """Returns (M,) float32 rewards, in the head's precision: autocast would round close ones to ties."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        rewards: Tensor = head(hidden.to(head.weight.dtype)).squeeze(-1).float()
+    return rewards
+
+
 def _head(model: Any) -> Any:
     return getattr(model, "score", None)
 
 
-def _max_over_ranks(count: int, device: torch.device) -> int:
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return count
-    most = torch.tensor(count, device=device)
-    torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
-    return int(most)
+def bradley_terry_loss(
+    chosen: Tensor, rejected: Tensor, margin: Tensor | None = None, *, centering_coef: float = 0.0
+) -> Tensor:
+    """Negative log-likelihood of each preference, with an optional centering term.
+
+        loss = -log sigmoid(r_c - r_r - m) + c (r_c + r_r)^2
+
+    Args:
+        chosen: (P,) scores r_c of the preferred completions.
+        rejected: (P,) scores r_r of the rejected completions.
+        margin: (P,) margin m by which the preferred completion is better, in units of score. Defaults to 0.
+        centering_coef: c, at least 0. The likelihood depends only on differences; this term determines the sum.
+
+    Returns:
+        (P,) losses, not averaged.
+
+    Source: likelihood: Ouyang et al. 2022, https://arxiv.org/abs/2203.02155 (eq. 1); margin: Llama 2,
+        https://arxiv.org/abs/2307.09288 (eq. 2); centering: Eisenstein et al. 2023, https://arxiv.org/abs/2312.09244.
+        Unlike in these papers, pairs are not averaged per prompt.
+    """
+    difference = chosen - rejected
+    if margin is not None:
+        difference = difference - margin
+    loss = -F.logsigmoid(difference)
+    if centering_coef:
+        loss = loss + centering_coef * (chosen + rejected) ** 2
+    return loss

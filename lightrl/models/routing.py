@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from lightrl.compat.transformers import router_modules
+from lightrl.records import Routes
 
 _pass: ContextVar[RoutingPass | None] = ContextVar("routing_pass", default=None)
 
@@ -103,11 +104,11 @@ class Routers:
             raise self._unknown()
         return torch.stack([forward.taken[place] for place in range(len(self.layers))], 1).to(self.dtype)
 
-    def arbitrary(self, rows: int, width: int) -> Tensor:
-        """Returns (rows, width, L, K) experts that differ per token and layer and are the same at every call."""
+    def arbitrary(self, rows: int, width: int) -> list[Routes]:
+        """Returns experts of `rows` sequences that differ per token and layer and are the same at every call."""
         generator = torch.Generator().manual_seed(0)
         order = torch.rand(rows, width, len(self.layers), self.num_experts, generator=generator).argsort(-1)
-        return order[..., : self.top_k].to(self.dtype)
+        return [Routes(experts) for experts in order[..., : self.top_k].to(self.dtype)]
 
     def replaying(self, experts: Tensor) -> RoutingPass:
         """Returns a pass in which the routers use (N, L, K) int64 `experts`, from `Routes.at`."""
@@ -139,6 +140,17 @@ class Routers:
         return ValueError(
             f"{self.name}: chooses experts in a way that routing replay doesn't support. Use a different model family."
         )
+
+
+def load_balancing_loss(body: Any, out: Any, mask: Tensor | None) -> Tensor | None:
+    """Computes the loss that the model's module defines from the router logits of a forward pass, if it has any."""
+    function: Any = getattr(sys.modules[type(body).__module__], "load_balancing_loss_func", None)
+    if function is None or getattr(out, "router_logits", None) is None:
+        return None
+    config = body.config.get_text_config()
+    experts = getattr(config, "num_local_experts", None) or config.num_experts
+    loss: Tensor = function(out.router_logits, experts, config.num_experts_per_tok, mask)
+    return loss
 
 
 def recompute_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

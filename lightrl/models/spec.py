@@ -6,7 +6,6 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -132,50 +131,6 @@ class ModelSpec:
         tokenizer.save_pretrained(folder)
         spec.live = model
         return spec
-
-
-@dataclass
-class RewardModelSpec:
-    """A frozen reward model.
-
-    Args:
-        name: Name in metrics: letters, digits, and underscores.
-        path: Model directory or model ID of a sequence-classification model with one label. A model for images and text
-            must have a backbone `model` and a linear layer `score` (see `scalar_class`).
-        weight: Weight of its reward in the sum.
-        dtype: Dtype of the weights. Defaults to float32; bfloat16 halves the memory.
-        tokenizer: "own" scores text with the model's tokenizer. "policy" scores the policy's token IDs and pixels,
-            which requires the same vocabulary. Prompts with images need "policy".
-        chat_template: Jinja text or its file, with which the "own" tokenizer renders [user: prompt, assistant:
-            completion]. "default" is the tokenizer's. Defaults to scoring prompt + completion as plain text.
-        max_length: Maximum text length in tokens. Longer texts lose their start. Defaults to the model's limit.
-        layout: See `ModelSpec`.
-        kwargs: Additional arguments of `from_pretrained`.
-        labels: Score only examples with one of these values in `label_column`. Defaults to all.
-        label_column: Dataset column with the label.
-    """
-
-    name: str
-    path: str
-    weight: float = 1.0
-    dtype: str | None = None
-    tokenizer: Literal["own", "policy"] = "own"
-    chat_template: str | None = None
-    max_length: int | None = None
-    layout: Layout = "auto"
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    labels: list[str] | None = None
-    label_column: str = "label"
-
-    def __post_init__(self) -> None:
-        if self.chat_template not in (None, "default"):
-            self.chat_template = read_chat_template(str(self.chat_template))
-
-    def applies(self, columns: Mapping[str, Sequence[Any]]) -> list[bool] | None:
-        """Returns which rows it scores, by their columns; None for all."""
-        if self.labels is None:
-            return None
-        return [label in self.labels for label in columns[self.label_column]]
 
 
 def _remove(folder: str, process: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -12,12 +12,25 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lightrl.models.logprobs import CHUNK_ELEMENTS, CUT, Distribution, LogitMap, chunks, outside_support
-from lightrl.records import Support, TopTokens
+from lightrl.records import RowBatch
 
 if TYPE_CHECKING:
     from lightrl.models.backbone import BackboneOutput
+    from lightrl.models.policy import PolicyModel
 
 DIVERGENCE_ELEMENTS = 1 << 24  # logits of either model per chunk of a divergence; four times that on CUDA
+
+
+class TopTokens(NamedTuple):
+    """A teacher's top-K tokens at each of M positions.
+
+    Attributes:
+        ids: (M, K) int64 token IDs.
+        logprobs: (M, K) float32 log-probs.
+    """
+
+    ids: Tensor
+    logprobs: Tensor
 
 
 class TeacherStates(NamedTuple):
@@ -65,26 +78,38 @@ class Lesson:
         return here, states._replace(hidden=states.hidden[rows])
 
 
+@torch.no_grad()
+def teach(teacher: PolicyModel, rows: RowBatch, top: int | None = None) -> Lesson:
+    """Returns a teacher's distributions at the response tokens of B rows.
+
+    With `top`, only the top-k tokens. The full distribution includes the head itself, which must not be sharded.
+    """
+    out = teacher.hidden_states(replace(rows, routes=[]))  # the teacher routes tokens itself
+    head = teacher.lm.get_output_embeddings()
+    if top is None:
+        return Lesson(out.targets, TeacherStates(out.hidden, head.weight, head.bias, teacher.logit_map))
+    distribution = teacher.distribution(rows, out)
+    return Lesson(out.targets, head(out.hidden, compute=chunked_top, count=top, distribution=distribution))
+
+
 def divergence_from(
-    like: Tensor,
     lessons: Sequence[Lesson],
-    out: BackboneOutput,
-    size: int,
-    head: Any,
-    settings_at: Callable[[Tensor], dict[str, Any]],
     divergence: Callable[[Tensor, Tensor], Tensor],
+    like: Tensor,
+    out: BackboneOutput,
+    head: Any,
+    distribution_at: Callable[[Tensor], Distribution],
 ) -> Tensor:
     """Returns a student's divergence from its lessons at each of M targets, 0 without a lesson, in the dtype of `like`.
 
-    `settings_at` returns the settings of the sampling distribution at some of the targets. `size` is B * T.
+    A target has at most one lesson. `distribution_at` returns the sampling distribution at some targets.
     """
     apart = torch.zeros_like(like)
     for lesson in lessons:
-        here, states = lesson.among(out.targets, size)
+        here, states = lesson.among(out.targets, out.shape[0] * out.shape[1])
         if len(here):
-            part, settings = out.hidden[here], settings_at(here)
-            value = head(part, compute=chunked_divergence, teacher=states, divergence=divergence, **settings)
-            apart = apart.index_add(0, here, value)
+            own: dict[str, Any] = {"teacher": states, "divergence": divergence, "distribution": distribution_at(here)}
+            apart = apart.index_add(0, here, head(out.hidden[here], compute=chunked_divergence, **own))
     return apart
 
 
@@ -94,10 +119,8 @@ def chunked_divergence(
     bias: Tensor | None,
     teacher: TeacherStates | TopTokens,
     divergence: Callable[[Tensor, Tensor], Tensor],
+    distribution: Distribution = Distribution(),  # noqa: B008 - an immutable tuple
     *,
-    temperature: float = 1.0,
-    logit_map: LogitMap = LogitMap(),  # noqa: B008 - an immutable tuple
-    support: Support | None = None,
     chunk_elements: int | None = None,
 ) -> Tensor:
     """Computes a divergence between the student's and a teacher's distribution at each of M tokens.
@@ -107,10 +130,10 @@ def chunked_divergence(
     teacher's top tokens, and "any other". The result is never above the divergence of the full distributions.
 
     Args:
-        hidden, weight, bias, temperature, logit_map, support: As in `chunked_logprobs`. Temperature and support also
-            apply to the teacher.
+        hidden, weight, bias: As in `chunked_logprobs`.
         teacher: Distributions at the same M tokens, without graph.
         divergence: Function from (C, W) log-probs of student and teacher to (C,), differentiable in the first.
+        distribution: As in `chunked_logprobs`. Temperature and support also apply to the teacher.
         chunk_elements: Maximum number of logits of either model per chunk. Defaults to 2^26 on CUDA, 2^24 elsewhere.
 
     Returns:
@@ -120,22 +143,22 @@ def chunked_divergence(
         chunk_elements = DIVERGENCE_ELEMENTS << 2 if hidden.is_cuda else DIVERGENCE_ELEMENTS
     words = len(weight) if isinstance(teacher, TopTokens) else min(len(weight), len(teacher.weight))
 
-    def distribution(hidden: Tensor, weight: Tensor, bias: Tensor | None, logit_map: LogitMap, rows: slice) -> Tensor:
+    def logprobs(hidden: Tensor, weight: Tensor, bias: Tensor | None, logit_map: LogitMap, rows: slice) -> Tensor:
         z = F.linear(hidden, weight[:words], None if bias is None else bias[:words])
         z = z.to(torch.promote_types(z.dtype, torch.float32)) * logit_map.scale
         if logit_map.cap:
             z = torch.tanh(z / logit_map.cap) * logit_map.cap
-        z = z / temperature
-        if support is not None:
-            z = z.masked_fill(outside_support(support, rows, words), CUT)
+        z = z / distribution.temperature
+        if distribution.support is not None:
+            z = z.masked_fill(outside_support(distribution.support, rows, words), CUT)
         return z.log_softmax(-1)
 
     def part(hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: slice) -> Tensor:
-        own = distribution(hidden, weight, bias, logit_map, rows)
+        own = logprobs(hidden, weight, bias, distribution.logit_map, rows)
         if isinstance(teacher, TopTokens):
             return divergence(_with_rest(own.gather(1, teacher.ids[rows])), _with_rest(teacher.logprobs[rows]))
         with torch.no_grad():
-            theirs = distribution(teacher.hidden[rows], teacher.weight, teacher.bias, teacher.logit_map, rows)
+            theirs = logprobs(teacher.hidden[rows], teacher.weight, teacher.bias, teacher.logit_map, rows)
         return divergence(own, theirs)
 
     slices = chunks(len(hidden), max(1, chunk_elements // words))
@@ -154,18 +177,15 @@ def chunked_top(
     weight: Tensor,
     bias: Tensor | None,
     count: int,
+    distribution: Distribution = Distribution(),  # noqa: B008 - an immutable tuple
     *,
-    temperature: float = 1.0,
-    logit_map: LogitMap = LogitMap(),  # noqa: B008 - an immutable tuple
-    support: Support | None = None,
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> TopTokens:
     """Returns the `count` most likely tokens at each of M positions. See `chunked_logprobs` for arguments."""
     dtype = weight.dtype
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
-    distribution, (hidden, weight) = Distribution(temperature, logit_map, support), (hidden.to(dtype), weight.to(dtype))
-    parts = []
+    hidden, weight, parts = hidden.to(dtype), weight.to(dtype), []
     for rows in chunks(len(hidden), max(1, chunk_elements // len(weight))):
         z = distribution.logits(hidden, weight, bias, rows)
         parts.append(torch.topk(z.log_softmax(-1), count))

@@ -43,7 +43,7 @@ def _end_of_turn(tokenizer: Any, template: str) -> int:
     tail = common if _first(common, ids) else last
     if tokenizer.eos_token in tail:
         return eos
-    found = _first(tail, [text for text, i in ids.items() if _is_special(tokenizer, i)]) or _first(tail, ids)
+    found = _first(tail, [text for text, i in ids.items() if is_special(tokenizer, i)]) or _first(tail, ids)
     return eos if found is None else ids[found]
 
 
@@ -60,7 +60,8 @@ def _tail(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> str | None:
     return None
 
 
-def _is_special(tokenizer: Any, token_id: int) -> bool:
+def is_special(tokenizer: Any, token_id: int) -> bool:
+    """Whether the tokenizer treats a token as special."""
     token = tokenizer.added_tokens_decoder.get(token_id)
     return token is not None and (token.special or token.content in tokenizer.all_special_tokens)
 
@@ -69,21 +70,6 @@ def _first(text: str, tokens: Iterable[str]) -> str | None:
     """Returns the first of the tokens in a text, the longest at the same position; None without one."""
     found = [(place, -len(token), token) for token in tokens if token and (place := text.find(token)) >= 0]
     return min(found)[2] if found else None
-
-
-def ended_turn(tokenizer: Any, token_ids: Sequence[int]) -> list[int]:
-    """Returns the tokens of a rendered turn up to its end, as a policy would sample them.
-
-    Args:
-        tokenizer: Tokenizer whose template rendered the turn.
-        token_ids: Tokens after the generation prompt. Tokens after the end of the turn, such as a line break, are
-            removed. A turn that ends with another special token, such as a call's, is unchanged. A turn without an end
-            gets one.
-    """
-    ids, end = list(token_ids), end_of_turn(tokenizer)
-    if end in ids:
-        return ids[: len(ids) - ids[::-1].index(end)]
-    return ids if ids and _is_special(tokenizer, ids[-1]) else [*ids, end]
 
 
 def ending_turns(sampling: SamplingParams, tokenizer: Any) -> SamplingParams:

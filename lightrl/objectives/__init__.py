@@ -8,17 +8,7 @@ from lightrl.compat.arguments import lazy_names
 
 if TYPE_CHECKING:
     from lightrl.objectives.divergences import Divergence, ForwardKL, JensenShannon, ReverseKL
-    from lightrl.objectives.estimators import (
-        GAE,
-        RLOO,
-        AdvantageEstimator,
-        AdvantageInput,
-        GroupRelative,
-        Reinforce,
-        ReinforcePlusPlus,
-        ReinforcePlusPlusBaseline,
-        SequenceEstimator,
-    )
+    from lightrl.objectives.estimators import AdvantageEstimator, AdvantageInput, GroupRelative, SequenceEstimator
     from lightrl.objectives.loss_terms import (
         Aggregation,
         ConstantLength,
@@ -34,13 +24,22 @@ if TYPE_CHECKING:
     )
     from lightrl.objectives.off_policy import (
         VESPO,
-        GeometricRejection,
         OffPolicyCorrection,
         OffPolicySequenceMask,
         RolloutRatio,
     )
     from lightrl.objectives.policy_losses import CISPO, CPG, DPPO, GMPO, GSPO, SAPO, RLOOSequence, SequenceClip
-    from lightrl.objectives.special_estimators import GDPO, OPO, MaxRL, PassAtK
+    from lightrl.objectives.special_estimators import (
+        GAE,
+        GDPO,
+        OPO,
+        RLOO,
+        MaxRL,
+        PassAtK,
+        Reinforce,
+        ReinforcePlusPlus,
+        ReinforcePlusPlusBaseline,
+    )
     from lightrl.objectives.turn_estimators import GiGPO, TurnGAE, TurnReturns, Turns
 
 __all__ = [
@@ -61,7 +60,6 @@ __all__ = [
     "ConstantLength",
     "Divergence",
     "ForwardKL",
-    "GeometricRejection",
     "GiGPO",
     "GroupRelative",
     "JensenShannon",

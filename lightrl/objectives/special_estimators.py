@@ -1,4 +1,4 @@
-"""Advantage estimators that no named algorithm uses: OPO, MaxRL, pass@k, and GDPO."""
+"""Advantage estimators without groups, or with other baselines than GRPO's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,115 @@ import torch
 from torch import Tensor
 
 from lightrl.objectives.estimators import AdvantageEstimator, AdvantageInput, SequenceEstimator
-from lightrl.ops.advantages import group_centered, group_stats, masked_whiten, optimal_baseline, pass_at_k, spread
+from lightrl.ops.advantages import group_centered, group_stats, masked_whiten, spread
+from lightrl.ops.baselines import gae, leave_one_out, optimal_baseline, pass_at_k, returns_to_go
+
+
+def unscored_at_values(returns: Tensor, given: AdvantageInput, values: Tensor) -> Tensor:
+    """Sets returns equal to values on unscored rows, so that they don't train an unclipped critic."""
+    on_mask = torch.where(given.mask, values, torch.zeros_like(values))
+    return torch.where(given.trained, returns, on_mask)
+
+
+class GAE(AdvantageEstimator):
+    """Generalized advantage estimation (GAE): `A_t = sum_l (gamma * lam)**l * delta_{t+l}`, with returns `A + V`.
+
+    Steps are sampled tokens; other tokens inside a response are skipped. Invalid rows get returns equal to their
+    values, which don't train an unclipped critic.
+
+    Args:
+        gamma: Discount per token, in [0, 1]. Use 1 for a reward at the end of the response.
+        lam: Trade-off in [0, 1]. 1 is the return minus V (no bias from the critic), 0 the one-step difference.
+
+    Source: https://arxiv.org/abs/1506.02438. For differences from other libraries, see `lightrl.ops.baselines.gae`.
+    """
+
+    needs_critic = True
+
+    def __init__(self, gamma: float = 1.0, lam: float = 0.95) -> None:
+        self.gamma = gamma
+        self.lam = lam
+
+    def estimate(self, given: AdvantageInput) -> tuple[Tensor, Tensor]:
+        assert given.values is not None, "GAE needs a critic"
+        advantages, returns = gae(given.rewards, given.values, given.mask, self.gamma, self.lam)
+        return advantages, unscored_at_values(returns, given, given.values)
+
+
+class Reinforce(AdvantageEstimator):
+    """Discounted reward-to-go without a baseline: `A_t = r_t + gamma * A_{t+1}`.
+
+    Args:
+        gamma: Discount per sampled token, in [0, 1].
+
+    Source: https://doi.org/10.1007/BF00992696.
+    """
+
+    def __init__(self, gamma: float = 1.0) -> None:
+        self.gamma = gamma
+
+    def estimate(self, given: AdvantageInput) -> tuple[Tensor, None]:
+        return returns_to_go(given.rewards, given.mask, self.gamma), None
+
+
+class ReinforcePlusPlus(AdvantageEstimator):
+    """Discounted reward-to-go, normalized over all tokens of all ranks (REINFORCE++).
+
+        A_t = (R_t - mean) / (std + 1e-8),    R_t the discounted return from token t
+
+    Args:
+        gamma: Discount per sampled token, in [0, 1].
+
+    Source: https://arxiv.org/abs/2501.03262, eq. 7-9; the same in verl and OpenRLHF.
+    """
+
+    normalizes = True
+
+    def __init__(self, gamma: float = 1.0) -> None:
+        self.gamma = gamma
+
+    def estimate(self, given: AdvantageInput) -> tuple[Tensor, None]:
+        returns = returns_to_go(given.rewards, given.mask, self.gamma)
+        return masked_whiten(returns, given.trained, all_sum=given.all_sum), None
+
+
+class RLOO(SequenceEstimator):
+    """Score minus the mean of the group's other scores: `A_i = s_i - (sum_j s_j - s_i) / (n - 1)`.
+
+    Args:
+        normalize: Whiten the advantages over all sequences of all ranks (TRL's `normalize_advantages`).
+
+    Source: https://arxiv.org/abs/2402.14740.
+    """
+
+    needs_groups = True
+
+    def __init__(self, normalize: bool = False) -> None:
+        self.normalizes = normalize
+
+    def sequence_advantages(self, given: AdvantageInput) -> Tensor:
+        advantages = leave_one_out(given.scores, given.groups, given.valid)
+        if not self.normalizes:
+            return advantages
+        return masked_whiten(advantages, given.valid, eps=1e-4, all_sum=given.all_sum)
+
+
+class ReinforcePlusPlusBaseline(AdvantageEstimator):
+    """Score minus the group mean, normalized over all tokens of all ranks (REINFORCE++-baseline).
+
+        A_i = s_i - mean_group,    A_t <- (A_i - mean_tokens) / (std_tokens + 1e-8)
+
+    Source: https://arxiv.org/abs/2501.03262, section 3.3. The paper combines it with k2 in the loss.
+    """
+
+    needs_groups = True
+    normalizes = True
+
+    def estimate(self, given: AdvantageInput) -> tuple[Tensor, None]:
+        stats = group_stats(given.scores, given.groups, given.valid)
+        centered = spread(group_centered(given.scores, stats, given.valid), given.mask)
+        compared = stats.size > 1  # a single row has no baseline: its advantage is 0, and it is not in the moments
+        return masked_whiten(centered, given.trained & compared[:, None], all_sum=given.all_sum), None
 
 
 class OPO(SequenceEstimator):

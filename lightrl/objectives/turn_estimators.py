@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 from lightrl.compat.arguments import one_of
-from lightrl.objectives.estimators import AdvantageEstimator, AdvantageInput, unscored_at_values
-from lightrl.ops.advantages import gae, group_stats, leave_one_out, returns_to_go
+from lightrl.objectives.estimators import AdvantageEstimator, AdvantageInput
+from lightrl.objectives.special_estimators import unscored_at_values
+from lightrl.ops.advantages import group_stats
+from lightrl.ops.baselines import gae, leave_one_out, returns_to_go
+from lightrl.records import Rollouts
 
 
 class TurnReturns(AdvantageEstimator):
@@ -183,3 +186,14 @@ class Turns:
     def spread(self, x: Tensor) -> Tensor:
         """Returns (B, T) tokens with their turn's number from (B, K) `x`; 0 outside the mask."""
         return torch.where(self._mask, x.gather(1, self._ids), torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def turn_anchors(rollouts: Rollouts) -> Tensor:
+    """Returns the (B, T) int64 index of the state in which each token's turn began."""
+    numbers: dict[str, int] = {}
+    count = max(len(states) for states in rollouts.states)
+    rows = [[numbers.setdefault(state, len(numbers)) for state in states] for states in rollouts.states]
+    table = torch.tensor([row + [0] * (count - len(row)) for row in rows], device=rollouts.token_ids.device)
+    mask = rollouts.response_mask
+    turns = torch.zeros_like(mask, dtype=torch.long) if rollouts.turn_ids is None else rollouts.turn_ids
+    return torch.where(mask, table.gather(1, torch.where(mask, turns, 0)), 0)

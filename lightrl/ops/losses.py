@@ -1,4 +1,4 @@
-"""Unaggregated losses per token or pair: KL estimates, clipped policy and value losses, and preferences.
+"""Unaggregated losses per token: KL estimates and the clipped policy loss.
 
 All losses are minimized.
 
@@ -25,7 +25,6 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 KLEstimator = Literal["k1", "k2", "k3"]
@@ -131,61 +130,3 @@ def clipped_policy_loss(
         loss = torch.where(negative, torch.minimum(loss, -advantages * dual_clip), loss)
         cap = negative & (ratio > dual_clip)
     return ClippedLoss(loss, negative & (ratio < 1 - eps_low), positive & (ratio > 1 + eps_high), cap)
-
-
-def clipped_value_loss(
-    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip_eps: float | None = None
-) -> tuple[Tensor, Tensor]:
-    """The critic's squared error, clipped pessimistically around the old values.
-
-        L = 0.5 * max((V - R)**2, (clip(V, V_old - eps, V_old + eps) - R)**2)
-
-    Args:
-        values: (B, T) values, differentiable.
-        old_values: (B, T) values at the start of the update.
-        returns: (B, T) targets.
-        mask: (B, T) bool.
-        clip_eps: eps, above 0, in units of the return. None uses `0.5 * (V - R)**2`.
-
-    Returns:
-        (B, T) loss, 0 outside the mask, and (B, T) float without graph, 1 on tokens whose gradient the clip removes: V
-        has left the region toward its target, so the clipped error is larger.
-
-    Source: https://github.com/openai/baselines `ppo2/model.py`; analysis in https://arxiv.org/abs/2005.12729.
-    """
-    zero = torch.zeros_like(values)
-    values, old_values, returns = (torch.where(mask, x, zero) for x in (values, old_values, returns))
-    plain = (values - returns).square()
-    if clip_eps is None:
-        return 0.5 * plain, zero.detach()
-    bounded = (old_values + (values - old_values).clamp(-clip_eps, clip_eps) - returns).square()
-    return 0.5 * torch.maximum(plain, bounded), (bounded > plain).to(values.dtype).detach()
-
-
-def bradley_terry_loss(
-    chosen: Tensor, rejected: Tensor, margin: Tensor | None = None, *, centering_coef: float = 0.0
-) -> Tensor:
-    """Negative log-likelihood of each preference, with an optional centering term.
-
-        loss = -log sigmoid(r_c - r_r - m) + c (r_c + r_r)^2
-
-    Args:
-        chosen: (P,) scores r_c of the preferred completions.
-        rejected: (P,) scores r_r of the rejected completions.
-        margin: (P,) margin m by which the preferred completion is better, in units of score. Defaults to 0.
-        centering_coef: c, at least 0. The likelihood depends only on differences; this term determines the sum.
-
-    Returns:
-        (P,) losses, not averaged.
-
-    Source: likelihood: Ouyang et al. 2022, https://arxiv.org/abs/2203.02155 (eq. 1); margin: Llama 2,
-        https://arxiv.org/abs/2307.09288 (eq. 2); centering: Eisenstein et al. 2023, https://arxiv.org/abs/2312.09244.
-        Unlike in these papers, pairs are not averaged per prompt.
-    """
-    difference = chosen - rejected
-    if margin is not None:
-        difference = difference - margin
-    loss = -F.logsigmoid(difference)
-    if centering_coef:
-        loss = loss + centering_coef * (chosen + rejected) ** 2
-    return loss

@@ -10,6 +10,8 @@ Entries without meaning (prompt, padding, log-prob of the first token) are 0, an
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from lightrl.records.rollouts import (
     Advantages,
     Experience,
@@ -19,7 +21,6 @@ from lightrl.records.rollouts import (
     Rollouts,
     RowBatch,
     Scores,
-    SupervisedBatch,
     Trajectory,
     TrajectoryRow,
     pad_rows,
@@ -31,15 +32,14 @@ from lightrl.records.sampling import (
     CompletionGroup,
     EngineContext,
     GenerationRequest,
-    ImageInputs,
     Media,
     Prompts,
-    Routes,
     SamplingParams,
     StopReason,
-    Support,
-    TopTokens,
 )
+
+if TYPE_CHECKING:
+    from lightrl.records.conditions import Routes, Support
 
 __all__ = [
     "Advantages",
@@ -49,7 +49,6 @@ __all__ = [
     "Experience",
     "GenerationRequest",
     "HostRows",
-    "ImageInputs",
     "Media",
     "MicroBatch",
     "ModelOutputs",
@@ -60,12 +59,18 @@ __all__ = [
     "SamplingParams",
     "Scores",
     "StopReason",
-    "SupervisedBatch",
     "Support",
-    "TopTokens",
     "Trajectory",
     "TrajectoryRow",
     "pad_rows",
     "per_row",
     "per_token",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Routes", "Support"):  # few runs need them
+        from lightrl.records import conditions
+
+        return getattr(conditions, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

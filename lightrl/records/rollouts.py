@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from lightrl.records.sampling import Media, Routes, StopReason, Support
+from lightrl.records.sampling import Media, StopReason
+
+if TYPE_CHECKING:
+    from lightrl.records.conditions import Routes, Support
 
 
 def pad_rows(rows: Sequence[Sequence[float]], value: float, dtype: torch.dtype) -> Tensor:
@@ -170,15 +173,36 @@ def per_row(**settings: Any) -> Any:
     return field(metadata={"per": "row"}, **settings)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class RowBatch:
-    """B rows of tokens. Field declarations determine how rows are selected, cropped, and moved.
+    """B rows of tokens, as models read them. Supervised examples are rows without further fields.
 
-    Declare fields of subclasses with `per_token`, `per_row`, or neither for one value per batch.
+    Field declarations determine how rows are selected, cropped, and moved. Declare fields of subclasses with
+    `per_token`, `per_row`, or neither for one value per batch.
+
+    Attributes:
+        token_ids: (B, T) int64 prompt and completion, right-padded with the pad token.
+        attention_mask: (B, T) bool, True on real tokens.
+        response_mask: (B, T) bool, True on trained tokens.
+        group_ids: (B,) int64, equal for the completions of one prompt. None if rows share no prefix.
+        temperature: Temperature of the sampling distribution.
+        inputs: B dictionaries of additional model inputs, `{}` for text. Rows of a group share one object. They stay on
+            the host until the model runs their micro-batch.
+        supports: B supports, the tokens that a row's tokens were drawn from. None for rows without a cut. Empty if
+            unknown. They stay on the host until the model scores the tokens.
+        routes: B routes, the experts of a row's tokens. None for rows without. Empty if unknown. They stay on the host.
+        host: Copies of tensors in host memory, see `on_host`.
     """
 
     token_ids: Tensor = per_token()
-    host: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict, kw_only=True, repr=False, compare=False)
+    attention_mask: Tensor = per_token()
+    response_mask: Tensor = per_token()
+    group_ids: Tensor | None = per_row(default=None)
+    temperature: float = 1.0
+    inputs: list[dict[str, Any]] = per_row(default_factory=list)
+    supports: list[Support | None] = per_row(default_factory=list)
+    routes: list[Routes | None] = per_row(default_factory=list)
+    host: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False, compare=False)
 
     def __len__(self) -> int:
         return int(self.token_ids.shape[0])
@@ -190,13 +214,13 @@ class RowBatch:
         device. A tensor replaced since then is copied once.
         """
         value: Tensor = getattr(self, name)
-        if value.device.type == "cpu":
-            return value
         source, copy = self.host.get(name, (None, value))
-        if source is not value:
-            copy = value.cpu()
-            self.host[name] = value, copy
-        return copy
+        if source is value:
+            return copy
+        if value is None or value.device.type == "cpu":
+            return value
+        self.host[name] = value, value.cpu()
+        return self.host[name][1]
 
     def host_rows(self) -> HostRows:
         """Returns the tensors from which layouts are planned, in host memory."""
@@ -246,45 +270,20 @@ class RowBatch:
 
     def to(self: R, device: torch.device | str) -> R:
         """Moves all tensors except `inputs` to `device`. Lightning calls this to move a batch."""
-        names = [name for name in (*HOST_NAMES, "trajectory_ids") if hasattr(self, name)]
+        names = [name for name in (*HOST_NAMES, "trajectory_ids") if getattr(self, name, None) is not None]
         host = {name: self.on_host(name) for name in names}
         moved = self._mapped(lambda x: x.to(device) if isinstance(x, Tensor) else x, "row", "token")
         return moved if moved.token_ids.device.type == "cpu" else moved.with_host(host)
 
 
-@dataclass
-class SupervisedBatch(RowBatch):
-    """Examples with given completions, for the supervised loss alongside reinforcement learning.
-
-    Attributes:
-        token_ids: (B, T) int64, right-padded.
-        attention_mask: (B, T) bool, True on real tokens.
-        response_mask: (B, T) bool, True on tokens to train.
-        group_ids: (B,) int64, a separate group for each row.
-        temperature: Temperature of the trained distribution, 1.
-        inputs: B dictionaries of additional model inputs. Empty for text.
-        supports, routes: Empty, since no engine sampled the tokens.
-    """
-
-    attention_mask: Tensor = per_token()
-    response_mask: Tensor = per_token()
-    group_ids: Tensor = per_row()
-    temperature: float = 1.0
-    inputs: list[dict[str, Any]] = per_row(default_factory=list)
-    supports: list[Support | None] = per_row(default_factory=list)
-    routes: list[Routes | None] = per_row(default_factory=list)
-
-
-@dataclass
+@dataclass(kw_only=True)
 class Rollouts(RowBatch):
     """B scored rows: one Lightning batch. Rows of a group are adjacent, and so are rows of a trajectory.
 
+    Adds these attributes to those of `RowBatch`.
+
     Attributes:
-        token_ids: (B, T) int64 prompt and completion, right-padded with the pad token.
-        attention_mask: (B, T) bool, True on real tokens.
-        response_mask: (B, T) bool, True on tokens sampled by the policy and trained.
         engine_logprobs: (B, T) float32 log-probs that the engine reports for sampled tokens, 0 elsewhere.
-        group_ids: (B,) int64, equal for the completions of one prompt.
         rewards: (B,) float32 weighted sum of the reward functions plus turn rewards, equal for all rows of a
             trajectory. NaN if it is unscored or failed, which excludes it from losses and baselines.
         reward_parts: (B,) float32 raw rewards by function, NaN for None.
@@ -300,17 +299,11 @@ class Rollouts(RowBatch):
         stop_reasons: B stop reasons (`StopReason`). Empty if unknown.
         messages: B whole conversations. Empty if there are only prompts.
         states: B lists of keys of the states in which turns began. Empty without an environment.
-        temperature: Temperature of the sampling distribution.
-        supports: B supports, the tokens that a row's tokens were drawn from. None for rows without a cut. Empty if
-            unknown. They stay on the host until the model scores the tokens.
-        routes: B routes, the experts of a row's tokens. None for rows without. Empty if unknown. They stay on the host.
         prompts: B prompts as text.
         completions: B completions as text.
         answers: B answers that are compared in `eval/maj@n`. Empty outside evaluations.
         raw_prompts: B prompts before the policy's chat template, for reward models with a different template.
         columns: Dataset columns, B values by name.
-        inputs: B dictionaries of additional model inputs, `{}` for text. Rows of a group share one object. They stay on
-            the host until the model runs their micro-batch.
         media: B decoded media as in `Prompts`. Rows of a group share one object. Empty if prompts can't have media.
         metrics: Scalars measured while collecting the rollout (seconds, tokens, counts), on this rank.
         filler: Whether the rows repeat a prompt so that an idle rank participates in an evaluation. They don't count.
@@ -318,14 +311,12 @@ class Rollouts(RowBatch):
         supervised: Examples of the supervised loss (`ptx_coef`). None without one.
     """
 
-    attention_mask: Tensor = per_token()
-    response_mask: Tensor = per_token()
     engine_logprobs: Tensor = per_token()
     group_ids: Tensor = per_row()
     rewards: Tensor = per_row()
     reward_parts: dict[str, Tensor] = per_row()
     truncated: Tensor = per_row()
-    policy_version: int  # type: ignore[misc]  # required, although fields before it look optional
+    policy_version: int
     trajectory_ids: Tensor = per_row(default=None)  # filled in below
     turn_ids: Tensor | None = per_token(default=None)
     turn_rewards: dict[str, Tensor] = per_token(default_factory=dict)
@@ -333,21 +324,17 @@ class Rollouts(RowBatch):
     stop_reasons: list[str] = per_row(default_factory=list)
     messages: list[Any] = per_row(default_factory=list)
     states: list[list[str]] = per_row(default_factory=list)
-    temperature: float = 1.0
-    supports: list[Support | None] = per_row(default_factory=list)
-    routes: list[Routes | None] = per_row(default_factory=list)
     prompts: list[str] = per_row(default_factory=list)
     raw_prompts: list[Any] = per_row(default_factory=list)
     completions: list[str] = per_row(default_factory=list)
     answers: list[str] = per_row(default_factory=list)
     columns: dict[str, list[Any]] = per_row(default_factory=dict)
-    inputs: list[dict[str, Any]] = per_row(default_factory=list)
     media: list[Media] = per_row(default_factory=list)
     reward_weights: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     filler: bool = False
     eval_set: str = ""
-    supervised: SupervisedBatch | None = None
+    supervised: RowBatch | None = None
 
     def __post_init__(self) -> None:
         if self.trajectory_ids is None:
@@ -403,16 +390,15 @@ class Advantages:
     valid: Tensor
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Experience(RowBatch):
     """Rollouts with log-probs, values, and advantages: everything that an update reads.
 
+    Adds these attributes to those of `RowBatch`. Log-probs and entropies are over the tokens in `supports`. The
+    response mask excludes rows without a reward and, if the module masks them, truncated rows.
+
     Attributes:
-        token_ids, attention_mask, group_ids, trajectory_ids, turn_ids, engine_logprobs: As in `Rollouts`.
-        temperature, supports, routes, inputs: As in `Rollouts`. Log-probs and entropies are over the tokens in
-            `supports`.
-        response_mask: (B, T) bool, True on trained tokens. Excludes rows without a reward and, if the module masks
-            them, truncated rows.
+        trajectory_ids, turn_ids, engine_logprobs: As in `Rollouts`.
         advantages: (B, T) float32, 0 outside the mask.
         rewards: (B,) float32 sequence rewards after shaping, 0 on rows that are not `valid`.
         valid: (B,) bool, False on rows without a reward.
@@ -430,15 +416,12 @@ class Experience(RowBatch):
         metrics: Scalars measured while creating the experience, reduced over ranks.
     """
 
-    attention_mask: Tensor = per_token()
-    response_mask: Tensor = per_token()
     group_ids: Tensor = per_row()
     trajectory_ids: Tensor = per_row()
     engine_logprobs: Tensor = per_token()
     advantages: Tensor = per_token()
     rewards: Tensor = per_row()
     valid: Tensor = per_row()
-    temperature: float = 1.0
     old_logprobs: Tensor | None = per_token(default=None)
     ref_logprobs: Tensor | None = per_token(default=None)
     values: Tensor | None = per_token(default=None)
@@ -446,13 +429,10 @@ class Experience(RowBatch):
     entropy: Tensor | None = per_token(default=None)
     in_policy_loss: Tensor | None = per_token(default=None)
     is_stale: bool = False
-    inputs: list[dict[str, Any]] = per_row(default_factory=list)
-    supports: list[Support | None] = per_row(default_factory=list)
-    routes: list[Routes | None] = per_row(default_factory=list)
     turn_ids: Tensor | None = per_token(default=None)
     token_extras: dict[str, Tensor] = per_token(default_factory=dict)
     row_extras: dict[str, Any] = per_row(default_factory=dict)
-    supervised: SupervisedBatch | None = None
+    supervised: RowBatch | None = None
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -467,17 +447,15 @@ class MicroBatch:
         token_weight: Weight of each token in token-mean losses: 1 / tokens of the whole mini-batch.
     """
 
-    rows: Experience | SupervisedBatch
+    rows: Any  # Experience, or RowBatch of supervised examples
     policy_weights: Tensor | None
     token_weight: float
 
-    def total(self, losses: Mapping[str, Tensor], only: str | None = None) -> Tensor:
+    def total(self, losses: Mapping[str, Tensor]) -> Tensor:
         """Computes the scalar loss: `policy` weighted by the aggregation, every other loss as a mean over tokens.
 
         Args:
             losses: (b, T) token losses by name. Values outside the response mask are ignored.
-            only: Name of the only loss to count. The others keep their graph, so that every rank runs the same backward
-                pass. Defaults to all.
 
         Raises:
             ValueError: A loss is not per token. A mean inside `compute_loss` would grow with the number of
@@ -495,5 +473,5 @@ class MicroBatch:
             on_mask = torch.where(mask, loss, torch.zeros_like(loss))
             weighs_tokens = name != "policy" or self.policy_weights is None
             weights: Any = self.token_weight if weighs_tokens else self.policy_weights
-            total = total + (1.0 if only in (None, name) else 0.0) * (weights * on_mask).sum()
+            total = total + (weights * on_mask).sum()
         return total

@@ -5,11 +5,10 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from lightrl.records.conditions import Routes, Support
 
 
 @dataclass(frozen=True)
@@ -104,165 +103,6 @@ class Media:
     def __bool__(self) -> bool:
         return bool(self.images or self.videos or self.audios)
 
-    def columns(self, count: int) -> dict[str, list[Any]]:
-        """Returns `images`, `videos`, and `audios` for reward functions: the same list for each of `count` rows."""
-        return {name: [getattr(self, name)] * count for name in ("images", "videos", "audios")}
-
-
-@dataclass
-class ImageInputs:
-    """n images as model inputs.
-
-    Attributes:
-        images: Decoded PIL images in RGB.
-        token: Placeholder that the chat template writes for an image.
-        texts: n strings of placeholders that replace `token`, one per image.
-        inputs: Model inputs of all images, except those with an entry per token.
-        token_inputs: Entries per token ID, by input name. 0 for missing IDs.
-    """
-
-    images: list[Any]
-    token: str
-    texts: list[str]
-    inputs: dict[str, Tensor]
-    token_inputs: dict[str, dict[int, int]]
-
-
-@dataclass(eq=False)
-class Support:
-    """Token IDs that each of n tokens was drawn from after top-p, top-k, and min-p; sparse, on the host.
-
-    Attributes:
-        counts: (n,) int64 number of remaining IDs. 0 means all (nothing was cut, or the token is context).
-        ids: (sum of counts,) int32 remaining IDs, concatenated over tokens.
-    """
-
-    counts: Tensor
-    ids: Tensor
-
-    def __len__(self) -> int:
-        return len(self.counts)
-
-    @staticmethod
-    def of(kept: Sequence[Any]) -> Support:
-        """Creates a support from the remaining IDs of each token, as lists or tensors."""
-        parts = [torch.as_tensor(ids, dtype=torch.int32) for ids in kept]
-        counts = torch.tensor([len(part) for part in parts], dtype=torch.long)
-        return Support(counts, torch.cat(parts) if parts else torch.empty(0, dtype=torch.int32))
-
-    @staticmethod
-    def whole(count: int) -> Support:
-        """Creates a support of `count` tokens without a cut."""
-        return Support(torch.zeros(count, dtype=torch.long), torch.empty(0, dtype=torch.int32))
-
-    @staticmethod
-    def joined(*parts: tuple[int, Support | None]) -> Support | None:
-        """Concatenates (number of tokens, support) pairs; None stands for no cut."""
-        if all(support is None for _, support in parts):
-            return None
-        found = [Support.whole(count) if support is None else support for count, support in parts]
-        assert all(len(s) == count for s, (count, _) in zip(found, parts, strict=True)), "an entry for each token"
-        return Support(torch.cat([s.counts for s in found]), torch.cat([s.ids for s in found]))
-
-    def upto(self, end: int) -> Support:
-        """Returns the support of the first `end` tokens."""
-        counts = self.counts[:end]
-        return Support(counts, self.ids[: int(counts.sum())])
-
-    @staticmethod
-    def at(supports: Sequence[Support | None], targets: Tensor, width: int) -> Support | None:
-        """Selects tokens from several rows; None if nothing was cut for any of them.
-
-        Args:
-            supports: Supports of B rows.
-            targets: (M,) int64 token positions: row times `width` plus position in the row.
-            width: T.
-
-        Returns:
-            M entries, on the device of `targets`.
-        """
-        if all(support is None for support in supports):
-            return None
-        counts = torch.zeros(len(supports), width, dtype=torch.long)
-        for row, support in enumerate(supports):
-            if support is not None:
-                counts[row, : len(support)] = support.counts
-        ids = torch.cat([support.ids for support in supports if support is not None])
-        flat = counts.view(-1)
-        starts, wanted = (flat.cumsum(0) - flat), targets.cpu()
-        own = flat[wanted]
-        index = torch.repeat_interleave(starts[wanted] - (own.cumsum(0) - own), own) + torch.arange(int(own.sum()))
-        return Support(own.to(targets.device), ids[index].to(targets.device))
-
-
-@dataclass(eq=False)
-class Routes:
-    """Experts that each of the first n tokens of a row was routed to by a mixture-of-experts model; on the host.
-
-    Attributes:
-        experts: (n, L, K) uint8, or int16 with more than 256 experts: the K experts in each of L layers. L counts
-            layers with a router, or all layers of the model if the engine numbers them so.
-    """
-
-    experts: Tensor
-
-    def __len__(self) -> int:
-        return len(self.experts)
-
-    def upto(self, end: int) -> Routes:
-        """Returns the routes of the first `end` tokens."""
-        return Routes(self.experts[:end])
-
-    @staticmethod
-    def extended(own: Routes | None, longer: Routes | None) -> Routes | None:
-        """Extends `own` by the later tokens of `longer`, which was recorded when the same row had more tokens."""
-        if own is None or longer is None:
-            return own or longer
-        return Routes(torch.cat([own.experts, longer.experts[len(own) :]]))
-
-    @staticmethod
-    def at(routes: Sequence[Routes | None], places: Tensor, width: int) -> Tensor | None:
-        """Selects the experts of tokens from several rows; None if nothing was recorded for any row.
-
-        Args:
-            routes: Routes of B rows.
-            places: (N,) int64 token positions: row times `width` plus position in the row.
-            width: T.
-
-        Returns:
-            (N, L, K) int64 on the device of `places`, -1 for tokens without recorded experts.
-        """
-        known = [entry.experts for entry in routes if entry is not None]
-        if not known:
-            return None
-        table = torch.cat([torch.full_like(known[0][:1], -1, dtype=torch.int16), *known])
-        counts = torch.tensor([0 if entry is None else len(entry) for entry in routes])
-        row, place = places.cpu() // width, places.cpu() % width
-        index = torch.where(place < counts[row], (counts.cumsum(0) - counts)[row] + place + 1, 0)
-        return table[index].to(places.device).long()
-
-    @staticmethod
-    def told_apart(token_ids: Tensor, routes: Sequence[Routes | None]) -> Tensor:
-        """Returns (B, T) numbers that are equal if token and experts are; the tokens if nothing was recorded."""
-        experts = Routes.at(routes, torch.arange(token_ids.numel()), token_ids.shape[1])
-        if experts is None:
-            return token_ids
-        both = torch.cat([token_ids.reshape(-1, 1), experts.flatten(1)], 1)
-        numbers = np.unique(both.numpy(), axis=0, return_inverse=True)[1]
-        return torch.from_numpy(numbers).view(token_ids.shape)
-
-
-class TopTokens(NamedTuple):
-    """A teacher's top-K tokens at each of M positions.
-
-    Attributes:
-        ids: (M, K) int64 token IDs.
-        logprobs: (M, K) float32 log-probs.
-    """
-
-    ids: Tensor
-    logprobs: Tensor
-
 
 @dataclass
 class Completion:
@@ -326,13 +166,6 @@ class GenerationRequest:
     def so_far(self, place: int) -> Completion:
         """Returns the partial completion at `place`, without tokens if it is new."""
         return self.begun[place] if self.begun else Completion([], [], "", "suspended")
-
-    @property
-    def live(self) -> list[int]:
-        """Returns the indices of unfinished completions."""
-        if not self.begun:
-            return list(range(self.num_completions))
-        return [place for place, part in enumerate(self.begun) if part.finish_reason == "suspended"]
 
 
 @dataclass

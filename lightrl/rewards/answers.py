@@ -5,9 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import regex
+
+if TYPE_CHECKING:
+    from lightrl.records import Rollouts
+    from lightrl.rewards.scorer import RewardScorer
 
 Extract: TypeAlias = Literal["text", "gsm8k", "boxed", "number", "tags", "last_line"]
 _TIMEOUT = 1.0
@@ -119,3 +123,18 @@ class TimedPattern:
             return method(text, timeout=_TIMEOUT, concurrent=True)
         except MemoryError as error:  # its backtracking stack is bounded
             raise TimeoutError("The pattern ran out of memory.") from error
+
+
+def final_answers(rollouts: Rollouts, scorer: RewardScorer | None, own: Any = None) -> list[str]:
+    """Returns the extracted answer of each completion, or its whole text if there is none. See `Evaluation.answer`."""
+    labels: list[Any] = [None] * len(rollouts)
+    ways: list[Callable[[str, Any], str | None]] = [lambda text, label: extract_boxed(text) or extract_gsm8k(text)]
+    if scorer is not None:
+        labels = rollouts.columns.get(scorer.label_column, labels)
+        ways.insert(0, scorer.extract_answer)
+    if own is not None:
+        ways.insert(0, lambda text, label: own(text))
+    return [
+        next((answer for way in ways if (answer := way(text, label)) is not None), text.strip())
+        for text, label in zip(rollouts.completions, labels, strict=True)
+    ]

@@ -55,8 +55,7 @@ class ModelReward(Reward):
         batch_tokens: int = 16384,
     ) -> None:
         require_model_folder(path)
-        from lightrl.models.reward import RewardModel
-        from lightrl.models.spec import RewardModelSpec
+        from lightrl.models.reward import RewardModel, RewardModelSpec
 
         spec = RewardModelSpec("model", path, dtype=dtype, chat_template=chat_template, max_length=max_length)
         self.model = RewardModel.from_spec(spec).to(device).eval()

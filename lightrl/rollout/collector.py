@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
@@ -19,11 +18,9 @@ from torch import Tensor
 
 from lightrl.compat.torch import release_threads
 from lightrl.engines.background import all_of
-from lightrl.engines.base import EngineDiedError
 from lightrl.environments.episodes import EnvironmentFailedError, Task
 from lightrl.ops.advantages import group_stats
 from lightrl.records import (
-    Completion,
     CompletionGroup,
     GenerationRequest,
     Media,
@@ -35,7 +32,7 @@ from lightrl.records import (
     Trajectory,
     pad_rows,
 )
-from lightrl.rewards.base import mean
+from lightrl.rewards.base import MEDIA, mean
 
 ENVIRONMENT = "environment"
 """Name of the turn rewards among the reward components."""
@@ -192,7 +189,6 @@ class Collection:
     Args:
         sampler: The `RolloutSampler` that starts it.
         tasks: Tasks, one per prompt, at least one.
-        begun: Earlier partial completions, by `_key` of the request. None disables recording.
         trained: Whether the completions are trained on. Requests must then use the tasks' sampling distribution.
 
     Attributes:
@@ -201,24 +197,16 @@ class Collection:
         failed: Number of trajectories that failed after all retries.
     """
 
-    def __init__(
-        self,
-        sampler: Any,
-        tasks: Sequence[Task],
-        *,
-        begun: Mapping[int, list[Completion]] | None = None,
-        trained: bool = False,
-    ) -> None:
+    def __init__(self, sampler: Any, tasks: Sequence[Task], *, trained: bool = False) -> None:
         self.tasks = list(tasks)
         self.sampling = self.tasks[0].sampling
         self.retried = 0
         self.failed = 0
         self._sampler = sampler
-        self._engine = sampler.host.engine
-        self._episode = sampler.episode
+        self._engine = sampler.data.host.engine
+        self._episode = sampler.data.episode
         self._trained = trained
-        self._record = None if begun is None else dict(begun)
-        self._asked: dict[GenerationRequest, int | None] = {}  # pending -> its key, if recorded
+        self._asked = dict[GenerationRequest, None]()  # pending, in order
         self._playing = set(range(len(self.tasks)))
         self._scoring = set[int]()
         self._turns = 0
@@ -260,24 +248,6 @@ class Collection:
             self._stopped = True
             self._future.cancel()
 
-    def sampled(self) -> dict[int, list[Completion]]:
-        """Returns the completions so far, by `_key` of the request, for another collection to continue."""
-        if self._future.done():
-            return dict(self._record or {})
-        run = self._sampler.loop.run
-        try:
-            paused = {group.request: group.completions for group in self._engine.pause()}
-        except EngineDiedError:  # a checkpoint at the end of the run keeps finished completions
-            return run(self._so_far({}))
-        try:
-            return run(self._so_far(paused))  # after pending responses
-        finally:
-            self._engine.resume()
-
-    async def _so_far(self, paused: Mapping[GenerationRequest, list[Completion]]) -> dict[int, list[Completion]]:
-        keys = {key: paused[request] for request, key in self._asked.items() if key is not None and request in paused}
-        return (self._record or {}) | keys
-
     # ---- on the event loop -------------------------------------------------------------------------------------
 
     async def _collect(self) -> list[ScoredGroup]:
@@ -286,8 +256,8 @@ class Collection:
         groups = asyncio.ensure_future(all_of(self._group(number) for number in range(len(self.tasks))))
         # Futures that end the rollout by raising.
         watchers: list[asyncio.Future[Any]] = [self._broken]
-        if self._sampler.stall_timeout is not None:
-            watchers.append(asyncio.ensure_future(self._watch(self._sampler.stall_timeout)))
+        if self._sampler.data.stall_timeout is not None:
+            watchers.append(asyncio.ensure_future(self._watch(self._sampler.data.stall_timeout)))
         try:
             done, _ = await asyncio.wait({groups, *watchers}, return_when=asyncio.FIRST_COMPLETED)
             for watcher in done - {groups}:
@@ -361,18 +331,11 @@ class Collection:
         if request.sampling.extra != self.sampling.extra:  # requested by a program, which receives the error
             self._engine.check_request(request)
         if request.media:
-            self._sampler.host.show_media(request)
-        key = None
-        if self._record is not None:
-            key = _key(request)
-            begun = self._record.get(key, [])
-            if begun and all(part.finish_reason != "suspended" for part in begun):
-                return CompletionGroup(request, begun, min(v for part in begun for v in part.policy_versions))
-            request = replace(request, begun=begun)
-        self._asked[request] = key
+            self._sampler.data.host.show_media(request)
+        self._asked[request] = None
         self._moved = time.monotonic()
         try:
-            group = await self._engine.generate(request)
+            group = await self._generate(request)
         except Exception as error:  # the episode might handle it
             if not self._broken.done():
                 self._broken.set_exception(error)
@@ -381,11 +344,10 @@ class Collection:
             del self._asked[request]
             self._moved, self._generated = time.monotonic(), time.perf_counter()
         self._turns += 1
-        if self._record is not None and key is not None:
-            versions = map(group.versions, range(len(group.completions)))
-            parts = zip(group.completions, versions, strict=True)
-            self._record[key] = [replace(part, policy_versions=of_part) for part, of_part in parts]
         return group
+
+    async def _generate(self, request: GenerationRequest) -> CompletionGroup:
+        return await self._engine.generate(request)
 
     def _check_asked(self, sampling: SamplingParams) -> None:
         """Rejects a request whose sampling distribution differs from the one that the trainer scores."""
@@ -400,7 +362,7 @@ class Collection:
 
     async def _score(self, number: int, trajectories: list[Trajectory]) -> Scores | None:
         """Scores the trajectories that did not fail. Reward functions receive copies."""
-        scorer, prompt = self._sampler.scorer, self.tasks[number].prompt
+        scorer, prompt = self._sampler.data.scorer, self.tasks[number].prompt
         if scorer is None:
             return None
         places = [i for i, t in enumerate(trajectories) if not t.failed]
@@ -414,7 +376,7 @@ class Collection:
         if prompt.media or any(row.media for trajectory in sound for row in trajectory.rows):
             of_prompt = prompt.media[0] if prompt.media else Media()
             shown = [of_prompt if (last := t.rows[-1].media) is None else last for t in sound]
-            media = {name: [getattr(one, name) for one in shown] for name in ("images", "videos", "audios")}
+            media = {name: [getattr(one, name) for one in shown] for name in MEDIA}
         future = scorer.submit(
             prompts=[prompt.texts[0]] * len(sound),
             completions=[trajectory.completion for trajectory in sound],
@@ -443,8 +405,8 @@ class Collection:
             first = self.tasks[min(self._playing)].name
             name = type(self._episode).__name__
             waited.append(f"episodes {name} ({len(self._playing)} groups, the first of {first})")
-        if self._scoring and self._sampler.scorer is not None:
-            first, names = self.tasks[min(self._scoring)].name, ", ".join(self._sampler.scorer.names)
+        if self._scoring and self._sampler.data.scorer is not None:
+            first, names = self.tasks[min(self._scoring)].name, ", ".join(self._sampler.data.scorer.names)
             waited.append(f"reward functions {names} ({len(self._scoring)} groups, the first of {first})")
         return " and ".join(waited)
 
@@ -464,12 +426,6 @@ def _check_trajectories(episode: str, task: Task, trajectories: Sequence[Traject
                 f"{episode}.run: {task.name}: a log-prob is not finite. The weights are not finite, or the dtype's "
                 "range is too small. Use bfloat16 or float32."
             )
-
-
-def _key(request: GenerationRequest) -> int:
-    """Returns the key of a request in its rollout. A retry has the same seed, but may have a different prompt."""
-    text = f"{request.seed}/{request.num_completions}/{request.token_ids}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 @contextlib.contextmanager

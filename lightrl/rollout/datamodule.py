@@ -7,7 +7,6 @@ import math
 import time
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +20,7 @@ from lightrl.data.templates import load_tokenizer
 from lightrl.distributed.strategies import gather_objects
 from lightrl.engines.base import Engine
 from lightrl.environments.episodes import Episode, SingleTurn
-from lightrl.records import Prompts, Rollouts, SamplingParams, SupervisedBatch
+from lightrl.records import Prompts, Rollouts, RowBatch, SamplingParams
 from lightrl.rewards.base import RewardSpec
 from lightrl.rewards.scorer import RewardScorer
 from lightrl.rollout.collector import ScoredGroup, collate, trajectory_metrics
@@ -247,7 +246,7 @@ class RolloutDataModule(LightningDataModule):
         """Returns a loader for each set of evaluation prompts."""
         prefix = "evaluation.prompts"
         sets = {name: opened for name, opened in self._sets.items() if name.startswith(prefix)}
-        return [self._eval_loader(opened, name[len(prefix) + 1 :]) for name, opened in sets.items()]
+        return [EvalLoader(self, name[len(prefix) + 1 :], opened) for name, opened in sets.items()]
 
     def test_dataloader(self) -> list[EvalLoader]:
         """Returns the loaders of `val_dataloader`."""
@@ -258,11 +257,7 @@ class RolloutDataModule(LightningDataModule):
         prompts = self._sets.get("evaluation.predict_prompts") or self._sets.get("evaluation.prompts")
         if prompts is None:
             raise ValueError("evaluation.predict_prompts=None: prediction needs a single set of prompts. Set it.")
-        return self._eval_loader(prompts, "")
-
-    def _eval_loader(self, prompts: PromptSet, name: str) -> EvalLoader:
-        evaluate = partial(self.evaluate, name)
-        return EvalLoader(evaluate, prompts, self.evaluation.batch_size, self.rank, self.world_size)
+        return EvalLoader(self, "", prompts)
 
     def teardown(self, stage: str) -> None:
         """Stops sampling, the reward functions, and the engine within `CLOSE_SECONDS`."""
@@ -317,21 +312,7 @@ class RolloutDataModule(LightningDataModule):
     def sampler(self) -> RolloutSampler:
         """The sampler of this run, created on first use."""
         if self._sampler is None:
-            self._sampler = RolloutSampler(
-                host=self.host,
-                episode=self.episode,
-                scorer=self.scorer,
-                prompts=self._sets.get("prompts"),
-                tokenizer=self.tokenizer,
-                sampling=self.training_sampling,
-                group_size=self.group_size,
-                prompts_per_rollout=self.prompts_per_rollout,
-                dynamic_sampling_rounds=self.dynamic_sampling_rounds,
-                seed=self.seed,
-                rank=self.rank,
-                world_size=self.world_size,
-                stall_timeout=self.stall_timeout,
-            )
+            self._sampler = RolloutSampler(self, self._sets.get("prompts"))
         return self._sampler
 
     @property
@@ -350,7 +331,7 @@ class RolloutDataModule(LightningDataModule):
             fields["policy_version"] = sampled.version
         if self._ptx_loader is not None:
             batch: dict[str, Any] = next(iter(self._ptx_loader))
-            fields["supervised"] = SupervisedBatch(**batch, group_ids=torch.arange(len(batch["token_ids"])))
+            fields["supervised"] = RowBatch(**batch, group_ids=torch.arange(len(batch["token_ids"])))
         if prompts.success_reward is not None:
             visits = _visits(sampled.sampled, prompts.success_reward)
             sampled.metrics |= prompts.observe(visits, sampled.cursor)
@@ -371,7 +352,11 @@ class RolloutDataModule(LightningDataModule):
         sampling, size, stream = self.eval_sampling, self.evaluation.group_size, f"eval/{name}".rstrip("/")
         groups, metrics = self.sampler.evaluate(prompts, sampling, size, stream, first)
         rollouts = self._laid_out(groups, sampling, metrics, trained=False, eval_set=name, filler=filler)
-        return replace(rollouts, answers=self.evaluation.answers(rollouts, self.scorer)) if size > 1 else rollouts
+        if size == 1:
+            return rollouts
+        from lightrl.rewards.answers import final_answers
+
+        return replace(rollouts, answers=final_answers(rollouts, self.scorer, self.evaluation.answer))
 
     def _laid_out(
         self,

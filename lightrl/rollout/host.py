@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightrl.compat.transformers import as_saved
@@ -16,7 +17,7 @@ from lightrl.engines.base import TOLERANCE, Engine, StaleWeightsError
 from lightrl.models.turns import harmless_id, placeholder_ids
 from lightrl.records import EngineContext, GenerationRequest, Prompts, SamplingParams
 from lightrl.rollout.collector import ScoredGroup
-from lightrl.rollout.learner import EngineSync, RolloutLearner, TrajectoryCheck
+from lightrl.rollout.learner import RolloutLearner, TrajectoryCheck
 
 NUM_SEQUENCES, NUM_TOKENS = 2, 16
 """Number of sequences that the weight-sync check compares, and of tokens per sequence. Mixture-of-experts models get
@@ -24,13 +25,13 @@ additional sequences, about eight tokens per expert, if the engine doesn't repla
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
-class WeightSync(EngineSync):
+class WeightSync(Callback):
     """Pushes the policy's weights to the engine before it generates, whenever they have changed.
 
     A push happens when the engine's `policy_version` differs from the module's. A resumed run always starts with a
     push, because checkpoints don't store the engine's version. Engines that support LoRA receive only the adapter.
-    `RolloutDataModule` uses a default instance unless the trainer has an `EngineSync` callback. Add this callback to
-    change its settings.
+    `RolloutDataModule` uses a default instance unless the trainer has such a callback. Add it to change its settings,
+    or a subclass to replace `ensure_synced`.
 
     After each push, a weight-sync check (the *canary*) compares the log-probs of a few fixed tokens between engine and
     trainer. The tokens come from the run's first prompts, or are random if there are none yet. The run stops if the
@@ -65,16 +66,16 @@ class WeightSync(EngineSync):
         self._answered: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # tokens, engine's, trainer's
 
     def show_prompts(self, token_ids: Sequence[Sequence[int]]) -> None:
-        """Stores the first prompts for the check."""
+        """Stores the first prompts for the check. Called from any thread."""
         if self._prompts is None:
             self._prompts = [list(ids) for ids in token_ids]
 
     def show_media(self, request: GenerationRequest) -> None:
-        """Stores the first request with media for the check."""
+        """Stores the first request with media for the check. Called from any thread."""
         self._media = self._media or request
 
     def ensure_synced(self, module: RolloutLearner, engine: Engine) -> None:
-        """Pushes the weights if the versions differ. Collective."""
+        """Pushes the module's weights to the started engine if their versions differ. Collective."""
         if engine.policy_version == module.policy_version:
             return
         with torch.no_grad():
@@ -251,7 +252,7 @@ class EngineHost:
             Elapsed time in seconds.
 
         Raises:
-            StaleWeightsError: If the `EngineSync` callbacks did not push the current version.
+            StaleWeightsError: If the `WeightSync` callbacks did not push the current version.
         """
         begin, engine, module = time.perf_counter(), self.engine, self.module
         if not engine.started:
@@ -277,12 +278,12 @@ class EngineHost:
         trainer: Any = self.module.trainer
         return [callback for callback in trainer.callbacks if isinstance(callback, TrajectoryCheck)]
 
-    def _syncs(self) -> list[EngineSync]:
+    def _syncs(self) -> list[WeightSync]:
         trainer: Any = self.module.trainer
-        return [callback for callback in trainer.callbacks if isinstance(callback, EngineSync)] or [self._default_sync]
+        return [callback for callback in trainer.callbacks if isinstance(callback, WeightSync)] or [self._default_sync]
 
     def show(self, prompts: Prompts, sampling: SamplingParams, *, first_turn_only: bool) -> None:
-        """Passes the next prompts to the `EngineSync` callbacks, for the weight-sync check.
+        """Passes the next prompts to the `WeightSync` callbacks, for the weight-sync check.
 
         Args:
             prompts: This rank's prompts.
@@ -297,7 +298,7 @@ class EngineHost:
             self.show_media(prompts.request(next(i for i, media in enumerate(prompts.media) if media), sampling, 0, 1))
 
     def show_media(self, request: GenerationRequest) -> None:
-        """Passes a request with media to the `EngineSync` callbacks."""
+        """Passes a request with media to the `WeightSync` callbacks."""
         for sync in self._syncs():
             sync.show_media(request)
 

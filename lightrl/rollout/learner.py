@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -14,7 +14,10 @@ from lightrl.distributed import strategies
 from lightrl.engines.base import Engine
 from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import ModelSpec
-from lightrl.records import Experience, GenerationRequest, Rollouts, Routes, SamplingParams, Trajectory
+from lightrl.records import Experience, Rollouts, RowBatch, SamplingParams, Trajectory
+
+if TYPE_CHECKING:
+    from lightrl.records import Routes
 
 
 class RolloutLearner(LightningModule, ABC):
@@ -66,8 +69,7 @@ class RolloutLearner(LightningModule, ABC):
         from lightrl.models.lora import adapter_config, named_adapter_weights
 
         assert self.actor_spec.lora is not None, "only an actor with LoRA has an adapter"
-        gather = strategies.gather_parameter(self.trainer.strategy)
-        return named_adapter_weights(self.actor, gather), adapter_config(self.actor, self.actor_spec.lora)
+        return named_adapter_weights(self.actor), adapter_config(self.actor, self.actor_spec.lora)
 
     @torch.no_grad()
     def token_logprobs(
@@ -92,17 +94,18 @@ class RolloutLearner(LightningModule, ABC):
         mask = torch.ones_like(token_ids, dtype=torch.bool)
         response = mask.clone()
         response[:, :start] = False
+        rows: dict[str, Any] = {"token_ids": token_ids, "attention_mask": mask, "response_mask": response}
         with self.trainer.precision_plugin.forward_context():
-            logprobs: Tensor = self.actor(token_ids, mask, response, inputs=inputs, routes=routes).logprobs
+            logprobs: Tensor = self.actor(RowBatch(**rows, inputs=inputs or [], routes=list(routes))).logprobs
         return logprobs
 
     def all_sum(self, tensor: Tensor) -> Tensor:
         """Sums over ranks."""
-        return strategies.all_sum(self.trainer.strategy, tensor)
+        return strategies.all_reduce(self.trainer.strategy, tensor, "sum")
 
     def all_max(self, tensor: Tensor) -> Tensor:
         """Returns the maximum over ranks."""
-        return strategies.all_max(self.trainer.strategy, tensor)
+        return strategies.all_reduce(self.trainer.strategy, tensor, "max")
 
     @property
     def needs_groups(self) -> bool:
@@ -113,25 +116,6 @@ class RolloutLearner(LightningModule, ABC):
     def scores_rollouts(self) -> bool:
         """Whether reward models of the module add to the rewards."""
         return False
-
-
-class EngineSync(Callback, ABC):
-    """A callback that pushes weights to the engine. `RolloutDataModule` finds it among the trainer's callbacks."""
-
-    @abstractmethod
-    def ensure_synced(self, module: RolloutLearner, engine: Engine) -> None:
-        """Pushes the module's weights to the engine if they differ. Collective.
-
-        Args:
-            module: The module that owns the policy.
-            engine: The engine, started and awake. Its `policy_version` must equal the module's afterwards.
-        """
-
-    def show_prompts(self, token_ids: Sequence[Sequence[int]]) -> None:
-        """Receives the token IDs of this rank's next text-only prompts. Called from any thread."""
-
-    def show_media(self, request: GenerationRequest) -> None:
-        """Receives this rank's next request with media. Called from any thread."""
 
 
 class TrajectoryCheck(Callback, ABC):

@@ -11,8 +11,7 @@ from lightning.pytorch import Trainer
 
 from lightrl.compat.arguments import imported
 from lightrl.data.prompts import PromptMixture, PromptSet, PromptSource, prompt_source, rendered_like
-from lightrl.records import Prompts, Rollouts, SamplingParams
-from lightrl.rewards.scorer import RewardScorer
+from lightrl.records import Rollouts, SamplingParams
 
 
 class RolloutLoader:
@@ -108,57 +107,28 @@ class Evaluation:
             if prompts is not None
         }
 
-    def answers(self, rollouts: Rollouts, scorer: RewardScorer | None) -> list[str]:
-        """Returns the extracted answer of each completion, or its whole text if there is none."""
-        from lightrl.rewards.answers import extract_boxed, extract_gsm8k
-
-        labels: list[Any] = [None] * len(rollouts)
-        ways: list[Callable[[str, Any], str | None]] = [lambda text, label: extract_boxed(text) or extract_gsm8k(text)]
-        if scorer is not None:
-            labels = rollouts.columns.get(scorer.label_column, labels)
-            ways.insert(0, scorer.extract_answer)
-        if callable(own := self.answer):
-            ways.insert(0, lambda text, label: own(text))
-        return [
-            next((answer for way in ways if (answer := way(text, label)) is not None), text.strip())
-            for text, label in zip(rollouts.completions, labels, strict=True)
-        ]
-
 
 class EvalLoader:
-    """Iterates once over the evaluation prompts and samples each batch on request.
-
-    All ranks get the same number of batches.
+    """Iterates once over a set of evaluation prompts. All ranks get the same number of batches.
 
     Args:
-        make: Function that samples and scores a batch. Receives this rank's prompts, the global index of the batch's
-            first prompt, and whether the prompts are only padding.
+        data: The `RolloutDataModule`, which samples and scores each batch on request.
+        name: Name of the set, or "" for a single one.
         prompts: The prompts of all ranks.
-        batch_size: Number of prompts per batch and rank.
-        rank: Rank of this process.
-        world_size: Number of processes.
     """
 
-    def __init__(
-        self,
-        make: Callable[[Prompts, int, bool], Rollouts],
-        prompts: PromptSet,
-        batch_size: int,
-        rank: int,
-        world_size: int,
-    ) -> None:
+    def __init__(self, data: Any, name: str, prompts: PromptSet) -> None:
         self.prompts = prompts
-        self.batch_size = batch_size
-        self._make = make
-        self._rank = rank
-        self._world_size = world_size
+        self._data = data
+        self._name = name
+        self._count = data.evaluation.batch_size * data.world_size
 
     def __len__(self) -> int:
-        return -(-len(self.prompts) // (self.batch_size * self._world_size))
+        return -(-len(self.prompts) // self._count)
 
     def __iter__(self) -> Iterator[Rollouts]:
-        count = self.batch_size * self._world_size
-        for first in range(0, len(self.prompts), count):
-            rows = list(range(first, min(first + count, len(self.prompts)))[self._rank :: self._world_size])
+        for first in range(0, len(self.prompts), self._count):
+            end = min(first + self._count, len(self.prompts))
+            rows = list(range(first, end)[self._data.rank :: self._data.world_size])
             # A rank without prompts repeats one, because evaluation is collective.
-            yield self._make(self.prompts.rows(rows or [first]), first, not rows)
+            yield self._data.evaluate(self._name, self.prompts.rows(rows or [first]), first, filler=not rows)

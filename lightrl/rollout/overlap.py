@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -16,9 +18,11 @@ from lightrl.compat.arguments import one_of
 from lightrl.compat.torch import release_threads
 from lightrl.distributed.strategies import gather_objects
 from lightrl.engines.background import in_background
-from lightrl.engines.base import Engine
-from lightrl.records import Completion, Routes, SamplingParams, Support
-from lightrl.rollout.sampler import BegunRollout, RolloutSampler, SampledRollout, Schedule
+from lightrl.engines.base import Engine, EngineDiedError
+from lightrl.environments.episodes import Task
+from lightrl.records import Completion, CompletionGroup, GenerationRequest, Routes, SamplingParams, Support
+from lightrl.rollout.collector import Collection
+from lightrl.rollout.sampler import RolloutSampler, SampledRollout, Schedule
 
 
 class _BesideTraining(Schedule):
@@ -66,7 +70,7 @@ class Ahead(_BesideTraining):
     def attach(self, sampler: RolloutSampler) -> None:
         super().attach(sampler)
         # Keeps the thread's collectives apart from the trainer's.
-        if sampler.world_size > 1 and sampler.dynamic_sampling_rounds:
+        if sampler.data.world_size > 1 and sampler.data.dynamic_sampling_rounds:
             self._side_group = torch.distributed.new_group(backend="gloo")
 
     def next(self, cursor: int, left: int) -> SampledRollout:
@@ -79,7 +83,7 @@ class Ahead(_BesideTraining):
         rollout.version = flight.version
         rollout.metrics |= {
             "rollout/staleness": float(flight.behind),
-            "rollout/staleness_updates": float(self.sampler.policy_version - flight.version),
+            "rollout/staleness_updates": float(self.sampler.data.learner.policy_version - flight.version),
         }
         if not self._flights and left:
             sync += self._round(rollout.cursor, min(self.max_staleness, left), behind=1)
@@ -97,8 +101,8 @@ class Ahead(_BesideTraining):
 
     def _round(self, cursor: int, count: int, behind: int) -> float:
         """Pushes the weights, starts `count` rollouts, and returns the seconds that the push took."""
-        seconds, sampling = self.sampler.ready(cursor), self.sampler.sampling()
-        flights = [_Flight(Future(), self.sampler.policy_version, behind + i) for i in range(count)]
+        seconds, sampling = self.sampler.ready(cursor), self.sampler.data.training_sampling()
+        flights = [_Flight(Future(), self.sampler.data.learner.policy_version, behind + i) for i in range(count)]
         self._flights.extend(flights)
         self._thread = in_background(partial(self._sample, cursor, sampling, flights), "lightrl-ahead")
         return seconds
@@ -107,13 +111,70 @@ class Ahead(_BesideTraining):
         gather = partial(gather_objects, group=self._side_group)
         for i, flight in enumerate(flights):
             try:
-                rollout = self.sampler.finish(self.sampler.begin(cursor, sampling=sampling), gather)
+                rollout = self.sampler.finish(self.sampler.begin(cursor, sampling=sampling), cursor, gather)
             except BaseException as error:
                 for unmade in flights[i:]:
                     unmade.future.set_exception(error)
                 return
             cursor = rollout.cursor
             flight.future.set_result(rollout)
+
+
+class RecordedCollection(Collection):
+    """A collection that continues earlier partial completions, and records its own for a checkpoint.
+
+    Args:
+        sampler, tasks: See `Collection`.
+        begun: Earlier partial completions, by `_key` of the request.
+        behind: Number of rollouts returned since it started.
+    """
+
+    def __init__(
+        self, sampler: RolloutSampler, tasks: Sequence[Task], *, begun: Mapping[int, list[Completion]], behind: int = 0
+    ) -> None:
+        self.behind = behind
+        self._record = dict(begun)
+        self._keys: dict[GenerationRequest, int] = {}  # of pending requests
+        super().__init__(sampler, tasks, trained=True)
+
+    def sampled(self) -> dict[int, list[Completion]]:
+        """Returns the completions so far, by `_key` of the request, for another collection to continue."""
+        if self._future.done():
+            return dict(self._record)
+        run = self._sampler.loop.run
+        try:
+            paused = {group.request: group.completions for group in self._engine.pause()}
+        except EngineDiedError:  # a checkpoint at the end of the run keeps finished completions
+            return run(self._so_far({}))
+        try:
+            return run(self._so_far(paused))  # after pending responses
+        finally:
+            self._engine.resume()
+
+    async def _so_far(self, paused: Mapping[GenerationRequest, list[Completion]]) -> dict[int, list[Completion]]:
+        return self._record | {key: paused[request] for request, key in self._keys.items() if request in paused}
+
+    async def _generate(self, request: GenerationRequest) -> CompletionGroup:
+        key = _key(request)
+        begun = self._record.get(key, [])
+        if begun and all(part.finish_reason != "suspended" for part in begun):
+            return CompletionGroup(request, begun, min(v for part in begun for v in part.policy_versions))
+        request = replace(request, begun=begun)
+        self._keys[request] = key
+        try:
+            group = await super()._generate(request)
+        finally:
+            del self._keys[request]
+        versions = map(group.versions, range(len(group.completions)))
+        parts = zip(group.completions, versions, strict=True)
+        self._record[key] = [replace(part, policy_versions=of_part) for part, of_part in parts]
+        return group
+
+
+def _key(request: GenerationRequest) -> int:
+    """Returns the key of a request in its rollout. A retry has the same seed, but may have a different prompt."""
+    text = f"{request.seed}/{request.num_completions}/{request.token_ids}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 class InFlight(_BesideTraining):
@@ -139,7 +200,7 @@ class InFlight(_BesideTraining):
         super().__init__(max_staleness)
         self.cache = one_of("InFlight.cache", cache, "recompute", "keep")
         self.keeps_cache = cache == "keep"
-        self._flights: deque[BegunRollout] = deque()
+        self._flights: deque[RecordedCollection] = deque()
         self._saved: list[dict[str, Any]] = []  # of a resumed run, until restarted
 
     def check(self, engine: Engine, *, adapts_prompts: bool, dynamic_sampling_rounds: int) -> None:
@@ -152,7 +213,7 @@ class InFlight(_BesideTraining):
 
     def attach(self, sampler: RolloutSampler) -> None:
         super().attach(sampler)
-        if checks := sampler.host.checks():
+        if checks := sampler.data.host.checks():
             raise ValueError(
                 f"schedule=InFlight with callback {type(checks[0]).__name__}: at the end of a trajectory the engine no "
                 "longer holds the weights that sampled it. Use the LogprobMonitor callback instead."
@@ -160,13 +221,13 @@ class InFlight(_BesideTraining):
 
     def next(self, cursor: int, left: int) -> SampledRollout:
         """Returns the next rollout, with token staleness and waiting times in its metrics."""
-        began, count = time.perf_counter(), self.sampler.prompts_per_rollout
+        began, count = time.perf_counter(), self.sampler.data.prompts_per_rollout
         new = [cursor + i * count for i in range(len(self._flights), min(self.max_staleness, left) + 1)]
         self.sampler.ready(*new[:1])
         for first in new:
             self._begin(first)
         pushed = time.perf_counter()
-        rollout = self.sampler.finish(self._flights[0])
+        rollout = self.sampler.finish(self._flights[0], cursor)
         behind = self._flights.popleft().behind
         for flight in self._flights:
             flight.behind += 1
@@ -183,9 +244,7 @@ class InFlight(_BesideTraining):
             {
                 "behind": flight.behind,
                 "sampling": asdict(flight.sampling),
-                "sampled": {
-                    key: [_saved(part) for part in parts] for key, parts in flight.collection.sampled().items()
-                },
+                "sampled": {key: [_saved(part) for part in parts] for key, parts in flight.sampled().items()},
             }
             for flight in self._flights
         ]
@@ -202,12 +261,12 @@ class InFlight(_BesideTraining):
         begun = {key: [_loaded(part) for part in parts] for key, parts in saved["sampled"].items()}
         # Log-probs from before a resume belong to the sampling settings of that time.
         sampling = SamplingParams(**saved["sampling"]) if saved["sampling"] else None
-        flight = self.sampler.begin(first, sampling=sampling, begun=begun)
-        flight.behind = saved["behind"]
+        collection = partial(RecordedCollection, begun=begun, behind=saved["behind"])
+        flight: Any = self.sampler.begin(first, sampling=sampling, collection=collection)
         self._flights.append(flight)
 
     def _ages(self, rollout: SampledRollout) -> dict[str, float]:
-        now = self.sampler.policy_version
+        now = self.sampler.data.learner.policy_version
         rows = [row for group in rollout.groups for trajectory in group.trajectories for row in trajectory.rows]
         versions = [[version for version in row.policy_versions if version >= 0] for row in rows]
         ages = [now - version for row in versions for version in row]

@@ -14,7 +14,6 @@ from lightning.pytorch import seed_everything
 from lightrl.algorithms import CriticSpec, PPOLightningModule
 from lightrl.algorithms.settings import Updates
 from lightrl.callbacks import WeightSync
-from lightrl.distributed import strategies
 from lightrl.objectives import (
     CISPO,
     CPG,
@@ -104,7 +103,7 @@ class Walk(PPOLightningModule):
                 if next(turn) % self.every:
                     continue
                 self.loss, self.aggregation = make_loss(), make_aggregation()
-                with strategies.optimizer_window(self.trainer.strategy, [self.actor]):
+                with self.gradients.window():
                     for micro in self.micro_batches(experience):
                         losses, _ = self.compute_loss(micro.rows)  # type: ignore[arg-type]
                         self.manual_backward(micro.total(losses))

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from lightrl.algorithms.batches import cut_minibatches
 from lightrl.algorithms.settings import ExtraLosses, Updates
-from lightrl.records import Experience, SupervisedBatch
+from lightrl.records import Experience, RowBatch
 from lightrl.rollout.ptx import PTXSource
 from tests.algorithms.toys import fit, grpo, ppo, weights
+from tests.rows import as_rows
 from tests.toys import sgd
 
 ANSWERS = PTXSource(rows=[{"prompt": f"{a:02d}+01=", "completion": str(a + 1)} for a in range(20)], batch_size=8)
@@ -27,7 +28,7 @@ def test_ptx_gradient_is_that_of_the_supervised_loss(model_path: str) -> None:
     assert rows is not None and len(rows) == 8
     start = grpo(model_path)
     fit(start, rewards=equal)
-    out = start.actor(rows.token_ids, rows.attention_mask, rows.response_mask).logprobs
+    out = start.actor(as_rows(rows.token_ids, rows.attention_mask, rows.response_mask)).logprobs
     loss = -out.sum() / rows.response_mask.sum()
     gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(start.actor.parameters()))])
     torch.testing.assert_close(weights(module), weights(start) - 0.1 * 0.5 * gradient, atol=1e-6, rtol=1e-5)
@@ -57,7 +58,7 @@ def test_supervised_rows_are_dealt_out_over_minibatches() -> None:
     experience = Experience(
         **rows(4), group_ids=torch.tensor([0, 0, 1, 1]), trajectory_ids=torch.arange(4),
         engine_logprobs=zero, advantages=zero, rewards=zero[:, 0],
-        valid=torch.ones(4, dtype=torch.bool), supervised=SupervisedBatch(**rows(3), group_ids=torch.arange(3)),
+        valid=torch.ones(4, dtype=torch.bool), supervised=RowBatch(**rows(3), group_ids=torch.arange(3)),
     )  # fmt: skip
     parts = cut_minibatches(experience, 2, seed=0)
     assert [p.supervised.token_ids.tolist() for p in parts if p.supervised] == [[[0, 1], [2, 3]], [[4, 5]]]

@@ -16,10 +16,10 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from lightrl.algorithms import PPOLightningModule, RewardLightningModule
 from lightrl.callbacks import HFExport, WeightSync
 from lightrl.data.preferences import PreferenceDataModule, PreferenceLoader, PreferencePair, PreferenceSource
-from lightrl.models.reward import RewardModel
-from lightrl.models.spec import LoraSpec, ModelSpec, RewardModelSpec
-from lightrl.ops.losses import bradley_terry_loss
+from lightrl.models.reward import RewardModel, RewardModelSpec, bradley_terry_loss
+from lightrl.models.spec import LoraSpec, ModelSpec
 from lightrl.rollout.learner import RLCallback
+from tests.rows import as_rows, unshared
 from tests.toys import model_fixture, quickstart_model, quiet_trainer, sgd, sums_data
 
 # People want the sum, and a full stop after it.
@@ -90,7 +90,7 @@ def test_training_metrics_are_means_over_the_pairs_of_all_ranks(monkeypatch: pyt
     """Two ranks with 2 and 1 pairs: Lightning's mean over the ranks of what each logs is the mean over the 3 pairs."""
     shares = ([[1.0, 0.0], [0.0, 2.0]], [[3.0, 2.0]])
     logged: list[dict[str, torch.Tensor]] = []
-    monkeypatch.setattr("lightrl.algorithms.supervised.strategies.all_sum", lambda strategy, x: torch.tensor(3.0))
+    monkeypatch.setattr("lightrl.algorithms.supervised.strategies.all_reduce", lambda *_: torch.tensor(3.0))
     for scores in shares:
         module = Fixed("nowhere")
         module._trainer = SimpleNamespace(world_size=2, strategy=None)  # type: ignore[assignment]
@@ -131,7 +131,7 @@ def test_scores_of_pairs_are_those_of_single_rows(layout: Any, model_path: str) 
     rows = [row for pair in pairs for row in pair[:2]]
     alone = [model.model(input_ids=torch.tensor([row])).logits.item() for row in rows]
     for b in (batch, wider):
-        got = model(b["token_ids"], b["attention_mask"], b["response_mask"], group_ids=b["group_ids"])
+        got = model(as_rows(b["token_ids"], b["attention_mask"], b["response_mask"], group_ids=b["group_ids"]))
         assert got.tolist() == pytest.approx(alone, abs=2e-5)
 
 
@@ -168,7 +168,7 @@ def test_it_learns_exports_and_ppo_loads_it(model_path: str, tmp_path: Path) -> 
     quiet_trainer(callbacks=[WeightSync(), grab]).fit(ppo, sums_data(rewards=None, rollouts_per_epoch=1))
     rollouts = grab.rollouts
     with torch.no_grad():
-        expected = module.reward_model(rollouts.token_ids, rollouts.attention_mask)
+        expected = module.reward_model(unshared(rollouts.token_ids, rollouts.attention_mask))
     torch.testing.assert_close(rollouts.rewards, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(rollouts.reward_parts["preference"], expected, atol=1e-5, rtol=1e-5)
     plain: Any = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm")
@@ -206,7 +206,9 @@ def test_lora_trains_adapters_and_head_and_exports_merged(model_path: str, tmp_p
     assert len(trained) > 5
     loaded = RewardModel.from_spec(RewardModelSpec("preference", str(tmp_path / "rm"), tokenizer="policy"))
     ids = torch.tensor([[5, 14, 5, 18, 6, 1]])
-    torch.testing.assert_close(loaded(ids, ids > 0), module.reward_model(ids, ids > 0).detach(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        loaded(unshared(ids, ids > 0)), module.reward_model(unshared(ids, ids > 0)).detach(), atol=1e-5, rtol=1e-5
+    )
 
 
 def test_resume_continues_exactly(model_path: str, tmp_path: Path) -> None:
@@ -245,10 +247,10 @@ def test_transformers_scores_an_export_alike_in_batches_and_alone(
     sides = [side for pair in pairs for side in (pair.chosen, pair.rejected)]  # they end with EOS
     reloaded = RewardModel.from_spec(RewardModelSpec("r", str(tmp_path / "export")))
     with torch.no_grad():
-        alone = torch.cat([module.reward_model(torch.tensor([x]), torch.ones(1, len(x)).bool()) for x in sides])
+        alone = torch.cat([module.reward_model(unshared(torch.tensor([x]))) for x in sides])
         batch = exported.pad({"input_ids": sides}, return_tensors="pt")
         torch.testing.assert_close(plain(**batch).logits[:, 0], alone, atol=1e-5, rtol=1e-4)
         one = torch.cat([plain(input_ids=torch.tensor([x])).logits[:, 0] for x in sides])
         torch.testing.assert_close(one, alone, atol=1e-5, rtol=1e-4)
-        again = reloaded(batch["input_ids"], batch["attention_mask"].bool())
+        again = reloaded(unshared(batch["input_ids"], batch["attention_mask"].bool()))
         torch.testing.assert_close(again, alone, atol=1e-5, rtol=1e-4)

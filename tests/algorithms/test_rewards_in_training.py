@@ -12,7 +12,8 @@ from lightrl.algorithms import GRPOLightningModule
 from lightrl.algorithms.settings import Shaping
 from lightrl.callbacks import RewardNormalization
 from lightrl.data.prompts import PromptSource
-from lightrl.models.spec import ModelSpec, RewardModelSpec
+from lightrl.models.reward import RewardModelSpec
+from lightrl.models.spec import ModelSpec
 from lightrl.objectives import GDPO, GroupRelative, MaxRL
 from lightrl.rewards.rules import SoftOverlong
 from lightrl.rollout import Evaluation

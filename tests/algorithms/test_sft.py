@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.plugins.precision import HalfPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 
@@ -38,7 +39,7 @@ def test_a_rank_without_tokens_weighs_nothing(
     batch: tuple[float, int], expected: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 2 ranks, with 4 tokens on both: their mean is the sum over all tokens divided by 4."""
-    monkeypatch.setattr("lightrl.algorithms.supervised.strategies.all_sum", lambda strategy, x: torch.tensor(4))
+    monkeypatch.setattr("lightrl.algorithms.supervised.strategies.all_reduce", lambda *_: torch.tensor(4))
     module = Fixed("nowhere")
     module._trainer = SimpleNamespace(world_size=2, strategy=None)  # type: ignore[assignment]
     module.log = lambda *args, **kwargs: None  # type: ignore[method-assign, assignment]
@@ -48,7 +49,8 @@ def test_a_rank_without_tokens_weighs_nothing(
 
 def test_float16_weights_are_refused_in_manual_optimisation_only(tmp_path: Path) -> None:
     path = quickstart_model(tmp_path, **SMALL)
-    trainer = SimpleNamespace(strategy=SingleDeviceStrategy("cpu"), precision="16-true")
+    strategy = SingleDeviceStrategy("cpu", precision_plugin=HalfPrecision("16-true"))
+    trainer = SimpleNamespace(strategy=strategy, precision="16-true")
     for kind in (SFTLightningModule, RewardLightningModule, GRPOLightningModule):
         module = kind(path)
         module._trainer = trainer

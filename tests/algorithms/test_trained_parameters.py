@@ -18,6 +18,7 @@ from lightrl.callbacks import WeightSync
 from lightrl.models.spec import LoraSpec, ModelSpec
 from lightrl.objectives import KLInReward
 from tests.algorithms.toys import fit, grpo, ppo, weights
+from tests.rows import as_rows
 from tests.toys import Keep, adam, quiet_trainer, sums_data
 
 
@@ -29,7 +30,7 @@ def test_lora_base_is_the_reference_and_only_adapters_are_saved(model_path: str)
     fit(base, rollouts=1)
     fresh = torch.nn.ModuleDict({"m": base.reference})["m"]  # never trained: the base model
     e = keep.experiences[2]
-    expected = fresh(e.token_ids, e.attention_mask, e.response_mask).logprobs
+    expected = fresh(as_rows(e.token_ids, e.attention_mask, e.response_mask)).logprobs
     torch.testing.assert_close(e.ref_logprobs, expected, atol=1e-5, rtol=0)
     assert e.old_logprobs is not None and not torch.allclose(e.old_logprobs, expected, atol=1e-4)
     names = set(module.state_dict())

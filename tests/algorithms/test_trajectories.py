@@ -13,6 +13,7 @@ from torch import Tensor
 from lightrl.algorithms import CriticSpec, PPOLightningModule
 from lightrl.algorithms.batches import cut_minibatches
 from lightrl.algorithms.experience import TrajectoryLayout, estimate_advantages, shape_rewards
+from lightrl.algorithms.rewards import with_credited_parts
 from lightrl.algorithms.settings import ExtraLosses, Updates
 from lightrl.distributed.strategies import MetricSums
 from lightrl.objectives import GDPO, RLOO, KLInLoss, PPOClip, SequenceMean, TokenMean
@@ -154,6 +155,8 @@ def test_turn_rewards_stand_on_their_turns() -> None:
 
 def first_advantages(scored: Rollouts, estimator: AdvantageEstimator) -> list[float]:
     """Advantages of each trajectory's first sampled token."""
+    if estimator.credit == "parts":
+        scored = with_credited_parts(estimator, scored)
     found = estimate_advantages(scored, ModelOutputs(), estimator, None, None, lambda x: x)
     return found.advantages[:, PROMPT].tolist()
 
@@ -192,7 +195,7 @@ def test_gdpo_rejects_a_sum_that_is_not_that_of_its_parts() -> None:
 def test_minibatches_count_trajectories() -> None:
     made = rollouts(CUTS[1])
     experience = Experience(
-        made.token_ids,
+        token_ids=made.token_ids,
         attention_mask=made.attention_mask,
         response_mask=made.response_mask,
         group_ids=made.group_ids,

@@ -109,7 +109,7 @@ def test_a_window_is_without_the_batches_of_an_earlier_run(path: str) -> None:
 def test_deepspeed_which_keeps_its_gradients_is_refused(path: str) -> None:
     module = SFTLightningModule(path)
     strategy = DeepSpeedStrategy.__new__(DeepSpeedStrategy)
-    strategy._accelerator = None
+    strategy._accelerator = strategy._precision_plugin = None
     module._trainer = SimpleNamespace(strategy=strategy, accumulate_grad_batches=2)  # type: ignore[assignment]
     with pytest.raises(ValueError, match="accumulate_grad_batches=2"):
         module.setup("fit")

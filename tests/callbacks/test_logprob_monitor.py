@@ -37,12 +37,14 @@ def measured(gate: LogprobMonitor, trainer: Any = None, module: Any = None) -> d
     """A row: a prompt token, two tokens of turn 0, an answer, a token of turn 1, and one that older weights sampled."""
     sampled = torch.tensor([[False, True, True, False, True, True]])
     rollouts = Rollouts(
-        torch.zeros(1, 6, dtype=torch.long), torch.ones(1, 6, dtype=torch.bool), sampled, torch.zeros(1, 6),
-        torch.zeros(1, dtype=torch.long), torch.zeros(1), {}, torch.zeros(1, dtype=torch.bool), 3,
+        token_ids=torch.zeros(1, 6, dtype=torch.long), attention_mask=torch.ones(1, 6, dtype=torch.bool),
+        response_mask=sampled, engine_logprobs=torch.zeros(1, 6), group_ids=torch.zeros(1, dtype=torch.long),
+        rewards=torch.zeros(1), reward_parts={}, truncated=torch.zeros(1, dtype=torch.bool), policy_version=3,
         turn_ids=torch.tensor([[-1, 0, 0, -1, 1, 1]]), policy_versions=torch.tensor([[-1, 5, 5, -1, 5, 3]]),
     )  # fmt: skip
     experience = Experience(
-        rollouts.token_ids, rollouts.attention_mask, sampled, rollouts.group_ids, rollouts.trajectory_ids,
+        token_ids=rollouts.token_ids, attention_mask=rollouts.attention_mask, response_mask=sampled,
+        group_ids=rollouts.group_ids, trajectory_ids=rollouts.trajectory_ids,
         engine_logprobs=torch.tensor([[9.0, -1.0, -2.0, 9.0, -3.0, -4.0]]),
         advantages=torch.zeros(1, 6), rewards=torch.zeros(1), valid=torch.ones(1, dtype=torch.bool),
         old_logprobs=torch.tensor([[0.0, -1.1, -1.8, 0.0, -3.6, -5.0]]),

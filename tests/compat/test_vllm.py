@@ -20,6 +20,7 @@ pytest.importorskip("vllm")
 pytestmark = pytest.mark.vllm
 
 from lightrl.compat import vllm as trainer_side  # noqa: E402 - vLLM is asked for first
+from lightrl.compat import vllm_fire as fire_side  # noqa: E402
 from lightrl.compat import vllm_grammars as grammars_side  # noqa: E402
 from lightrl.compat import vllm_parsers as parsers_side  # noqa: E402
 from lightrl.compat import vllm_process as process_side  # noqa: E402
@@ -27,7 +28,7 @@ from lightrl.compat import vllm_worker as worker_side  # noqa: E402
 from tests.toys import quickstart_model  # noqa: E402
 
 ROOT = Path(__file__).parents[2] / "lightrl"
-SIDES = (trainer_side, process_side, worker_side, parsers_side, grammars_side)
+SIDES = (trainer_side, process_side, worker_side, fire_side, parsers_side, grammars_side)
 NAMES = {name: use for side in SIDES for name, use in side.PRIVATE.items()}
 
 PARAMETERS = {

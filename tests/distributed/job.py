@@ -157,9 +157,10 @@ def make_module(kind: str, path: str, **model: Any) -> Any:
 
 def full_weights(module: Any) -> dict[str, torch.Tensor]:
     """Every trained tensor, whole: the policy under its Hugging Face names, the critic under its own. Collective."""
-    gather = adapters.gather_parameter(module.trainer.strategy)
+    gather = adapters.gathered
     weights = {name: tensor.clone() for name, tensor in module.named_policy_weights()}
-    for name, parameter in module.critic.named_parameters() if module.critic is not None else ():
+    critic = getattr(module, "critic", None)
+    for name, parameter in critic.named_parameters() if critic is not None else ():
         with gather(parameter) as full:
             weights[f"critic.{name}"] = full.clone()
     return weights

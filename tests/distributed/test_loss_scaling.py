@@ -19,7 +19,6 @@ from torch import Tensor
 
 from lightrl.algorithms import GRPOLightningModule, PPOLightningModule
 from lightrl.algorithms.settings import Updates
-from lightrl.distributed.strategies import loss_scaler
 from lightrl.models.spec import ModelSpec
 from tests import forks
 from tests.toys import SMALL, quickstart_model, quiet_trainer, sums_data
@@ -71,7 +70,7 @@ class Watch(Callback):
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
         self.metrics.append({k: float(v) for k, v in outputs.items() if not k.startswith("time/")})
         self.weights.append(torch.cat([p.detach().flatten().clone() for p in module.actor.parameters()]))
-        scaler = loss_scaler(trainer.precision_plugin)
+        scaler = trainer.scaler
         self.scale = 1.0 if scaler is None else scaler.get_scale()
 
 

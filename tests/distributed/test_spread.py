@@ -21,6 +21,7 @@ from lightrl.models.loading import load_causal_lm
 from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import LoraSpec, ModelSpec
 from tests import forks
+from tests.rows import as_rows
 from tests.toys import quickstart_model
 
 
@@ -46,8 +47,8 @@ def rows_of(rank: int | None, case: str) -> dict[str, torch.Tensor]:
 def learn(policy: Any, critic: Any, rows: dict[str, torch.Tensor]) -> torch.Tensor:
     """Log-probs, entropies and values side by side; their weighted sum has gone backward."""
     arguments = (rows["ids"], rows["mask"], rows["response"])
-    out = policy(*arguments, group_ids=rows["groups"], entropy=True)
-    values = critic(*arguments, group_ids=rows["groups"])
+    out = policy(as_rows(*arguments, group_ids=rows["groups"]), entropy=True)
+    values = critic(as_rows(*arguments, group_ids=rows["groups"]))
     both = out.logprobs + 0.3 * out.entropy + 0.7 * values
     (both * rows["weights"]).sum().backward()
     return torch.stack([out.logprobs, out.entropy, values]).detach()

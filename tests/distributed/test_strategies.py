@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from transformers import AutoModelForCausalLM
 
 from lightrl.cli.export import export
-from lightrl.distributed.strategies import refuse_unsupported
+from lightrl.distributed.precision import refuse_unsupported
 from lightrl.engines import TransformersEngine
 from tests import forks
 from tests.distributed.job import ROLLOUTS, train
@@ -269,8 +269,8 @@ def test_a_rank_does_not_outlive_its_launcher(tmp_path: Path) -> None:
 
 def test_refuses_what_would_train_apart() -> None:
     with pytest.raises(ValueError, match="tensor_parallel_size=2.*FSDP2Strategy"):
-        refuse_unsupported(ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2))
+        refuse_unsupported(ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2), "32-true")
     with pytest.raises(ValueError, match="FSDP1.*fsdp2.yaml"):
-        refuse_unsupported(FSDPStrategy())
+        refuse_unsupported(FSDPStrategy(), "32-true")
     with pytest.raises(ValueError, match="precision=16-mixed with FSDP2"):
         refuse_unsupported(ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1), "16-mixed")

@@ -18,6 +18,7 @@ from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import LoraSpec, ModelSpec
 from lightrl.records import Prompts, SamplingParams
 from tests.engines.conftest import ask, load, reference_logprobs
+from tests.rows import as_rows
 from tests.toys import quickstart_model, quiet_trainer, sums_data
 
 pytest.importorskip("vllm")
@@ -51,7 +52,7 @@ def expected(policy: PolicyModel, rows: list[list[int]]) -> list[list[float]]:
     mask = torch.ones_like(tokens, dtype=torch.bool)
     response = mask.clone()
     response[:, 0] = False
-    return policy(tokens, mask, response).logprobs[:, 1:].tolist()
+    return policy(as_rows(tokens, mask, response)).logprobs[:, 1:].tolist()
 
 
 def test_each_push_replaces_the_adapter(engine: VLLMEngine, tied_folder: Path) -> None:

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightrl.models import logprobs
-from lightrl.models.logprobs import LogitMap, TokenHead, chunked_logprobs, install_head
+from lightrl.models.logprobs import Distribution, LogitMap, TokenHead, chunked_logprobs, install_head
 from lightrl.models.policy import PolicyModel
 from tests.models.conftest import Batch, build
+from tests.rows import as_rows
 
 
 def inputs(m: int = 7, d: int = 5, v: int = 11, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
@@ -35,7 +36,7 @@ def test_by_hand() -> None:
     assert entropy is not None and entropy.item() == pytest.approx(
         0.25 * math.log(4) + 0.75 * math.log(4 / 3), abs=1e-6
     )
-    logprob, none = chunked_logprobs(hidden, weight, None, target, temperature=2.0)
+    logprob, none = chunked_logprobs(hidden, weight, None, target, Distribution(2.0))
     assert none is None
     assert logprob.item() == pytest.approx(math.log(math.sqrt(3) / (1 + math.sqrt(3))), abs=1e-6)
 
@@ -48,7 +49,7 @@ def test_gradients_by_finite_differences(logit_map: LogitMap, with_bias: bool) -
     def both(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
         logprobs, entropy = chunked_logprobs(
             hidden, weight, bias if with_bias else None, targets,
-            temperature=0.6, entropy=True, logit_map=logit_map, chunk_elements=22,
+            Distribution(0.6, logit_map), entropy=True, chunk_elements=22,
         )  # fmt: skip
         assert entropy is not None
         return logprobs, entropy
@@ -68,8 +69,7 @@ def test_gradients_without_entropy(with_bias: bool) -> None:
             weight,
             bias if with_bias else None,
             targets,
-            temperature=0.6,
-            logit_map=LogitMap(0.4),
+            distribution=Distribution(0.6, LogitMap(0.4)),
             chunk_elements=22,
         )[0]
 
@@ -130,7 +130,7 @@ def test_chunks_do_not_matter(entropy: bool, monkeypatch: pytest.MonkeyPatch) ->
 
     def run() -> tuple[Tensor, ...]:
         hidden, weight, bias, targets = inputs(m=9, d=5, v=23)
-        picked, entropies = chunked_logprobs(hidden, weight, bias, targets, temperature=0.7, entropy=entropy)
+        picked, entropies = chunked_logprobs(hidden, weight, bias, targets, Distribution(0.7), entropy=entropy)
         weights = torch.arange(9.0, dtype=torch.float64)
         loss = (picked * weights).sum() + (0.0 if entropies is None else (entropies * weights.flip(0)).sum())
         loss.backward()
@@ -177,7 +177,7 @@ def test_changed_logits_are_found_out(batch: Batch) -> None:
 
     lm.forward = scaled
     with pytest.raises(ValueError, match="own forward pass"):
-        PolicyModel(lm)(*batch[:3])
+        PolicyModel(lm)(as_rows(*batch[:3]))
 
 
 def test_products_that_come_out_in_float32_are_as_exact_as_that(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from lightrl.models.logprobs import LogitMap
+from lightrl.models.logprobs import Distribution, LogitMap
 from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import Layout
-from lightrl.models.teachers import Lesson, TeacherStates, chunked_divergence, chunked_top
+from lightrl.models.teachers import (
+    Lesson,
+    TeacherStates,
+    TopTokens,
+    chunked_divergence,
+    chunked_top,
+    divergence_from,
+    teach,
+)
 from lightrl.objectives import Divergence, ForwardKL, JensenShannon, ReverseKL
-from lightrl.records import Experience, Support, TopTokens
+from lightrl.records import Experience, Support
 from tests.models.conftest import Batch, build
+from tests.rows import as_rows
 
 DIVERGENCES = [ReverseKL(), ForwardKL(), JensenShannon(0.3)]
 
@@ -60,7 +70,7 @@ def test_values_and_gradients_equal_a_dense_softmax(divergence: Divergence, chun
     support = Support.of([row.nonzero().squeeze(1) for row in keep]) if cut else None
     teacher = TeacherStates(theirs.detach(), their_weight.detach(), None, LogitMap(0.5))
     got = chunked_divergence(
-        hidden, weight, bias, teacher, divergence, temperature=0.7, logit_map=LogitMap(1.5, 2.0), support=support,
+        hidden, weight, bias, teacher, divergence, Distribution(0.7, LogitMap(1.5, 2.0), support),
         chunk_elements=chunk_elements,
     )  # fmt: skip
     z = torch.tanh((hidden @ weight.T + bias) * 1.5 / 2.0) * 2.0 / 0.7
@@ -84,10 +94,10 @@ def test_values_and_gradients_equal_a_dense_softmax(divergence: Divergence, chun
 @pytest.mark.parametrize("divergence", DIVERGENCES, ids=lambda d: type(d).__name__)
 def test_top_words_equal_a_dense_softmax_over_them_and_any_other(divergence: Divergence) -> None:
     hidden, weight, theirs, their_weight = drawn((7, 5), (11, 5), (7, 3), (11, 3))
-    top = chunked_top(theirs.detach(), their_weight.detach(), None, 3, temperature=0.7, chunk_elements=30)
+    top = chunked_top(theirs.detach(), their_weight.detach(), None, 3, Distribution(0.7), chunk_elements=30)
     q = (theirs @ their_weight.T / 0.7).softmax(-1).detach()
     torch.testing.assert_close(top.logprobs, q.log().topk(3).values)
-    got = chunked_divergence(hidden, weight, None, top, divergence, temperature=0.7, chunk_elements=30)
+    got = chunked_divergence(hidden, weight, None, top, divergence, Distribution(0.7), chunk_elements=30)
     p = (hidden @ weight.T / 0.7).softmax(-1)
     coarse = [torch.cat([x.gather(1, top.ids), 1 - x.gather(1, top.ids).sum(1, keepdim=True)], 1) for x in (p, q)]
     want = divergence(coarse[0].log(), coarse[1].log())
@@ -126,10 +136,11 @@ def test_every_layout_of_student_and_teacher_gives_the_same(top: int | None, bat
         student, lessons = model(layout, 0), []
         for number in (0, 1):
             own = (numbers == number).nonzero().squeeze(1)
-            lesson = model(of_teacher, number + 5).teach(rows.select(own), top)
+            lesson = teach(model(of_teacher, number + 5), rows.select(own), top)
             targets = own[lesson.targets // width] * width + lesson.targets % width
             lessons.append(Lesson(targets, lesson.states))
-        out = student(*batch[:3], group_ids=batch.group_ids, lessons=lessons, divergence=ReverseKL())
+        distance = partial(divergence_from, lessons, ReverseKL())
+        out = student(as_rows(*batch[:3], group_ids=batch.group_ids), divergence=distance)
         out.divergence.sum().backward()
         results.append((out.divergence.detach(), [p.grad for p in student.parameters()]))
     value, gradients = results[0]

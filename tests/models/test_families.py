@@ -11,6 +11,7 @@ import transformers
 
 from lightrl.models.policy import PolicyModel
 from tests.models.conftest import SETTINGS, Batch, plain_scores
+from tests.rows import as_rows
 
 PACKED: dict[str, dict[str, Any]] = {
     "Qwen3": {"head_dim": 8},
@@ -53,7 +54,7 @@ def test_packed_families(name: str, batch: Batch) -> None:
     lm = build(name, PACKED[name])
     expected, entropy = plain_scores(lm, batch, 0.7)
     policy = PolicyModel(lm, layout="shared_prefix")
-    out = policy(*batch[:3], group_ids=batch.group_ids, temperature=0.7, entropy=True)
+    out = policy(as_rows(*batch[:3], group_ids=batch.group_ids, temperature=0.7), entropy=True)
     torch.testing.assert_close(out.logprobs, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(out.entropy, entropy, atol=1e-5, rtol=1e-5)
     weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(5))
@@ -74,7 +75,7 @@ def test_other_families_fall_back(name: str, batch: Batch) -> None:
     expected, _ = plain_scores(lm, batch)
     with pytest.warns(UserWarning, match="padded layout"):
         policy = PolicyModel(lm)
-        got = policy(*batch[:3], group_ids=batch.group_ids).logprobs
+        got = policy(as_rows(*batch[:3], group_ids=batch.group_ids)).logprobs
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -85,7 +86,9 @@ def test_capped_attention_is_capped(layout: Any, batch: Batch) -> None:
     expected, _ = plain_scores(build("Gemma2", {**settings, "attn_implementation": "eager"}), batch)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        got = PolicyModel(build("Gemma2", settings), layout=layout)(*batch[:3], group_ids=batch.group_ids).logprobs
+        got = PolicyModel(build("Gemma2", settings), layout=layout)(
+            as_rows(*batch[:3], group_ids=batch.group_ids)
+        ).logprobs
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -94,7 +97,7 @@ def test_experts_report_their_balance(layout: Any, batch: Batch) -> None:
     lm = build("Mixtral", {"num_local_experts": 4, "output_router_logits": True})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        out = PolicyModel(lm, layout=layout)(*batch[:3], group_ids=batch.group_ids)
+        out = PolicyModel(lm, layout=layout)(as_rows(*batch[:3], group_ids=batch.group_ids))
     # 4 experts, 2 per token: a balanced router has loss 2, one that always takes the same two has up to 4
     assert out.aux_loss is not None and 1.9 < out.aux_loss.item() < 4.0
     out.aux_loss.backward()
@@ -108,8 +111,8 @@ def test_attention_that_depends_on_the_batch_is_refused(batch: Batch) -> None:
     expected, _ = plain_scores(lm, batch)
     with pytest.warns(UserWarning, match="indexed_attention"):
         policy = PolicyModel(lm)
-    torch.testing.assert_close(policy(*batch[:3]).logprobs, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(policy(as_rows(*batch[:3])).logprobs, expected, atol=1e-5, rtol=1e-5)
     with pytest.warns(UserWarning, match="indexed_attention"):
         policy = PolicyModel(build("DeepseekV32", {**settings, "index_topk": 4}))
     with pytest.raises(ValueError, match="best 4 keys"):
-        policy(*batch[:3])
+        policy(as_rows(*batch[:3]))

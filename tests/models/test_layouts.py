@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightrl.compat import torch as compat
-from lightrl.models.critic import ValueModel
-from lightrl.models.packing import attention
+from lightrl.compat import torch_flex as compat
+from lightrl.models.critic import ValueModel, new_value_head
+from lightrl.models.packing import attention, cuda_attention
 from lightrl.models.packing.streams import TokenStream, make_stream
 from lightrl.models.policy import PolicyModel
 from tests.models.conftest import Batch, build, make_batch, plain_scores
+from tests.rows import as_rows
 
 LAYOUTS = ("padded", "packed", "shared_prefix")
 FAMILIES = [("qwen2", True), ("llama", False), ("mistral", True)]
@@ -43,7 +44,7 @@ def test_layouts_equal_plain_forward(kind: str, tied: bool, batch: Batch) -> Non
     expected = gradients(lm)
     for layout in LAYOUTS:
         policy = PolicyModel(build(kind, tie_word_embeddings=tied), layout=layout)
-        out = policy(*batch[:3], group_ids=batch.group_ids, temperature=0.7, entropy=True)
+        out = policy(as_rows(*batch[:3], group_ids=batch.group_ids, temperature=0.7), entropy=True)
         torch.testing.assert_close(out.logprobs, logprobs, atol=1e-5, rtol=1e-6)
         torch.testing.assert_close(out.entropy, entropy, atol=1e-5, rtol=1e-6)
         loss_of(out.logprobs, out.entropy).backward()
@@ -54,25 +55,25 @@ def test_layouts_equal_plain_forward(kind: str, tied: bool, batch: Batch) -> Non
 def test_padding_order_and_split_do_not_matter(layout: str, batch: Batch) -> None:
     policy = PolicyModel(build("llama"), layout=layout)
     with torch.no_grad():
-        whole = policy(*batch[:3], group_ids=batch.group_ids).logprobs
+        whole = policy(as_rows(*batch[:3], group_ids=batch.group_ids)).logprobs
         order = [3, 9, 0, 5, 1, 8, 2, 4, 7, 6]
-        shuffled = policy(*batch.pick(order)[:3], group_ids=batch.group_ids[order]).logprobs
+        shuffled = policy(as_rows(*batch.pick(order)[:3], group_ids=batch.group_ids[order])).logprobs
         torch.testing.assert_close(shuffled, whole[order], atol=1e-5, rtol=0)
         for rows in ([0, 5], [1, 2, 8], [3]):  # groups cut apart; a micro-batch with an empty response only
-            part = policy(*batch.pick(rows)[:3], group_ids=batch.group_ids[rows]).logprobs
+            part = policy(as_rows(*batch.pick(rows)[:3], group_ids=batch.group_ids[rows])).logprobs
             torch.testing.assert_close(part, whole[rows], atol=1e-5, rtol=0)
         wider = [torch.nn.functional.pad(x, (0, 5)) for x in batch[:3]]
-        wide = policy(*wider, group_ids=batch.group_ids).logprobs
+        wide = policy(as_rows(*wider, group_ids=batch.group_ids)).logprobs
         torch.testing.assert_close(wide[:, : whole.shape[1]], whole, atol=1e-5, rtol=0)
         assert not wide[:, whole.shape[1] :].any()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_nothing_wanted_keeps_the_graph(layout: str, batch: Batch) -> None:
-    policy = PolicyModel(build("qwen2"), layout=layout, value_head=True)
-    out = policy(
-        batch.token_ids, batch.attention_mask, torch.zeros_like(batch.response_mask), entropy=True, values=True
-    )
+    policy = PolicyModel(build("qwen2"), layout=layout)
+    policy.value_head = new_value_head(policy.lm)
+    nothing = torch.zeros_like(batch.response_mask)
+    out = policy(as_rows(batch.token_ids, batch.attention_mask, nothing), entropy=True, values=True)
     assert not any(x.any() for x in out[:3])
     (out.logprobs + out.entropy + out.values).sum().backward()
     assert all(p.grad is not None and not p.grad.any() for p in policy.parameters())
@@ -96,9 +97,9 @@ def test_left_padding_is_refused(batch: Batch) -> None:
 
 def test_autocast_layouts_agree(batch: Batch) -> None:
     policy = PolicyModel(build("qwen2", initializer_range=0.05))
-    exact = policy(*batch[:3], group_ids=batch.group_ids).logprobs
+    exact = policy(as_rows(*batch[:3], group_ids=batch.group_ids)).logprobs
     with torch.autocast("cpu", torch.bfloat16):
-        got = policy(*batch[:3], group_ids=batch.group_ids).logprobs
+        got = policy(as_rows(*batch[:3], group_ids=batch.group_ids)).logprobs
     torch.testing.assert_close(got, exact, atol=3e-2, rtol=0)
     got.sum().backward()
 
@@ -123,7 +124,7 @@ def test_flex_attention_agrees(window: int | None, stream: str, monkeypatch: pyt
     generator = torch.Generator().manual_seed(0)
     leaves = [torch.randn(stream.num_tokens, h, 8, dtype=torch.float64, generator=generator) for h in (4, 2, 2, 4)]
     weights, results = leaves.pop(), []
-    for path in (attention._flex, attention._masked_sdpa):
+    for path in (cuda_attention._flex, attention._masked_sdpa):
         inputs = [x.clone().requires_grad_() for x in leaves]
         out = path(*inputs, stream, 0.3, window)
         results.append((out, *torch.autograd.grad((out * weights).sum(), inputs)))
@@ -147,13 +148,13 @@ def test_flex_attention_compiles_few_graphs_and_never_falls_back(monkeypatch: py
 
     counter = CompileCounter()
     flex = compat.flex_attention(compiled=True, backend=counter)
-    monkeypatch.setattr(attention, "flex_attention", lambda compiled: flex)
+    monkeypatch.setattr(cuda_attention, "flex_attention", lambda compiled: flex)
     torch._dynamo.reset()
     graphs = []
 
     def run(stream: TokenStream, heads: int, dtype: torch.dtype, window: int | None) -> None:
         q, k, v = (torch.randn(stream.num_tokens, h, 16, dtype=dtype) for h in (heads, 2, 2))
-        out = attention._flex(q, k, v, stream, 0.3, window)
+        out = cuda_attention._flex(q, k, v, stream, 0.3, window)
         torch.testing.assert_close(out, attention._masked_sdpa(q, k, v, stream, 0.3, window), atol=1e-2, rtol=1e-2)
         graphs.append(counter.frame_count)
 
@@ -189,10 +190,10 @@ def test_the_variable_length_kernel_gets_each_row_as_a_sequence(
             parts.append(out.transpose(0, 1))
         return torch.cat(parts)
 
-    monkeypatch.setattr(attention, "varlen_attn", kernel)
+    monkeypatch.setattr(cuda_attention, "varlen_attn", kernel)
     stream = long_stream(share=False)
     q, k, v = (torch.randn(stream.num_tokens, h, 16) for h in (4, 2, 2))
-    ours = attention._varlen(q, k, v, stream, 0.3, window)
+    ours = cuda_attention._varlen(q, k, v, stream, 0.3, window)
     torch.testing.assert_close(ours, attention._masked_sdpa(q, k, v, stream, 0.3, window))
 
 
@@ -211,8 +212,8 @@ def test_unsupported_models_fall_back_once(batch: Batch) -> None:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         policy = PolicyModel(gemma())
-        got = policy(*batch[:3], group_ids=batch.group_ids, temperature=0.7).logprobs
-        policy(*batch[:3], group_ids=batch.group_ids)
+        got = policy(as_rows(*batch[:3], group_ids=batch.group_ids, temperature=0.7)).logprobs
+        policy(as_rows(*batch[:3], group_ids=batch.group_ids))
     assert len([w for w in seen if "padded layout" in str(w.message)]) == 1
     expected, _ = plain_scores(gemma(), batch, 0.7)  # the head's cap is handled
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
@@ -227,10 +228,10 @@ def test_attention_that_ignores_the_stream_is_found_out(batch: Batch) -> None:
     original = layer.forward
     layer.forward = lambda *args, stream=None, **kwargs: original(*args, **kwargs)
     with pytest.raises(ValueError, match="1 of its 2 layers"):
-        PolicyModel(lm, layout="packed")(*batch[:3])
+        PolicyModel(lm, layout="packed")(as_rows(*batch[:3]))
     expected, _ = plain_scores(build("qwen2"), batch)
     with pytest.warns(UserWarning, match="padded layout"):
-        got = PolicyModel(lm)(*batch[:3], group_ids=batch.group_ids).logprobs
+        got = PolicyModel(lm)(as_rows(*batch[:3], group_ids=batch.group_ids)).logprobs
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
 
 
@@ -239,15 +240,16 @@ def test_values_are_read_before_the_token(layout: str, batch: Batch) -> None:
     torch.manual_seed(1)
     critic = ValueModel(build("qwen2").model, layout=layout)
     torch.nn.init.normal_(critic.value_head.weight)
-    got = critic(*batch[:3], group_ids=batch.group_ids)
+    got = critic(as_rows(*batch[:3], group_ids=batch.group_ids))
     for i, (ids, attention_row, response) in enumerate(zip(*batch[:3], strict=True)):
         hidden = critic.backbone(input_ids=ids[attention_row][None]).last_hidden_state[0]
-        read = critic.value_head(hidden).squeeze(-1)
+        read = critic.value_head(hidden)
         expected = torch.zeros(len(ids))
         for t in response.nonzero().flatten().tolist():
             expected[t] = read[t - 1]
         torch.testing.assert_close(got[i], expected, atol=1e-5, rtol=1e-5)
-    shared = PolicyModel(build("qwen2"), value_head=True, layout=layout)
+    shared = PolicyModel(build("qwen2"), layout=layout)
+    shared.value_head = new_value_head(shared.lm)
     shared.value_head.load_state_dict(critic.value_head.state_dict())
-    values = shared(*batch[:3], group_ids=batch.group_ids, values=True).values
+    values = shared(as_rows(*batch[:3], group_ids=batch.group_ids), values=True).values
     torch.testing.assert_close(values, got, atol=1e-5, rtol=1e-5)

@@ -12,6 +12,7 @@ from lightrl.models.loading import load_causal_lm
 from lightrl.models.policy import PolicyModel, named_hf_weights
 from lightrl.models.spec import ModelSpec
 from tests.models.conftest import Batch, build
+from tests.rows import as_rows
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def test_dropout_does_nothing_in_training_mode(folder: str, batch: Batch) -> Non
     assert lm.training and lm.dtype == torch.float32
     for layout in ("padded", "shared_prefix"):
         policy = PolicyModel(lm, layout=layout)  # type: ignore[arg-type]
-        assert policy(*batch[:3]).logprobs.equal(policy(*batch[:3]).logprobs)
+        assert policy(as_rows(*batch[:3])).logprobs.equal(policy(as_rows(*batch[:3])).logprobs)
 
 
 def test_freezing(folder: str) -> None:
@@ -53,14 +54,14 @@ def test_random_weights_need_a_configuration_only_and_follow_the_seed(folder: st
 @pytest.mark.parametrize("tied", [True, False])
 def test_export_loads_again(tied: bool, tmp_path: Path, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = PolicyModel(build("llama", tie_word_embeddings=tied))
-    expected = policy(*batch[:3]).logprobs
+    expected = policy(as_rows(*batch[:3])).logprobs
     monkeypatch.setattr("lightrl.models.folders.AutoTokenizer", Tokenizers)
     state = {name: tensor.clone() for name, tensor in named_hf_weights(policy)}
     assert ("lm_head.weight" in state) is not tied
     save_hf_folder(policy, state, tmp_path / "out", tokenizer_path="there")
     assert (tmp_path / "out" / "tokenizer").read_text() == "there"
     loaded = PolicyModel(load_causal_lm(ModelSpec(str(tmp_path / "out")), trainable=False))
-    torch.testing.assert_close(loaded(*batch[:3]).logprobs, expected)
+    torch.testing.assert_close(loaded(as_rows(*batch[:3])).logprobs, expected)
 
 
 class Tokenizers:

@@ -16,6 +16,7 @@ from lightrl.models.policy import PolicyModel, named_hf_weights
 from lightrl.models.spec import LoraSpec
 from tests.models.conftest import Batch, build
 from tests.models.test_routing import moe
+from tests.rows import as_rows
 
 pytest.importorskip("peft")
 
@@ -75,22 +76,22 @@ def test_merged_model_gives_the_same_logprobs(batch: Batch) -> None:
     policy, plain = adapted(), build("qwen2", tie_word_embeddings=True)
     plain.load_state_dict(dict(named_hf_weights(policy)), strict=False)
     torch.testing.assert_close(
-        PolicyModel(plain)(*batch[:3]).logprobs, policy(*batch[:3]).logprobs, atol=1e-4, rtol=1e-4
+        PolicyModel(plain)(as_rows(*batch[:3])).logprobs, policy(as_rows(*batch[:3])).logprobs, atol=1e-4, rtol=1e-4
     )
 
 
 def test_base_is_the_reference(batch: Batch) -> None:
     policy = adapted()
-    base = PolicyModel(build("qwen2", tie_word_embeddings=True))(*batch[:3]).logprobs
+    base = PolicyModel(build("qwen2", tie_word_embeddings=True))(as_rows(*batch[:3])).logprobs
     trained = {name for name, p in policy.named_parameters() if p.requires_grad}
     assert trained and all(".lora_" in name for name in trained)
     with policy.as_reference():
-        assert policy(*batch[:3]).logprobs.equal(base)
-    assert not torch.allclose(policy(*batch[:3]).logprobs, base, atol=0.1)
+        assert policy(as_rows(*batch[:3])).logprobs.equal(base)
+    assert not torch.allclose(policy(as_rows(*batch[:3])).logprobs, base, atol=0.1)
     assert trained == {name for name, p in policy.named_parameters() if p.requires_grad}
 
 
-def test_gathering_goes_through_the_callers_function() -> None:
+def test_gathering_goes_through_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters may be shards: only gathered tensors are read, in the same order everywhere."""
     policy, seen = adapted(), []
     names = {id(p): name for name, p in policy.lm.named_parameters()}
@@ -103,7 +104,9 @@ def test_gathering_goes_through_the_callers_function() -> None:
         yield parameter.detach() * 2.0
         open_now.pop()
 
-    for _, tensor in named_hf_weights(policy, gather):
+    monkeypatch.setattr("lightrl.models.policy.gathered", gather)
+    monkeypatch.setattr("lightrl.models.lora.gathered", gather)
+    for _, tensor in named_hf_weights(policy):
         assert 1 <= len(open_now) <= 3  # one layer at a time
         assert not tensor.requires_grad
     assert sorted(seen) == sorted(names.values()) and not open_now

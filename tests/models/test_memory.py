@@ -15,6 +15,7 @@ from lightrl.models.loading import load_causal_lm
 from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives import KLInReward
+from tests.rows import as_rows
 from tests.toys import Keep, model_fixture, quiet_trainer, sums_data
 
 path = model_fixture(num_hidden_layers=2, hidden_size=64, intermediate_size=96)
@@ -63,7 +64,7 @@ def test_recomputed_activations_save_memory_and_change_nothing(layout: Any, path
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            out = model(tokens, mask, response, group_ids=torch.arange(8) // 4, temperature=0.9)
+            out = model(as_rows(tokens, mask, response, group_ids=torch.arange(8) // 4, temperature=0.9))
         (out.logprobs * response).sum().backward()
         results.append((kept, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])))
     (plain, expected), (saved, gradient) = results

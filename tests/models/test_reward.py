@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
-from lightrl.models.reward import RewardModel
-from lightrl.models.spec import RewardModelSpec
+from lightrl.models.reward import RewardModel, RewardModelSpec
 from tests.models.conftest import VOCAB, Batch
+from tests.rows import unshared
 
 
 def classifier() -> Any:
@@ -42,7 +42,7 @@ def test_scores_equal_transformers(layout: Any, batch: Batch) -> None:
     model = classifier()
     expected = model(input_ids=batch.token_ids, attention_mask=batch.attention_mask.long()).logits.squeeze(-1)
     reward = RewardModel(classifier(), layout=layout)
-    torch.testing.assert_close(reward(batch.token_ids, batch.attention_mask), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(reward(unshared(batch.token_ids, batch.attention_mask)), expected, atol=1e-5, rtol=1e-5)
     rollouts = SimpleNamespace(**batch._asdict())
     for budget in (1, 30, 1000):  # one row each, a few, all at once
         torch.testing.assert_close(reward.score(rollouts, budget), expected.detach(), atol=1e-5, rtol=1e-5)
@@ -54,7 +54,7 @@ def test_the_last_token_counts_even_if_it_is_the_pad_token(batch: Batch) -> None
     last = int(batch.attention_mask[0].sum()) - 1
     ids[0, last] = 0
     reward = RewardModel(classifier())
-    score = reward(ids, batch.attention_mask[:1])
+    score = reward(unshared(ids, batch.attention_mask[:1]))
     hidden = reward.model.model(input_ids=ids[:, : last + 1]).last_hidden_state[0, -1]
     torch.testing.assert_close(score[0], reward.model.score(hidden)[0], atol=1e-5, rtol=1e-5)
 

@@ -18,6 +18,7 @@ from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import ModelSpec
 from lightrl.records import EngineContext
 from tests.models.conftest import SETTINGS, make_batch, plain_scores
+from tests.rows import as_rows
 
 ORIGINAL = 16
 SHORT, LONG = [1.0, 1.0, 1.0, 1.0], [1.5, 4.0, 9.0, 20.0]
@@ -59,12 +60,12 @@ def test_a_rows_logprobs_do_not_depend_on_the_batch(kind: str, layout: Any) -> N
     model = PolicyModel(load_causal_lm(spec(lm(kind)), trainable=True), layout=layout)
     if kind in ("dynamic", "longrope"):  # other factors for long rows
         with pytest.raises(ValueError, match="its RoPE"):
-            model(*batch[:3], group_ids=batch.group_ids)
+            model(as_rows(*batch[:3], group_ids=batch.group_ids))
         expected, _ = plain_scores(lm(kind), short)
         for row in range(2):
             torch.testing.assert_close(scored(model, short, [row])[0], expected[row], atol=1e-4, rtol=1e-4)
         return
-    together = model(*batch[:3], group_ids=batch.group_ids).logprobs
+    together = model(as_rows(*batch[:3], group_ids=batch.group_ids)).logprobs
     for row in range(len(batch.token_ids)):
         alone = scored(model, batch, [row])[0]
         torch.testing.assert_close(together[row], alone, atol=1e-4, rtol=1e-4)
@@ -74,7 +75,7 @@ def test_a_rows_logprobs_do_not_depend_on_the_batch(kind: str, layout: Any) -> N
 
 def scored(model: PolicyModel, batch: Any, rows: list[int]) -> torch.Tensor:
     part = batch.pick(rows)
-    return model(*part[:3], group_ids=part.group_ids).logprobs.detach()
+    return model(as_rows(*part[:3], group_ids=part.group_ids)).logprobs.detach()
 
 
 def spec(model: Any, **settings: Any) -> ModelSpec:
@@ -88,10 +89,10 @@ def test_long_rows_of_longrope_are_named_with_the_fix(family: str) -> None:
     model = PolicyModel(load_causal_lm(spec(lm("longrope", family)), trainable=True))
     batch = make_batch([(4, [5, 8]), (10, [7])])
     with pytest.raises(ValueError, match="17 tokens: above 16 tokens"):
-        model(*batch[:3])
+        model(as_rows(*batch[:3]))
     short = batch.pick([0, 1])
     expected, _ = plain_scores(lm("longrope", family).eval(), short)
-    torch.testing.assert_close(model(*short[:3]).logprobs, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(model(as_rows(*short[:3])).logprobs, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_factors_per_kind_of_layer_are_fixed() -> None:
@@ -104,7 +105,7 @@ def test_factors_per_kind_of_layer_are_fixed() -> None:
     model = transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**{**SETTINGS, **changes}))
     batch = make_batch([(4, [5, 3]), (8, [4])])
     policy = PolicyModel(load_causal_lm(spec(model), trainable=True), layout="padded")
-    together = policy(*batch[:3]).logprobs
+    together = policy(as_rows(*batch[:3])).logprobs
     for row in range(3):
         torch.testing.assert_close(together[row], scored(policy, batch, [row])[0], atol=1e-4, rtol=1e-4)
 
@@ -120,7 +121,7 @@ def test_engines_use_the_trainers_factors(tmp_path: Path, model_dir: Path) -> No
     row = list(range(3, 15))
     batch = make_batch([(1, [11])])._replace(token_ids=torch.tensor([[*row, 0, 0]]))
     model = PolicyModel(load_causal_lm(ModelSpec(str(tmp_path)), trainable=True))
-    expected = model(*batch[:3]).logprobs[0, 1:12].tolist()
+    expected = model(as_rows(*batch[:3])).logprobs[0, 1:12].tolist()
     assert engine.logprobs([row])[0] == pytest.approx(expected, abs=1e-4)
     engine.close()
 
@@ -146,4 +147,4 @@ def test_routers_choose_the_same_experts_in_training(family: str, noise: dict[st
 
     model = PolicyModel(load_causal_lm(spec(build()), trainable=True)).train()
     expected, _ = plain_scores(build().eval(), batch)
-    torch.testing.assert_close(model(*batch[:3]).logprobs, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(model(as_rows(*batch[:3])).logprobs, expected, atol=1e-4, rtol=1e-4)

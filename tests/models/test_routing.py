@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,7 @@ from lightrl.models.spec import ModelSpec
 from lightrl.records import GenerationRequest, Routes, SamplingParams
 from tests.algorithms.toys import fit, weights
 from tests.models.conftest import VOCAB, Batch
+from tests.rows import as_rows
 from tests.toys import QUICKSTART_MODEL, ThreadEngine, near_ties, sgd
 
 LAYOUTS = ("padded", "packed", "shared_prefix")
@@ -126,10 +128,10 @@ def test_tokens_go_to_their_own_experts_in_every_layout(kind: str, layout: Any, 
     policy = PolicyModel(moe(kind), layout=layout)
     for same in (False, True):
         routes = some_routes(batch, same=same)
-        out = policy(*batch[:3], group_ids=batch.group_ids, routes=routes).logprobs
-        alone = [policy(*batch.pick([row])[:3], routes=[routes[row]]).logprobs for row in range(len(routes))]
+        out = policy(as_rows(*batch[:3], group_ids=batch.group_ids, routes=routes)).logprobs
+        alone = [policy(as_rows(*batch.pick([row])[:3], routes=[routes[row]])).logprobs for row in range(len(routes))]
         torch.testing.assert_close(out, torch.cat(alone), atol=2e-5, rtol=1e-5)
-        free = policy(*batch[:3], group_ids=batch.group_ids).logprobs
+        free = policy(as_rows(*batch[:3], group_ids=batch.group_ids)).logprobs
         torch.testing.assert_close(out[-1], free[-1], atol=2e-5, rtol=1e-5)  # nothing was recorded of the last row
         assert (out - free)[:-1].abs().max() > 0.1
 
@@ -157,7 +159,7 @@ def test_gradients_of_router_and_experts_are_those_of_finite_differences(
         policy = PolicyModel(load_causal_lm(spec, trainable=True), layout=layout)
 
         def loss(policy: PolicyModel = policy) -> Tensor:
-            out = policy(*batch[:3], group_ids=batch.group_ids, routes=routes)
+            out = policy(as_rows(*batch[:3], group_ids=batch.group_ids, routes=routes))
             return (out.logprobs.double() * weight).sum()
 
         total = loss()
@@ -206,7 +208,7 @@ def test_a_router_with_near_ties_has_no_gap_with_replay_and_one_without(kind: st
                 parameter.data += 1e-7 * noise
         gaps = []
         for routes in ([sample.routes for *_, sample in rows], []):
-            out = policy(ids, attention, response, group_ids=starts[:, 0], routes=routes)
+            out = policy(as_rows(ids, attention, response, group_ids=starts[:, 0], routes=routes))
             gaps.append(float((out.logprobs - sampled).abs().max()))
         assert gaps[0] < 1e-5 and gaps[1] > 0.1, layout
 
@@ -231,7 +233,7 @@ def test_a_run_learns_from_the_experts_that_sampled(near: str, tmp_path: Path) -
     gaps = []
     for routes in (rows.routes, []):
         with torch.no_grad():
-            out = first.actor(*(rows.token_ids, rows.attention_mask, rows.response_mask), routes=routes).logprobs
+            out = first.actor(replace(rows, routes=routes)).logprobs
         gaps.append(float((out - rows.engine_logprobs)[rows.response_mask].abs().max()))
     assert gaps[0] < 1e-5 < 0.01 < gaps[1]
     stored = load_rollouts(tmp_path / "rollout=000001")[0]["routes"]
@@ -276,5 +278,5 @@ def test_what_vllm_returns_is_replayed(batch: Batch) -> None:
     sample = completion(output, GenerationRequest([3], SamplingParams(max_new_tokens=2), seed=0), 0)
     assert sample.routes is not None and sample.routes.experts.shape[1:] == (3, K)
     policy, row = PolicyModel(moe("Qwen3Moe")), batch.pick([2])
-    out = [policy(*row[:3], routes=[routes]).logprobs for routes in (recorded, sample.routes, None)]
+    out = [policy(as_rows(*row[:3], routes=[routes])).logprobs for routes in (recorded, sample.routes, None)]
     assert torch.equal(out[0], out[1]) and (out[0] - out[2]).abs().max() > 0.1

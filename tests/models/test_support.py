@@ -15,11 +15,12 @@ from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.environments.bridges import Tokens
 from lightrl.environments.ledger import Ledger
 from lightrl.models.loading import load_causal_lm
-from lightrl.models.logprobs import LogitMap, chunked_logprobs
+from lightrl.models.logprobs import Distribution, LogitMap, chunked_logprobs
 from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import ModelSpec
 from lightrl.records import Completion, GenerationRequest, SamplingParams, Support
 from tests.models.conftest import Batch, build
+from tests.rows import as_rows
 from tests.toys import quickstart_model
 
 LAYOUTS = ("padded", "packed", "shared_prefix")
@@ -30,7 +31,7 @@ def test_by_hand() -> None:
     weight = torch.tensor([1.0, 2.0, 3.0, 6.0]).log()[:, None]
     support = Support.of([[0, 2], []])
     logprobs, entropy = chunked_logprobs(
-        torch.ones(2, 1), weight, None, torch.tensor([2, 2]), entropy=True, support=support
+        torch.ones(2, 1), weight, None, torch.tensor([2, 2]), Distribution(support=support), entropy=True
     )
     assert logprobs.tolist() == pytest.approx([math.log(3 / 4), math.log(3 / 12)], abs=1e-6)
     assert entropy is not None
@@ -55,8 +56,8 @@ def test_values_and_gradients_equal_a_dense_masked_softmax(
     kept: list[Any] = [row.nonzero().squeeze(1) for row in keep]
     kept[3] = []  # nothing was cut
     got = chunked_logprobs(
-        hidden, weight, bias, targets, temperature=0.7, entropy=entropy, logit_map=logit_map,
-        support=Support.of(kept), chunk_elements=chunk_elements,
+        hidden, weight, bias, targets, Distribution(0.7, logit_map, Support.of(kept)), entropy=entropy,
+        chunk_elements=chunk_elements,
     )  # fmt: skip
     z = torch.nn.functional.linear(hidden, weight, bias) * logit_map.scale
     z = logit_map.cap * torch.tanh(z / logit_map.cap) if logit_map.cap else z
@@ -88,7 +89,7 @@ def test_every_layout_reads_the_support_of_each_token(layout: Any, batch: Batch)
         supports.append(Support.of([keep[row, t].nonzero().squeeze(1) for t in range(int(attention.sum()))]))
     supports[5] = None  # a row without a cut
     policy = PolicyModel(build("qwen2"), layout=layout)
-    out = policy(*batch[:3], group_ids=batch.group_ids, temperature=0.7, entropy=True, supports=supports)
+    out = policy(as_rows(*batch[:3], group_ids=batch.group_ids, temperature=0.7, supports=supports), entropy=True)
     expected = torch.zeros_like(out.logprobs)
     for row, ids in enumerate(batch.token_ids):
         logits = policy.lm(input_ids=ids[batch.attention_mask[row]][None]).logits[0] / 0.7
@@ -110,7 +111,7 @@ def scored(policy: PolicyModel, ids: list[int], start: int, temperature: float, 
     tokens = torch.tensor([ids])
     response = torch.arange(len(ids))[None] >= start
     with torch.no_grad():
-        out = policy(tokens, torch.ones_like(response), response, temperature=temperature, supports=[support])
+        out = policy(as_rows(tokens, torch.ones_like(response), response, temperature=temperature, supports=[support]))
     scores: Tensor = out.logprobs[0, start:]
     return scores
 

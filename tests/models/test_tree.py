@@ -8,18 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightrl.models.packing import attention
+from lightrl.models.packing import attention, cuda_attention
 from lightrl.models.packing.streams import TokenStream, make_stream
 from lightrl.models.policy import PolicyModel
 from tests.models.conftest import Batch, build, make_batch, make_tree
 from tests.models.test_layouts import assert_close, gradients, loss_of
+from tests.rows import as_rows
 
 SEEDS = range(6)
 
 
 def scored(kind: str, layout: str, batch: Batch, **changes: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     policy = PolicyModel(build(kind, max_position_embeddings=512, **changes), layout=layout)
-    out = policy(*batch[:3], group_ids=batch.group_ids, temperature=0.7, entropy=True)
+    out = policy(as_rows(*batch[:3], group_ids=batch.group_ids, temperature=0.7), entropy=True)
     loss_of(out.logprobs, out.entropy).backward()
     return out.logprobs.detach(), out.entropy.detach(), gradients(policy)
 
@@ -111,7 +112,7 @@ def test_rows_that_others_begin_with_cost_nothing() -> None:
 
 def seen(stream: TokenStream, window: int | None) -> Tensor:
     """(N, N) bool, who sees whom by FlexAttention's mask."""
-    mask = attention._block_mask(stream, window, torch.device("cpu"))
+    mask = cuda_attention._block_mask(stream, window, torch.device("cpu"))
     index = torch.arange(stream.num_tokens)
     visible: Tensor = mask.mask_mod(torch.tensor(0), torch.tensor(0), index[:, None], index[None, :])
     return visible
@@ -166,7 +167,7 @@ def test_blocks_from_trees_hide_nothing_that_is_seen(window: int | None) -> None
     mask = torch.arange(ids.shape[1]) < torch.tensor([sum(map(len, row)) for row in rows])[:, None]
     stream = make_stream(ids, mask, mask & (torch.arange(ids.shape[1]) >= 310))
     assert stream.parents == [-1, 0, 1, 1, 0]  # the row apart is shorter than what is wanted
-    blocks = attention._block_mask(stream, window, torch.device("cpu"))
+    blocks = cuda_attention._block_mask(stream, window, torch.device("cpu"))
     size = blocks.seq_lengths[0] // 128
     index = torch.arange(size * 128)
     dense = blocks.mask_mod(torch.tensor(0), torch.tensor(0), index[:, None], index[None, :])
@@ -190,6 +191,6 @@ def test_without_groups_nothing_is_shared(monkeypatch: pytest.MonkeyPatch) -> No
     policy = PolicyModel(build("qwen2", max_position_embeddings=512), layout="shared_prefix")
     with torch.no_grad():
         for groups in (None, batch.group_ids):
-            policy(*batch[:3], group_ids=groups)
+            policy(as_rows(*batch[:3], group_ids=groups))
     assert seen[0] == make_stream(*batch[:3], share=False).num_tokens
     assert seen[-1] == make_stream(*batch[:3]).num_tokens < seen[0]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightrl.ops.advantages import explained_variance
-from lightrl.ops.losses import clipped_policy_loss, clipped_value_loss
+from lightrl.ops.baselines import clipped_value_loss, explained_variance
+from lightrl.ops.losses import clipped_policy_loss
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from lightrl.records import Experience, Rollouts, SamplingParams
 from lightrl.rollout import RolloutDataModule
 from lightrl.rollout.learner import RLCallback
 from tests.environments.families import FAMILIES, make_tokenizer
+from tests.rows import as_rows
 from tests.toys import near_ties, quiet_trainer, sgd
 
 
@@ -174,7 +175,7 @@ def gap(module: Any, rollouts: Rollouts, routes: Any) -> float:
     """The largest difference between the policy's log-probs, on these experts, and those that were sampled."""
     rows = rollouts.token_ids, rollouts.attention_mask, rollouts.response_mask
     with torch.no_grad():
-        out = module.actor(*rows, group_ids=rollouts.group_ids, inputs=rollouts.inputs or None, routes=routes)
+        out = module.actor(as_rows(*rows, group_ids=rollouts.group_ids, inputs=rollouts.inputs or None, routes=routes))
     return float((out.logprobs - rollouts.engine_logprobs)[rollouts.response_mask].abs().max())
 
 

@@ -9,6 +9,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +31,7 @@ from lightrl.rewards.base import RewardError
 from lightrl.rewards.scorer import RewardScorer
 from lightrl.rollout.collector import RolloutStalledError, collate, trajectory_metrics
 from lightrl.rollout.host import EngineHost
+from lightrl.rollout.overlap import RecordedCollection
 from lightrl.rollout.sampler import RolloutSampler
 from tests.rollout.conftest import ScriptedEngine
 from tests.waiting import no_thread_left, until
@@ -94,19 +97,23 @@ def collector() -> Iterator[Callable[..., RolloutSampler]]:
 
     def make(engine: Any = None, episode: Any = None, rewards: Any = (), stall_timeout: Any = 30.0) -> RolloutSampler:
         scorer = RewardScorer(list(rewards)) if rewards else None
-        run: dict[str, Any] = dict.fromkeys(("prompts", "tokenizer", "sampling"))
         sizes = {"group_size": 2, "prompts_per_rollout": 2, "dynamic_sampling_rounds": 0, "seed": 0}
-        sizes |= {"rank": 0, "world_size": 1}
-        host = EngineHost(engine or ScriptedEngine())
-        made.append(RolloutSampler(host, episode or SingleTurn(), scorer, **run, **sizes, stall_timeout=stall_timeout))
+        data = SimpleNamespace(
+            host=EngineHost(engine or ScriptedEngine()),
+            episode=episode or SingleTurn(),
+            scorer=scorer,
+            stall_timeout=stall_timeout,
+            **sizes,
+        )
+        made.append(RolloutSampler(data, None))
         return made[-1]
 
     with no_thread_left("lightrl-sampling", "lightrl-episodes"):
         yield make
         for one in made:
             one.close(5.0)
-            if one.scorer is not None:
-                one.scorer.close()
+            if one.data.scorer is not None:
+                one.data.scorer.close()
 
 
 def test_a_single_turn_asks_once_per_prompt_with_the_prompts_own_seed(collector: Any) -> None:
@@ -368,11 +375,11 @@ def test_what_was_sampled_so_far_is_there_for_a_checkpoint_also_of_an_engine_tha
     engine = Paused()
     engine.hold = lambda request: request.token_ids == [3]
     made = collector(engine)
-    collection = made.collect(tasks(), begun={})
+    collection = made.collect(tasks(), partial(RecordedCollection, begun={}))
     assert until(lambda: len(engine.asked) == 2 and collection._turns == 1)
     sampled = [[part.finish_reason for part in parts] for parts in collection.sampled().values()]
     assert sampled == [["stop", "stop"], *([] if dies else [["suspended", "suspended"]])]
     resumed = ScriptedEngine()
-    again = collector(resumed).collect(tasks(), begun=collection.sampled()).finish()
+    again = collector(resumed).collect(tasks(), partial(RecordedCollection, begun=collection.sampled())).finish()
     assert len(again) == 2 and [request.token_ids for request in resumed.asked] == [[3]]
     assert [part.finish_reason for part in resumed.asked[0].begun] == ([] if dies else ["suspended"] * 2)

@@ -18,7 +18,7 @@ from lightrl.callbacks import RolloutCheckpoint, TrajectoryLogprobCheck
 from lightrl.data.prompts import PromptSource
 from lightrl.engines import ServerEngine
 from lightrl.engines.transformers.decoding import Generation
-from lightrl.engines.vllm.conversion import joined
+from lightrl.engines.vllm.resuming import joined
 from lightrl.environments.episodes import Episode, Task, one_turn
 from lightrl.models.spec import LoraSpec, ModelSpec
 from lightrl.records import Completion, CompletionGroup, GenerationRequest, Rollouts, SamplingParams, Trajectory
@@ -131,7 +131,7 @@ def worst(module: Any, watch: Watch, rollouts: Rollouts, version: int, of: int) 
     """Largest difference between recorded log-probs of tokens of one version and those by the weights of another."""
     module.actor.load_state_dict(watch.weights[version])
     with torch.no_grad():
-        out = module.actor(rollouts.token_ids, rollouts.attention_mask, rollouts.response_mask, routes=rollouts.routes)
+        out = module.actor(rollouts)
     return float((out.logprobs - rollouts.engine_logprobs)[versions(rollouts) == of].abs().max())
 
 

@@ -50,10 +50,7 @@ class Scores(Keep):
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Rollouts, batch_idx: int) -> None:
         if batch.policy_version != module.policy_version:
             return
-        out = module.actor(
-            batch.token_ids, batch.attention_mask, batch.response_mask, group_ids=batch.group_ids,
-            temperature=batch.temperature, supports=batch.supports,
-        )  # fmt: skip
+        out = module.actor(batch)
         self.gaps.append(float((out.logprobs - batch.engine_logprobs)[batch.response_mask].abs().max()))
 
 
@@ -153,9 +150,7 @@ def test_a_rollout_has_the_temperature_it_was_sampled_with(model: str, schedule:
     assert [r.temperature for r in scores.rollouts] != [1.0] * 5
     for rollouts in scores.rollouts:  # the weights never change
         with torch.no_grad():
-            out = module.actor(
-                rollouts.token_ids, rollouts.attention_mask, rollouts.response_mask, temperature=rollouts.temperature
-            )
+            out = module.actor(rollouts)
         assert float((out.logprobs - rollouts.engine_logprobs)[rollouts.response_mask].abs().max()) < 1e-4
 
 
@@ -163,12 +158,12 @@ def test_a_resumed_rollout_keeps_the_settings_it_began_with() -> None:
     cold, asked = replace(PLAIN, temperature=0.5), list[Any]()
 
     class Sampler:
-        prompts_per_rollout, host = 1, SimpleNamespace(checks=list)
+        data = SimpleNamespace(prompts_per_rollout=1, host=SimpleNamespace(checks=list))
 
         def ready(self, first: int) -> float:
             return 0.0
 
-        def begin(self, first: int, *, sampling: Any, begun: Any) -> Any:
+        def begin(self, first: int, *, sampling: Any, collection: Any) -> Any:
             asked.append(sampling)
             raise StopIteration
 

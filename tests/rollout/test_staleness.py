@@ -23,6 +23,7 @@ from lightrl.records import Rollouts
 from lightrl.rewards.base import RewardError
 from lightrl.rollout import Ahead, Evaluation, InFlight, OnPolicy, Schedule
 from lightrl.rollout.learner import RLCallback
+from tests.rows import as_rows
 from tests.toys import ThreadEngine, digits_reward, quiet_trainer, sums_data
 
 
@@ -55,7 +56,7 @@ class Watch(RLCallback):
         model: PolicyModel = module.actor
         model.load_state_dict(self.weights[version])
         with torch.no_grad():
-            out = model(rows.token_ids, rows.attention_mask, rows.response_mask, group_ids=rows.group_ids)
+            out = model(as_rows(rows.token_ids, rows.attention_mask, rows.response_mask, group_ids=rows.group_ids))
         return float((out.logprobs - rows.engine_logprobs)[rows.response_mask].abs().max())
 
 
@@ -213,8 +214,8 @@ class Pairs(Schedule):
         if not self.waiting:
             self.sampler.ready(cursor)
             first = self.sampler.begin(cursor)
-            self.waiting = [first, self.sampler.begin(cursor + self.sampler.prompts_per_rollout)]
-        return self.sampler.finish(self.waiting.pop(0))
+            self.waiting = [first, self.sampler.begin(cursor + self.sampler.data.prompts_per_rollout)]
+        return self.sampler.finish(self.waiting.pop(0), cursor)
 
 
 def test_a_users_schedule_that_declares_nothing_is_corrected(side_model: str, serial: list[list[str]]) -> None:

@@ -34,7 +34,8 @@ from lightrl.algorithms.settings import ExtraLosses, Shaping, Updates
 from lightrl.data.preferences import PreferenceDataModule, PreferenceSource
 from lightrl.data.prompts import PromptSource
 from lightrl.data.sft import SFTDataModule, SFTSource
-from lightrl.models.spec import LoraSpec, ModelSpec, RewardModelSpec
+from lightrl.models.reward import RewardModelSpec
+from lightrl.models.spec import LoraSpec, ModelSpec
 from lightrl.rollout import Evaluation
 from tests.sim.device import HOST_READS, on_sim
 from tests.sim.names import KINDS, NAMED

@@ -20,6 +20,7 @@ from lightrl.models.loading import load_causal_lm
 from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import ModelSpec
 from lightrl.records import Prompts
+from tests.rows import as_rows
 from tests.vision.models import QWEN, build
 
 
@@ -101,7 +102,7 @@ class Batch(NamedTuple):
 
     def run(self, policy: PolicyModel, **kwargs: Any) -> Any:
         """The policy's output."""
-        return policy(*self[:3], group_ids=self.group_ids, inputs=self.inputs, **kwargs)
+        return policy(as_rows(*self[:3], group_ids=self.group_ids, inputs=self.inputs), **kwargs)
 
 
 def completed(prompts: Prompts, copies: int, placeholder: int, vocabulary: int = 70) -> Batch:

@@ -29,10 +29,7 @@ def sample(engine: Any, prompts: Prompts, copies: int = 3) -> Rollouts:
 
 def gap(policy: Any, rollouts: Rollouts) -> float:
     with torch.no_grad():
-        out = policy(
-            rollouts.token_ids, rollouts.attention_mask, rollouts.response_mask,
-            group_ids=rollouts.group_ids, inputs=rollouts.inputs,
-        )  # fmt: skip
+        out = policy(rollouts)
     return float((out.logprobs - rollouts.engine_logprobs).abs().max())
 
 

@@ -11,6 +11,7 @@ from lightrl.models.multimodal import marked_tokens, media_positions
 from lightrl.models.packing.streams import make_stream
 from lightrl.models.turns import placeholder_ids
 from lightrl.records import HostRows
+from tests.rows import as_rows
 from tests.vision.conftest import Batch, completed, film, mixed_rows, picture
 from tests.vision.models import FAMILIES, QWEN
 
@@ -58,7 +59,7 @@ def test_alone_a_row_is_what_the_model_itself_computes(folder_of: Any, family: s
         if "mm_token_type_ids" in extra:
             extra["mm_token_type_ids"] = torch.cat([extra["mm_token_type_ids"], torch.zeros(1, 6, dtype=torch.long)], 1)
         with torch.no_grad():
-            ours = policy(ids, mask, response, inputs=[inputs]).logprobs[0, len(tokens) :]
+            ours = policy(as_rows(ids, mask, response, inputs=[inputs])).logprobs[0, len(tokens) :]
             theirs = lm(input_ids=ids, **extra).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
         assert (ours - theirs[len(tokens) - 1 :]).abs().max() < 1e-5
 

@@ -17,10 +17,11 @@ from examples.vlm.make_model import main, make_config, make_tokenizer
 from lightrl.models.critic import ValueModel
 from lightrl.models.folders import save_hf_folder
 from lightrl.models.loading import load_causal_lm
-from lightrl.models.reward import RewardModel, load_scalar
-from lightrl.models.spec import ModelSpec, RewardModelSpec
+from lightrl.models.reward import RewardModel, RewardModelSpec, load_scalar
+from lightrl.models.spec import ModelSpec
 from lightrl.records import Rollouts
 from tests.callbacks.toys import make_rollouts
+from tests.rows import unshared
 from tests.vision.models import QWEN, build
 
 
@@ -97,7 +98,7 @@ def test_scores_are_those_of_each_row_alone_and_see_the_image(folder: str, seen:
 
 def test_its_gradient_reaches_the_vision_tower(folder: str, seen: Rollouts) -> None:
     model = RewardModel.for_training(ModelSpec(folder))
-    out = model(seen.token_ids, seen.attention_mask, seen.response_mask, group_ids=seen.group_ids, inputs=seen.inputs)
+    out = model(seen)
     out.square().sum().backward()
     assert all(p.grad is not None and bool(p.grad.any()) for p in model.model.model.visual.patch_embed.parameters())
 
@@ -129,8 +130,8 @@ def test_training_begins_with_the_weights_of_the_folder(family: str, tmp_path: P
     loaded = RewardModel(load_scalar(ModelSpec(str(tmp_path / "scores")), trainable=False))
     weights = dict(loaded.model.named_parameters())
     assert [n for n, p in trained.model.named_parameters() if not torch.equal(p, weights[n])] == []
-    ids, mask = torch.randint(3, 50, (2, 9)), torch.ones(2, 9, dtype=torch.bool)
-    torch.testing.assert_close(loaded(ids, mask), trained(ids, mask), atol=1e-5, rtol=1e-5)
+    rows = unshared(torch.randint(3, 50, (2, 9)))
+    torch.testing.assert_close(loaded(rows), trained(rows), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("load", [RewardModel.for_training, ValueModel.from_spec])

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightrl.compat.torch import fake_tensors, storage_key
 from lightrl.compat.transformers import experts_of_any_dtype
-from lightrl.distributed.strategies import LARGE_MODEL
+from lightrl.distributed.sharded import LARGE_MODEL
 from lightrl.models.logprobs import CHUNK_ELEMENTS, CUDA_CHUNK_ELEMENTS, KEPT_ELEMENTS
 from lightrl.models.policy import transformer_blocks
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -19,7 +18,7 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from lightrl.models.loading import longest_sequence, longrope_limit
-from lightrl.records import Completion, EngineContext, GenerationRequest, Routes, SamplingParams
+from lightrl.records import Completion, EngineContext, GenerationRequest, SamplingParams
 
 VLLMEngine: TypeAlias = Any  # avoids a circular import
 
@@ -105,7 +104,7 @@ def arguments(engine: VLLMEngine, context: EngineContext, cuda: bool) -> dict[st
                 "Set the environment variable VLLM_USE_V2_MODEL_RUNNER=0, or remove fire_temperature."
             )
         own = engine.engine_args.get("logits_processors") or []
-        chosen["logits_processors"] = ["lightrl.compat.vllm_worker:FireProcessor", *own]
+        chosen["logits_processors"] = ["lightrl.compat.vllm_fire:FireProcessor", *own]
     return chosen
 
 
@@ -289,15 +288,6 @@ def scoring_params() -> Any:
     )
 
 
-def remaining(request: GenerationRequest, place: int) -> SamplingParams:
-    """Returns the settings for the remaining tokens of a completion."""
-    begun = len(request.so_far(place).token_ids)
-    sampling, most = request.sampling, request.sampling.max_new_tokens - begun
-    least = min(max(sampling.min_new_tokens - begun, 0), most)
-    fire = sampling.fire_temperature if begun == 0 else None  # the first token's
-    return replace(sampling, max_new_tokens=most, min_new_tokens=least, fire_temperature=fire)
-
-
 def engine_prompt(request: GenerationRequest, place: int) -> dict[str, Any]:
     """Converts a prompt and the partial completion at `place` to vLLM's format.
 
@@ -353,47 +343,11 @@ def completion(output: Any, request: GenerationRequest, place: int) -> Completio
             "prompt, expanded by images, exceeds max_model_len. Raise VLLMEngine.max_model_len, or lower "
             "max_new_tokens."
         )
-    taken = getattr(output, "routed_experts", None)
-    routes = (
-        None if taken is None else Routes(torch.from_numpy(taken.astype("uint8" if taken.max() < 256 else "int16")))
-    )
+    routes = None
+    if (taken := getattr(output, "routed_experts", None)) is not None:
+        from lightrl.records import Routes
+
+        routes = Routes(torch.from_numpy(taken.astype("uint8" if taken.max() < 256 else "int16")))
     ended = output.finish_reason != "abort" and (output.finish_reason == "stop" or begun + len(tokens) == most)
     reason: Any = output.finish_reason if ended else "suspended"
     return Completion(tokens, logprobs, output.text, reason, routes=routes, top=top)
-
-
-def joined(
-    new: Completion, request: GenerationRequest, place: int, versions: list[int], decode: Callable[[list[int]], str]
-) -> Completion:
-    """Joins the earlier and new tokens of a completion, up to the first stop string that begins in earlier tokens.
-
-    vLLM searches for stop strings only in new tokens.
-
-    Args:
-        new: Result of `completion`.
-        request: The request.
-        place: Index of the completion in the group.
-        versions: Weight version of each new token.
-        decode: Function that converts tokens to text.
-    """
-    before = request.so_far(place)
-    versions = before.policy_versions + versions
-    if not before.token_ids:
-        return replace(new, policy_versions=versions)
-    tokens, logprobs = before.token_ids + new.token_ids, before.logprobs + new.logprobs
-    begun = len(before.token_ids)
-    stops = (request.sampling.stop or []) if begun >= request.sampling.min_new_tokens else []
-    reach = max((len(stop.encode()) for stop in stops), default=0) + 8  # a visible token has at least one byte
-    start = max(begun - reach, 0)
-    earlier = len(decode(tokens[start:begun]))
-    for end in range(begun + 1, min(begun + reach, len(tokens)) + 1 if stops else 0):
-        near = decode(tokens[start:end])
-        found = [at + len(s) for s in stops if (at := near.find(s, max(earlier - len(s) + 1, 0))) >= 0]
-        if found:
-            text = decode(tokens[:end])
-            text = text[: len(text) - len(near) + min(found)]
-            return Completion(tokens[:end], logprobs[:end], text, "stop", policy_versions=versions[:end])
-    text = decode(tokens)
-    if request.sampling.stop and new.finish_reason == "stop":  # vLLM cuts the text after the stop string
-        text = text[: len(text) - len(decode(new.token_ids)) + len(new.text)]
-    return Completion(tokens, logprobs, text, new.finish_reason, policy_versions=versions)

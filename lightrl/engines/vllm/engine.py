@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import count, pairwise
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -23,18 +24,17 @@ from lightrl.engines.vllm.conversion import (
     completion,
     completion_seed,
     engine_prompt,
-    joined,
-    remaining,
     sampling_params,
     scoring_params,
 )
 from lightrl.models.loading import longest_sequence
-from lightrl.records import Completion, CompletionGroup, EngineContext, GenerationRequest, Routes, SamplingParams
+from lightrl.records import Completion, CompletionGroup, EngineContext, GenerationRequest, SamplingParams
 
 if TYPE_CHECKING:
     from lightrl.compat.vllm import VLLMAdapter
     from lightrl.compat.vllm_process import SeparateAdapter
     from lightrl.engines.vllm.weights import AdapterFolder, BucketSender
+    from lightrl.records import Routes
 
 log = logging.getLogger(__name__)
 
@@ -273,9 +273,13 @@ class VLLMEngine(SteppingEngine):
             for request in requests:
                 self._groups[request] = group = _Group(request)
                 params = sampling_params(request.sampling)
-                for place in request.live:
+                for place in (place for place in group.so_far if place not in group.done):
                     begun = len(request.so_far(place).token_ids)
-                    own = sampling_params(remaining(request, place)) if begun else params.clone()
+                    own = params.clone()
+                    if begun:
+                        from lightrl.engines.vllm.resuming import remaining
+
+                        own = sampling_params(remaining(request, place))
                     own.seed = completion_seed(request.seed, place, begun)
                     key = next(self._keys)
                     self._places[key] = (group, place)
@@ -310,12 +314,12 @@ class VLLMEngine(SteppingEngine):
         new = completion(output.outputs[0], group.request, place)
         switches = [*switches, (len(new.token_ids), -1)]
         versions = [version for (at, version), (end, _) in pairwise(switches) for _ in range(end - at)]
-        whole = joined(new, group.request, place, versions, self._started().decode)
-        if (
-            not group.request.trained
-            and not group.request.so_far(place).token_ids
-            and whole.finish_reason != "suspended"
-        ):
+        if group.request.so_far(place).token_ids:
+            from lightrl.engines.vllm.resuming import joined
+
+            return joined(new, group.request, place, versions, self._started().decode)
+        whole = replace(new, policy_versions=versions)
+        if not group.request.trained and whole.finish_reason != "suspended":
             whole.support = self._started().grammars.support(sampling_params(group.request.sampling), whole.token_ids)
         return whole
 

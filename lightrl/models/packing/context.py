@@ -11,6 +11,7 @@ Unlike in DeepSpeed-Ulysses, the ranks have different rows, and key-value heads 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from math import lcm
 from typing import Any
@@ -112,6 +113,28 @@ def share_stream(
         (host.token_ids.shape[0], host.token_ids.shape[1]),
         None if experts is None else experts.to(device),
     )
+
+
+def run_spread(backbone: Any, batch: Any, group: Any) -> tuple[Tensor, Tensor, tuple[int, int], bool]:
+    """Runs this rank's part of its group's stream with a `Backbone`; returns the fields of its output. Collective."""
+    if batch.rows:
+        raise ValueError("context_parallel_size above 1: images, videos, and audio are not supported. Set it to 1.")
+    device = batch.token_ids.device
+    share = share_stream(batch.host, group, share=backbone.layout != "packed", routes=batch.routes, device=device)
+    with nullcontext() if share.experts is None else backbone.routers.replaying(share.experts):
+        ids, positions = share.ids.unsqueeze(0), share.positions.unsqueeze(0)
+        out = backbone.call(ids, None, position_ids=positions, stream=share.stream)
+    if share.stream.num_calls != backbone.num_layers:
+        raise ValueError(
+            f"context_parallel_size above 1: only {share.stream.num_calls} of {backbone.name}'s {backbone.num_layers} "
+            "layers use the replaced attention. Set it to 1."
+        )
+    own = out.last_hidden_state[0]
+    hidden = share.collect(own)
+    if len(share.targets):
+        return hidden, share.targets, share.shape, False
+    # The backward pass is collective, so sent states must stay in the graph.
+    return own[:1] + 0.0 * hidden.sum(), share.targets.new_zeros(1), share.shape, True
 
 
 def _all_rows(

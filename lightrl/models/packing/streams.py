@@ -22,16 +22,18 @@ are computed once. Here, a prefix has one position in the stream, and autograd s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightrl.records import Routes
+if TYPE_CHECKING:
+    from lightrl.records import Routes
+
 
 GRID = 32
 
@@ -56,7 +58,7 @@ class TokenStream:
         shape: (B, T).
         group: Process group whose ranks share the stream (`context.py`), or None.
         num_calls: Number of attention layers that have used the stream, to detect models that ignore it.
-        cache: Results that attention functions derive from the stream, reused by later layers.
+        cache: Results of `cached`, reused by later layers.
     """
 
     source: Tensor
@@ -71,6 +73,12 @@ class TokenStream:
     group: Any = None
     num_calls: int = 0
     cache: dict[Any, Any] = field(default_factory=dict)
+
+    def cached(self, name: Any, make: Callable[[], Any]) -> Any:
+        """Returns a result that attention functions derive from the stream, computed once."""
+        if name not in self.cache:
+            self.cache[name] = make()
+        return self.cache[name]
 
     @property
     def num_tokens(self) -> int:
@@ -147,7 +155,11 @@ def make_stream(
         wanted = response_mask.to("cpu", torch.bool, copy=True)
         wanted[:, :1] = False
         needed, prompts = _extents(wanted)
-    ids = Routes.told_apart(token_ids.cpu(), routes)
+    ids = token_ids.cpu()
+    if any(of_row is not None for of_row in routes):
+        from lightrl.records import Routes
+
+        ids = Routes.told_apart(ids, routes)
     prefixes = shared_prefixes(ids, needed, prompts, spans) if share else no_prefixes(needed)
     # If no output is read, one token keeps the graph and the collectives alive.
     segments = _segments(prefixes, needed.tolist()) or [_Segment(0, 0, 1, -1, 0, 0)]

@@ -1,0 +1,52 @@
+"""Completions that continue after a part was sampled before, by another engine or under earlier weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from lightrl.records import Completion, GenerationRequest, SamplingParams
+
+
+def remaining(request: GenerationRequest, place: int) -> SamplingParams:
+    """Returns the settings for the remaining tokens of a completion."""
+    begun = len(request.so_far(place).token_ids)
+    sampling, most = request.sampling, request.sampling.max_new_tokens - begun
+    least = min(max(sampling.min_new_tokens - begun, 0), most)
+    fire = sampling.fire_temperature if begun == 0 else None  # the first token's
+    return replace(sampling, max_new_tokens=most, min_new_tokens=least, fire_temperature=fire)
+
+
+def joined(
+    new: Completion, request: GenerationRequest, place: int, versions: list[int], decode: Callable[[list[int]], str]
+) -> Completion:
+    """Joins the earlier and new tokens of a completion, up to the first stop string that begins in earlier tokens.
+
+    vLLM searches for stop strings only in new tokens.
+
+    Args:
+        new: Result of `completion`.
+        request: The request.
+        place: Index of the completion in the group.
+        versions: Weight version of each new token.
+        decode: Function that converts tokens to text.
+    """
+    before = request.so_far(place)
+    versions = before.policy_versions + versions
+    tokens, logprobs = before.token_ids + new.token_ids, before.logprobs + new.logprobs
+    begun = len(before.token_ids)
+    stops = (request.sampling.stop or []) if begun >= request.sampling.min_new_tokens else []
+    reach = max((len(stop.encode()) for stop in stops), default=0) + 8  # a visible token has at least one byte
+    start = max(begun - reach, 0)
+    earlier = len(decode(tokens[start:begun]))
+    for end in range(begun + 1, min(begun + reach, len(tokens)) + 1 if stops else 0):
+        near = decode(tokens[start:end])
+        found = [at + len(s) for s in stops if (at := near.find(s, max(earlier - len(s) + 1, 0))) >= 0]
+        if found:
+            text = decode(tokens[:end])
+            text = text[: len(text) - len(near) + min(found)]
+            return Completion(tokens[:end], logprobs[:end], text, "stop", policy_versions=versions[:end])
+    text = decode(tokens)
+    if request.sampling.stop and new.finish_reason == "stop":  # vLLM cuts the text after the stop string
+        text = text[: len(text) - len(decode(new.token_ids)) + len(new.text)]
+    return Completion(tokens, logprobs, text, new.finish_reason, policy_versions=versions)

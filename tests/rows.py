@@ -1,0 +1,21 @@
+"""Rows as models take them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightrl.records import RowBatch
+
+
+def as_rows(token_ids: Tensor, attention_mask: Tensor, response_mask: Tensor, **fields: Any) -> RowBatch:
+    given = {name: value for name, value in fields.items() if value is not None}
+    return RowBatch(token_ids=token_ids, attention_mask=attention_mask, response_mask=response_mask, **given)
+
+
+def unshared(token_ids: Tensor, attention_mask: Tensor | None = None) -> RowBatch:
+    """Rows without groups, all tokens real unless a mask says otherwise."""
+    mask = torch.ones_like(token_ids, dtype=torch.bool) if attention_mask is None else attention_mask
+    return as_rows(token_ids, mask, mask)
