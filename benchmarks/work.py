@@ -272,7 +272,7 @@ def update(policy: PolicyModel, rows: tuple[Tensor, ...], host: Any, budget: int
 
     def run() -> int:
         ids, attention, response, groups = rows
-        parts = micro_batches(*host[:3], budget, layout=policy.layout)
+        parts = micro_batches(*host[:3], budget, layout=policy.stream.layout)
         for some in parts:
             width = int(host[1][some].sum(1).max())
             own = [x[some, :width] for x in (ids, attention, response)]

@@ -330,7 +330,7 @@ class RLLightningModule(SavesPretrained, RolloutLearner):
         Every rank calls `forward` the same number of times, as sharded models require.
         """
         out: dict[str, Tensor] = {}
-        for index in micro_batch_rows(rows, self.updates.tokens(self.device.type), self.all_max, model.layout):
+        for index in micro_batch_rows(rows, self.updates.tokens(self.device.type), self.all_max, model.stream.layout):
             part = rows.select(index if len(index) else torch.zeros(1, dtype=torch.long)).crop()
             index = index.to(rows.token_ids.device)
             for name, value in forward(part).items():

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lightrl.algorithms.experience import first_rows, loss_weights
 from lightrl.models.packing.micro_batches import micro_batches, told_apart
-from lightrl.models.policy import StreamModel
 from lightrl.models.spec import Layout
 from lightrl.records import Experience, MicroBatch, RowBatch
 
@@ -22,9 +21,9 @@ WEIGHTS = "lightrl/weights"
 """Key of the token weights in `token_extras` of micro-batches."""
 
 
-def widest_layout(*models: StreamModel) -> Layout:
+def widest_layout(*models: Any) -> Layout:
     """Returns the layout of these models that computes the most tokens."""
-    used = {model.layout for model in models}
+    used = {model.stream.layout for model in models}
     return "padded" if "padded" in used else "packed" if "packed" in used else "auto"
 
 

@@ -105,9 +105,9 @@ class LogprobMonitor(RLCallback):
         engine = trainer.datamodule.engine  # type: ignore[attr-defined]
         listed = ", ".join(f"{name} {value:.3g}" for name, value in above.items())
         message = (
-            f"The log-probs of {type(engine).__name__} differ from the trainer's (layout {pl_module.actor.layout}) by "
-            f"more than {bound:g} nats per token on average: {listed}. Check dtypes, WeightSync's weight-sync "
-            "check, and sampling settings that change the distribution. Use OffPolicyCorrection, or raise "
+            f"The log-probs of {type(engine).__name__} differ from the trainer's (layout "
+            f"{pl_module.actor.stream.layout}) by more than {bound:g} nats per token on average: {listed}. Check dtypes, "
+            "WeightSync's check, and sampling settings that change the distribution. Use OffPolicyCorrection, or raise "
             "LogprobMonitor.bound."
         )
         if self.action == "stop":

@@ -82,6 +82,10 @@ class Backbone:
         body: Part of the model that computes hidden states.
         layout: See `ModelSpec`.
 
+    Attributes:
+        layout: The layout in use: the requested one, or padded if the model supports no other.
+        group: Ranks that run their sequences as one stream (see `context.py`). None without context parallelism.
+
     Raises:
         ValueError: The model doesn't support an explicitly requested layout.
     """
@@ -97,7 +101,7 @@ class Backbone:
         keep_attention_caps(model)
         own = text_attention(model.config, attention_implementation(model.config.get_text_config()))
         self._longest = fix_rope(model)
-        self._context: Any = None
+        self.group: Any = None
         self._routers: Any = None
         self._restore_attention = partial(model.set_attn_implementation, own)
         if layout != "padded":
@@ -106,10 +110,6 @@ class Backbone:
                 model.set_attn_implementation(text_attention(model.config, IMPLEMENTATION))
             else:
                 self._fall_back(reason)
-
-    def spread(self, group: Any) -> None:
-        """Enables context parallelism: the ranks of a group run their sequences as one stream (see `context.py`)."""
-        self._context = group
 
     def __call__(self, rows: RowBatch) -> BackboneOutput:
         """Returns hidden states at t - 1 for each response token t, or at each row's last token without a mask."""
@@ -121,10 +121,10 @@ class Backbone:
             from lightrl.models.multimodal import leave_unread_media_out
 
             leave_unread_media_out(self.config, batch)
-        if self._context is not None:
+        if self.group is not None:
             from lightrl.models.packing.context import run_spread
 
-            return BackboneOutput(*run_spread(self, batch, self._context))
+            return BackboneOutput(*run_spread(self, batch, self.group))
         if self.sees:
             from lightrl.models.multimodal import lent_rows, own_output, runs_on_all_ranks, with_lent
 

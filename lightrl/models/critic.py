@@ -11,7 +11,7 @@ from transformers import AutoModel
 
 from lightrl.models.backbone import Backbone
 from lightrl.models.loading import load_model
-from lightrl.models.policy import StreamModel, transformer_blocks
+from lightrl.models.policy import transformer_blocks
 from lightrl.models.spec import Layout, ModelSpec
 from lightrl.records import RowBatch
 
@@ -38,14 +38,14 @@ def new_value_head(model: Any) -> ValueHead:
     return head if device.type == "meta" else head.to(device)
 
 
-class ValueModel(StreamModel):
+class ValueModel(nn.Module):
     """A critic with a separate backbone, from `load_model`; `layout` as in `ModelSpec`."""
 
     def __init__(self, backbone: Any, *, layout: Layout = "auto") -> None:
         super().__init__()
         self.backbone = backbone
         self.value_head = new_value_head(backbone)
-        self._backbone = Backbone(backbone, backbone, layout)
+        self.stream = Backbone(backbone, backbone, layout)
 
     @classmethod
     def from_spec(cls, spec: ModelSpec, *, in_shards: bool = False) -> ValueModel:
@@ -54,7 +54,7 @@ class ValueModel(StreamModel):
 
     def forward(self, rows: RowBatch) -> Tensor:
         """Returns (B, T) float32 values of the state before each response token, 0 elsewhere."""
-        out = self.hidden_states(replace(rows, routes=[]))
+        out = self.stream(replace(rows, routes=[]))
         return out.scatter(self.value_head(out.hidden))
 
     def blocks(self) -> list[nn.Module]:

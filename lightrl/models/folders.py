@@ -136,8 +136,8 @@ def build_in_shards(module: Any, strategy: Strategy, *, built: bool) -> None:
     for model in module.models():
         shard_model(model, model.blocks(), module)
         fill_shards(model, device)
-        if group is not None and hasattr(model, "spread"):  # reward models read whole sequences on each rank
-            model.spread(group)
+        if group is not None and hasattr(model, "stream"):  # reward models read whole sequences on each rank
+            model.stream.group = group
 
 
 def save_hf_folder(

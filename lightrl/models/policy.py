@@ -44,26 +44,7 @@ class PolicyOutput(NamedTuple):
     divergence: Tensor | None = None
 
 
-class StreamModel(nn.Module):
-    """A model whose backbone runs (B, T) rows as a stream of tokens."""
-
-    _backbone: Backbone
-
-    @property
-    def layout(self) -> Layout:
-        """The layout in use: the requested one, or padded if the model supports no other."""
-        return self._backbone.layout
-
-    def hidden_states(self, rows: RowBatch) -> BackboneOutput:
-        """Returns the hidden states before the response tokens; see `Backbone`."""
-        return self._backbone(rows)
-
-    def spread(self, group: Any) -> None:
-        """Enables context parallelism; see `Backbone.spread`."""
-        self._backbone.spread(group)
-
-
-class PolicyModel(StreamModel):
+class PolicyModel(nn.Module):
     """A causal language model that scores tokens.
 
     Args:
@@ -81,7 +62,7 @@ class PolicyModel(StreamModel):
         self.value_head: Any = None  # a shared critic's
         self.logit_map = LogitMap.of(lm.config.get_text_config())
         body = lm.base_model if lm.base_model is not lm else lm.model  # Llama 4's prefix is not an attribute
-        self._backbone = Backbone(lm, body, layout)
+        self.stream = Backbone(lm, body, layout)
         self._checked = False
 
     @classmethod
@@ -111,8 +92,8 @@ class PolicyModel(StreamModel):
         """
         if not self._checked:
             self._checked = True
-            self._backbone.check_logits(self.lm, self.logit_map)
-        out = self.hidden_states(rows)
+            self.stream.check_logits(self.lm, self.logit_map)
+        out = self.stream(rows)
         tokens = rows.token_ids.reshape(-1)[out.targets]
         head = self.lm.get_output_embeddings()
         picked, entropies = head(out.hidden, targets=tokens, entropy=entropy, distribution=self.distribution(rows, out))
@@ -145,7 +126,7 @@ class PolicyModel(StreamModel):
 
     def agreed_routes(self, token_ids: Tensor) -> list[Routes | None]:
         """Returns arbitrary but fixed experts for (B, T) tokens, to compare engine and trainer."""
-        routes: list[Routes | None] = self._backbone.routers.arbitrary(*token_ids.shape)
+        routes: list[Routes | None] = self.stream.routers.arbitrary(*token_ids.shape)
         return routes
 
     def blocks(self) -> list[nn.Module]:

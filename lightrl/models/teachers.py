@@ -84,7 +84,7 @@ def teach(teacher: PolicyModel, rows: RowBatch, top: int | None = None) -> Lesso
 
     With `top`, only the top-k tokens. The full distribution includes the head itself, which must not be sharded.
     """
-    out = teacher.hidden_states(replace(rows, routes=[]))  # the teacher routes tokens itself
+    out = teacher.stream(replace(rows, routes=[]))  # the teacher routes tokens itself
     head = teacher.lm.get_output_embeddings()
     if top is None:
         return Lesson(out.targets, TeacherStates(out.hidden, head.weight, head.bias, teacher.logit_map))

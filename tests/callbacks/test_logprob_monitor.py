@@ -21,7 +21,7 @@ class Module:
 
     policy_version = 5
     actor_spec = ModelSpec("model")
-    actor: Any = SimpleNamespace(layout="auto")
+    actor: Any = SimpleNamespace(stream=SimpleNamespace(layout="auto"))
 
     @staticmethod
     def all_sum(x: torch.Tensor) -> torch.Tensor:

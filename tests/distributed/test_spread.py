@@ -103,7 +103,7 @@ def main(rank: int, folder: Path) -> None:
             alone, spread = (models(str(folder / name), layout, checkpointing) for _ in range(2))
             expected = learn(*alone, rows_of(None, case))
             for model in spread:
-                model.spread(dist.group.WORLD)
+                model.stream.group = dist.group.WORLD
             rows = rows_of(rank, case)
             ours = learn(*spread, rows)
             mine = expected[:, :3, :] if rank == 0 else expected[:, 3:, : rows["ids"].shape[1]]
