@@ -106,9 +106,9 @@ class LogprobMonitor(RLCallback):
         listed = ", ".join(f"{name} {value:.3g}" for name, value in above.items())
         message = (
             f"The log-probs of {type(engine).__name__} differ from the trainer's (layout "
-            f"{pl_module.actor.stream.layout}) by more than {bound:g} nats per token on average: {listed}. Check dtypes, "
-            "WeightSync's check, and sampling settings that change the distribution. Use OffPolicyCorrection, or raise "
-            "LogprobMonitor.bound."
+            f"{pl_module.actor.stream.layout}) by more than {bound:g} nats per token on average: {listed}. Check "
+            "dtypes, WeightSync's check, and sampling settings that change the distribution. Use OffPolicyCorrection, "
+            "or raise LogprobMonitor.bound."
         )
         if self.action == "stop":
             raise RuntimeError(message)
