@@ -65,7 +65,7 @@ class CodeTests(Reward):
         concurrency: Maximum number of completions tested concurrently. Defaults to the number of CPUs.
 
     Raises:
-        ValueError: No sandbox works on this system.
+        ValueError: No sandbox works on this system, or it runs no test.
     """
 
     def __init__(
@@ -82,6 +82,8 @@ class CodeTests(Reward):
         self.test_timeout = test_timeout
         self.sandbox = sandbox or Sandbox(timeout=30.0)
         self._slots = threading.Semaphore(concurrency or os.cpu_count() or 1)
+        if self._verdicts("one = 1", ["assert one == 1"]) != [True]:  # every reward would be 0
+            raise ValueError(f"CodeTests.sandbox: {self.sandbox.python} runs no test. Fix `python`, or raise limits.")
 
     async def __call__(
         self, completions: Sequence[str], log_metric: Callable[[str, float], None] | None = None, **columns: Any

@@ -196,6 +196,12 @@ def test_a_slow_test_costs_only_itself_and_the_share_is_of_all_tests(reward: Cod
     assert scores(strict, ["def add(a, b): return 3", "def add(a, b): return a + b"], [ADD, ADD]) == [0.0, 1.0]
 
 
+def test_a_sandbox_that_runs_no_test_is_rejected() -> None:
+    for sandbox in (Sandbox(python="/no/such/python"), Sandbox(memory_mib=8)):
+        with pytest.raises(ValueError, match="CodeTests.sandbox: .* runs no test"):
+            CodeTests(sandbox=sandbox)
+
+
 def test_metrics_and_rows_without_usable_tests(reward: CodeTests) -> None:
     logged: dict[str, float] = {}
     code = "def add(a, b): return a + b"
