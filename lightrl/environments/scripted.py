@@ -60,8 +60,8 @@ class EnvironmentCheck:
             for trajectory in (p.trajectory, p.again):
                 if trajectory.failed:
                     found.append(
-                        f"failed: {trajectory.failure}. Failed trajectories are not trained. Fix the cause. If it is "
-                        "the policy's reply, return an error message to the policy instead."
+                        f"failed: {str(trajectory.failure).removesuffix('.')}. Failed trajectories are not trained. "
+                        "Fix the cause. If it is the policy's reply, return an error message to the policy instead."
                     )
                 if trajectory.metrics.get("close_errors"):
                     found.append("`close` failed or took too long.")
