@@ -170,10 +170,10 @@ def one_turn(group: CompletionGroup) -> list[Trajectory]:
     context, zeros = [-1] * len(prompt), [0.0] * len(prompt)
     trajectories = []
     for place, completion in enumerate(group.completions):
-        count = len(completion.token_ids)
+        assert completion.finish_reason != "suspended", "the collector waits for suspended completions"
         row = TrajectoryRow(
             token_ids=[*prompt, *completion.token_ids],
-            turn_ids=context + [0] * count,
+            turn_ids=context + [0] * len(completion.token_ids),
             logprobs=[*zeros, *completion.logprobs],
             policy_versions=context + group.versions(place),
             support=None if completion.support is None else completion.support.after(len(prompt)),
