@@ -79,7 +79,7 @@ class EMA(Callback):
         """Swaps the policy back in, after an error before a checkpoint is written."""
         self._swap_out(pl_module)
 
-    on_exception = on_validation_end
+    on_exception = on_validation_end  # type: ignore[assignment]
 
     def _swap_in(self, pl_module: LightningModule) -> None:
         shards = _shards(pl_module)

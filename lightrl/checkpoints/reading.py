@@ -26,7 +26,7 @@ from lightrl.compat.lightning_checkpoints import load_distributed_checkpoint
 
 # Numbers and arrays of NumPy, such as a rate that a user's schedule computed. Reading them runs no other code.
 _TYPES = {type(np.dtype(code)) for code in "?" + np.typecodes["AllInteger"] + np.typecodes["AllFloat"]}
-_MAKERS = [np.float64(0).__reduce__()[0], np.zeros(0).__reduce__()[0]]
+_MAKERS: list[Any] = [np.float64(0).__reduce__()[0], np.zeros(0).__reduce__()[0]]
 torch.serialization.add_safe_globals([np.dtype, np.ndarray, *_TYPES, *_MAKERS])
 
 
