@@ -99,24 +99,17 @@ class SFTSource(ConversationSource):
         def inputs(i: int) -> dict[str, Any]:
             return encoded(i)[1]
 
-        numbers, kept = [], []
-        for i in with_progress(range(len(data)), len(data), self.label):
-            row = self._fit(i, encoded(i)[0])
-            if row is not None:
-                numbers.append(i)
-                kept.append(row)
+        rows = {i: self._fit(i, encoded(i)[0]) for i in with_progress(range(len(data)), len(data), self.label)}
+        kept = {i: row for i, row in rows.items() if row is not None}
         self.report_dropped(len(data) - len(kept), len(data), f"max_tokens={self.max_tokens}")
-        return SFTRows(kept, [] if processor is None else [partial(inputs, i) for i in numbers])
+        return SFTRows(list(kept.values()), [] if processor is None else [partial(inputs, i) for i in kept])
 
     def lesson(self, row: Mapping[str, Any]) -> tuple[Any, list[dict[str, Any]], list[bool]]:
         """Returns the prompt, the messages from the first to the last trained turn, and their training mask."""
-        if self.messages_column:
-            messages = as_messages(row.get(self.messages_column))
-        else:
-            completion = row.get(self.completion_column)
-            if isinstance(completion, str):
-                completion = [{"role": "assistant", "content": completion}]
-            messages = as_messages(completion)
+        completion = row.get(self.messages_column or self.completion_column)
+        if isinstance(completion, str) and not self.messages_column:
+            completion = [{"role": "assistant", "content": completion}]
+        messages = as_messages(completion)
         trained = self._trained(messages)
         first, last = trained.index(True), len(trained) - trained[::-1].index(True)
         prompt: Any = messages[:first] if self.messages_column else row.get(self.prompt_column)
@@ -363,6 +356,15 @@ class SFTDataModule(LightningDataModule):
     def test_dataloader(self) -> SFTLoader | list[Any]:
         """Returns the loader of `val_dataloader`."""
         return self.val_dataloader()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the training loader's state, which Lightning does not restore from a checkpoint between epochs."""
+        return self._loaders["train"].state_dict() if "train" in self._loaders else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Resumes the training loader, if set up."""
+        if "train" in self._loaders:
+            self._loaders["train"].load_state_dict(state_dict)
 
 
 def ended_turn(tokenizer: Any, token_ids: Sequence[int]) -> list[int]:

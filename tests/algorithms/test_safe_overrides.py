@@ -559,11 +559,14 @@ def test_a_resumed_supervised_run_has_the_rates_of_its_length(path: str, tmp_pat
     assert run(4, 2, str(tmp_path / "sft.ckpt")) == pytest.approx([first[0] * rate for rate in (0.5, 0.25)])
 
 
-def test_lightnings_checkpoint_between_epochs_keeps_the_schedule(path: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("times", [{"every_n_train_steps": 1}, {"save_on_train_epoch_end": True}])
+def test_lightnings_checkpoint_between_epochs_keeps_schedule_and_order(
+    times: dict[str, Any], path: str, tmp_path: Path
+) -> None:
     def run(ckpt_path: str | None = None) -> Tensor:
         seed_everything(0, verbose=False)
         module = SFTLightningModule(path, lr_scheduler=LRSchedule("cosine"), optimizer=sgd)
-        saver = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1)
+        saver = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, **times)
         lines = [{"prompt": f"{i}+{i}=", "completion": str(2 * i)} for i in range(6)]
         trainer = quiet_trainer(max_epochs=2, callbacks=[saver], enable_checkpointing=True)
         trainer.fit(module, SFTDataModule(SFTSource(rows=lines), batch_size=2), ckpt_path=ckpt_path)
