@@ -26,8 +26,8 @@ def add_scores(
 ) -> None:
     """Adds a reward model's (B,) scores to the rewards in place. Each trajectory's last row has its score.
 
-    Trajectories without other rewards get only the scores of models. Failed trajectories remain unscored. `applies`
-    selects the rows that the model scores; defaults to all.
+    Trajectories without other rewards get only the scores of models. Failed trajectories remain unscored, and weight 0
+    only records scores. `applies` selects the rows that the model scores; defaults to all.
     """
     applies = applies or [True] * len(rollouts)
     unscored = [failed or not own for failed, own in zip(rollouts.failed, applies, strict=True)]
@@ -35,7 +35,7 @@ def add_scores(
     scores = scores.masked_fill(torch.tensor(unscored, device=scores.device), float("nan"))
     rollouts.reward_parts[name], rollouts.reward_weights[name] = scores, weight
     total = rollouts.rewards.nan_to_num(0.0) + weight * scores
-    rollouts.rewards = torch.where(scores.isfinite(), total, rollouts.rewards)
+    rollouts.rewards = torch.where(scores.isfinite() & (weight != 0), total, rollouts.rewards)
 
 
 def reward_totals(rollouts: Rollouts) -> dict[str, Tensor]:

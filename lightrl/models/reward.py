@@ -30,7 +30,7 @@ class RewardModelSpec:
         name: Name in metrics: letters, digits, and underscores.
         path: Model directory or model ID of a sequence-classification model with one label. A model for images and text
             must have a backbone `model` and a linear layer `score` (see `scalar_class`).
-        weight: Weight of its reward in the sum.
+        weight: Weight of its reward in the sum. 0 only logs it.
         dtype: Dtype of the weights. Defaults to float32; bfloat16 halves the memory.
         tokenizer: "own" scores text with the model's tokenizer. "policy" scores the policy's token IDs and pixels,
             which requires the same vocabulary. Prompts with images need "policy".

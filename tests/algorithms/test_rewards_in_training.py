@@ -100,6 +100,12 @@ def test_a_reward_model_scores_what_no_function_did_but_nothing_that_failed(mode
     assert bool(r.rewards[2::4].isnan().all()) and not bool(keep.experiences[0].response_mask[2::4].any())
 
 
+def test_a_reward_model_of_weight_zero_is_only_logged(model_path: str) -> None:
+    module = with_reward_model(grpo(model_path), model_path, 0.0)
+    r = fit(module, rewards=[lambda completions, **_: [1.0, None, 0.0, 0.0]]).rollouts[0]
+    assert bool(r.rewards[1::4].isnan().all()) and bool(r.reward_parts["length"].isfinite().all())
+
+
 def test_a_reward_model_scores_the_rows_of_its_labels(model_path: str) -> None:
     rows = [{"prompt": f"{i:02d}+01=", "label": "sum" if i % 2 else "other"} for i in range(8)]
     module = with_reward_model(grpo(model_path), model_path, 2.0)
