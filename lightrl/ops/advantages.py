@@ -67,14 +67,14 @@ def masked_whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8, all_sum: AllSum
         all_sum: Sum over ranks, for moments of the global batch.
 
     Returns:
-        Tensor like `x`, 0 outside the mask. A single selected value becomes 0.
+        Tensor like `x`, 0 outside the mask. A single selected value becomes 0. If the mean is 0, values of 0 stay 0.
 
     Source: https://arxiv.org/abs/1909.08593 and OpenAI's `lm-human-preferences`, which divides by `sqrt(var + 1e-8)`
         with the population variance of one process. Here, the variance is unbiased and over all ranks.
     """
     _, mean, var = masked_moments(x, mask, all_sum=all_sum)
-    whitened = ((x.double() - mean) / (var.sqrt() + eps)).to(x.dtype)
-    return torch.where(mask, whitened, torch.zeros_like(x))
+    mean = mean * (mean.abs() > ROUNDING * var.sqrt())  # a mean of rounding errors would give flat groups a sign
+    return torch.where(mask, ((x.double() - mean) / (var.sqrt() + eps)).to(x.dtype), torch.zeros_like(x))
 
 
 ROUNDING = 4 * torch.finfo(torch.float32).eps

@@ -246,6 +246,14 @@ def test_a_group_of_one_scored_row_gets_zero(estimator: AdvantageEstimator) -> N
     assert out[:4].abs().max() < 1e-6 and out[4:].abs().max() > 0
 
 
+@pytest.mark.parametrize("estimator", [RLOO(normalize=True), GDPO()])
+def test_normalization_leaves_groups_without_spread_at_zero(estimator: AdvantageEstimator) -> None:
+    scores = [0.1, 0.2, 0.7, 0.3, 0.3, 0.3]
+    parts = {"reward_parts": {"a": torch.tensor(scores)}, "part_weights": {"a": 1.0}}
+    out = per_sequence(estimator, scores, [0, 0, 0, 1, 1, 1], **parts)
+    assert out[3:] == [0.0] * 3 and 0.0 not in out[:3]
+
+
 @pytest.mark.parametrize("estimator", ALL, ids=IDS)
 def test_two_ranks_equal_one(estimator: AdvantageEstimator) -> None:
     data = batch()
