@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import os
 import weakref
 from contextlib import AbstractContextManager, suppress
 from typing import Any
@@ -13,19 +11,6 @@ import torch
 from torch import Tensor, nn
 
 _PORTABLE = 1  # cudaHostRegisterPortable: for every GPU of this process
-
-
-def release_threads() -> None:
-    """Ends the OpenMP threads of the calling thread, which the next parallel operation starts again in microseconds.
-
-    GNU OpenMP keeps a team for each thread that computes. When all teams together have more threads than there are
-    cores, it stops spinning at barriers, which makes small operations about 1.7 times slower. A thread therefore
-    releases its team before it waits for another thread that computes. No effect with other OpenMP libraries.
-
-    Source: https://gcc.gnu.org/onlinedocs/libgomp (`omp_pause_resource_all`, GOMP_SPINCOUNT).
-    """
-    with suppress(OSError, AttributeError):  # another library, or one older than OpenMP 5.0
-        ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD | os.RTLD_LAZY).omp_pause_resource_all(1)
 
 
 def fake_tensors() -> AbstractContextManager[Any]:

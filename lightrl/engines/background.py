@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
+import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
-from lightrl.compat.torch import release_threads
-
 T = TypeVar("T")
+
+
+def release_threads() -> None:
+    """Ends the OpenMP threads of the calling thread, which the next parallel operation starts again in microseconds.
+
+    GNU OpenMP keeps a team for each thread that computes. When all teams together have more threads than there are
+    cores, it stops spinning at barriers, which makes small operations about 1.7 times slower. A thread therefore
+    releases its team before it waits for another thread that computes. No effect with other OpenMP libraries.
+
+    Source: https://gcc.gnu.org/onlinedocs/libgomp (`omp_pause_resource_all`, GOMP_SPINCOUNT).
+    """
+    with contextlib.suppress(OSError, AttributeError):  # another library, or one older than OpenMP 5.0
+        ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD | os.RTLD_LAZY).omp_pause_resource_all(1)
 
 
 def in_background(work: Callable[[], object], name: str) -> threading.Thread:

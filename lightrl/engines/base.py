@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from lightrl.compat.torch import release_threads
-from lightrl.engines.background import BackgroundLoop, FairLock, all_of, in_background
+from lightrl.engines.background import BackgroundLoop, FairLock, all_of, in_background, release_threads
 from lightrl.records import CompletionGroup, EngineContext, GenerationRequest, SamplingParams
 
 if TYPE_CHECKING:

@@ -16,8 +16,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from lightrl.compat.torch import release_threads
-from lightrl.engines.background import all_of
+from lightrl.engines.background import all_of, release_threads
 from lightrl.environments.episodes import EnvironmentFailedError, Task
 from lightrl.ops.advantages import group_stats
 from lightrl.records import (

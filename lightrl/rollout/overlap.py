@@ -15,9 +15,8 @@ from typing import Any, Literal
 import torch
 
 from lightrl.compat.arguments import one_of
-from lightrl.compat.torch import release_threads
 from lightrl.distributed.strategies import gather_objects
-from lightrl.engines.background import in_background
+from lightrl.engines.background import in_background, release_threads
 from lightrl.engines.base import Engine, EngineDiedError
 from lightrl.environments.episodes import Task
 from lightrl.records import Completion, CompletionGroup, GenerationRequest, Routes, SamplingParams, Support

@@ -14,7 +14,7 @@ from torch import nn
 
 from lightrl.compat import torch as compat
 from lightrl.compat import torch_flex
-from lightrl.engines.background import BackgroundLoop
+from lightrl.engines.background import BackgroundLoop, release_threads
 
 
 def test_a_block_mask_hides_what_the_function_hides() -> None:
@@ -104,5 +104,5 @@ def test_a_thread_that_waits_has_no_openmp_team() -> None:
         assert torch.equal(values.exp(), torch.full_like(values, math.e)) and count() == alone + 2, "it starts again"
     finally:
         torch.set_num_threads(threads)
-        compat.release_threads()
+        release_threads()
         loop.close()
