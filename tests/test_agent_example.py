@@ -40,7 +40,7 @@ def test_answers_are_right_and_held_out_questions_are_held_out() -> None:
 def test_demonstrated_calls_are_read_as_calls(start: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(start)
     tools = ToolEnvironment(Calculator).tools
-    parser = choose_parser(tokenizer, tool_parser=None, reasoning_parser=None, tools=True)
+    parser = choose_parser(tokenizer, renderer=None, tool_parser=None, reasoning_parser=None, tools=True)
     kinds: Counter[str] = Counter()
     for row in Demonstrations(size=60)():
         ids = tokenizer(row["completion"] + "<|im_end|>")["input_ids"]

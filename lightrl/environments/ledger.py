@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightrl.environments.base import Message, Tools
-from lightrl.environments.bridges import SampledTurn, TemplateBridge, Tokens
+from lightrl.environments.bridges import Bridge, SampledTurn, Tokens
 from lightrl.records import Completion, GenerationRequest, Media, Routes, Support, TrajectoryRow
 
 if TYPE_CHECKING:
@@ -25,11 +25,11 @@ class Ledger:
     in and is context in others. Images are decoded once and passed to the engine and the sequences.
 
     Args:
-        bridge: TemplateBridge of the policy's chat template.
+        bridge: Bridge of the policy's chat template.
         tools: JSON schemas of the tools.
     """
 
-    def __init__(self, bridge: TemplateBridge, tools: Tools = ()) -> None:
+    def __init__(self, bridge: Bridge, tools: Tools = ()) -> None:
         self.bridge = bridge
         self.tools = list(tools)
         self.messages: list[Message] = []

@@ -14,9 +14,10 @@ from weakref import WeakKeyDictionary
 from lightrl.data.processing import row_variables
 from lightrl.engines.background import all_of
 from lightrl.environments.base import Message, Tools
-from lightrl.environments.bridges import TemplateBridge
+from lightrl.environments.bridges import Bridge, TemplateBridge
 from lightrl.environments.episodes import Ask, Episode, Task
 from lightrl.environments.parsing import ReplyParser, choose_parser
+from lightrl.environments.renderers import RendererBridge, make_renderer
 from lightrl.models.chat_templates import training_template
 from lightrl.records import SamplingParams, Trajectory
 from lightrl.rewards.base import copied
@@ -70,10 +71,13 @@ class MultiTurn(Episode):
         max_retries: Maximum number of retries of a trajectory whose failure the policy did not cause.
         max_failed: Maximum fraction of a rollout's trajectories on a rank, in [0, 1], that may fail after all retries.
             If more fail, the run stops.
+        renderer: Model family in the package `renderers`, such as "qwen3". Set it for local model directories and
+            fine-tuned models that use the family's chat template. "template" uses the chat template. Defaults to the
+            renderer for the model ID if the package has one, otherwise to the chat template.
         tool_parser: Name of vLLM's tool call parser, such as "hermes", or "smollm2" (lists of calls; doesn't require
-            vLLM). By default, it is detected from the chat template.
-        reasoning_parser: Name of vLLM's reasoning parser, such as "deepseek_r1". Defaults to none: reasoning stays in
-            the content.
+            vLLM). Defaults to the renderer's parser, or is detected from the chat template.
+        reasoning_parser: Name of vLLM's reasoning parser, such as "deepseek_r1". Defaults to the renderer's parser;
+            without one, reasoning stays in the content.
         template_kwargs: Variables of the chat template, such as `enable_thinking`. The dataset columns
             `chat_template_kwargs` and `template_kwargs` override them.
 
@@ -91,6 +95,7 @@ class MultiTurn(Episode):
         max_environments: int | None = None,
         max_retries: int = 2,
         max_failed: float = 0.5,
+        renderer: str | None = None,
         tool_parser: str | None = None,
         reasoning_parser: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
@@ -102,13 +107,15 @@ class MultiTurn(Episode):
         self.max_environments = 64 if max_environments is None else max_environments
         self.max_retries = max_retries
         self.max_failed = max_failed
+        self.renderer = renderer
         self.tool_parser = tool_parser
         self.reasoning_parser = reasoning_parser
         self.template_kwargs = dict(template_kwargs or {})
         self._places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
         self._tokenizer: Any = None
         self._processor: MediaProcessor | None = None
-        self._bridges: dict[str, TemplateBridge] = {}  # by variables of the chat template
+        self._renderer: Any = None
+        self._bridges: dict[str, Bridge] = {}  # by variables of the chat template
         self._parsers: dict[bool, ReplyParser] = {}  # by whether there are tools
         self.tools_seen: dict[str, Tools] = {}
 
@@ -120,11 +127,12 @@ class MultiTurn(Episode):
         """Receives the policy's tokenizer and the processor of a VLM. Called once, before the first trajectory.
 
         Raises:
-            ValueError: The chat template is missing or hides tools although `tool_parser` is set, or a parser is
-                unknown.
+            ValueError: The chat template is missing or hides tools although `tool_parser` is set, or `renderer` or a
+                parser is unknown.
         """
         self._tokenizer = tokenizer
         self._processor = processor
+        self._renderer = make_renderer(tokenizer, self.renderer, self.template_kwargs)
         self._bridges, self._parsers = {}, {}
         bridge = self.bridge_of({})
         if self.tool_parser is not None:
@@ -136,12 +144,17 @@ class MultiTurn(Episode):
         """Variables of the chat template for an example."""
         return row_variables(row, self.template_kwargs)
 
-    def bridge_of(self, row: Mapping[str, Any]) -> TemplateBridge:
+    def bridge_of(self, row: Mapping[str, Any]) -> Bridge:
         """The bridge for an example's variables of the chat template."""
         variables = self.variables(row)
         key = json.dumps(variables, sort_keys=True, default=str)
         if key not in self._bridges:
-            self._bridges[key] = TemplateBridge(self._tokenizer, variables, self._processor)
+            renderer = make_renderer(self._tokenizer, self.renderer, variables)
+            self._bridges[key] = (
+                TemplateBridge(self._tokenizer, variables, self._processor)
+                if renderer is None
+                else RendererBridge(renderer, self._tokenizer)
+            )
         return self._bridges[key]
 
     def parser(self, tools: Tools) -> ReplyParser:
@@ -157,20 +170,25 @@ class MultiTurn(Episode):
                 self._require_shown(self.bridge_of({}), tools)
             self._parsers[bool(tools)] = choose_parser(
                 self._tokenizer,
+                renderer=self._renderer,
                 tool_parser=self.tool_parser,
                 reasoning_parser=self.reasoning_parser,
                 tools=bool(tools),
             )
         return self._parsers[bool(tools)]
 
-    def _require_shown(self, bridge: TemplateBridge, tools: Tools) -> None:
-        if (hidden := bridge.hidden(tools)) is not None:
+    def _require_shown(self, bridge: Bridge, tools: Tools) -> None:
+        if self._renderer is None and (hidden := bridge.hidden(tools)) is not None:
             own = str(self._tokenizer.chat_template)
             to = "training" if training_template(own) != own else "to a template that renders tools and calls"
             raise ValueError(
                 f"tool_parser={self.tool_parser!r}: the chat template hides {hidden} from the model. Set "
                 f"actor.chat_template: {to}, or remove the tools and tool_parser."
             )
+
+    def check_template(self) -> None:
+        if self.renderer not in (None, "template"):
+            raise ValueError(f"episode.renderer={self.renderer!r}: ignores actor.chat_template. Remove one of them.")
 
     def check_prompts(self, prompts: PromptSource | PromptMixture) -> None:
         for source in getattr(prompts, "sources", None) or [prompts]:

@@ -1,4 +1,4 @@
-"""Parses sampled tokens to replies with the reasoning and tool call parsers of vLLM, or the built-in parser."""
+"""Parses sampled tokens to replies with the reasoning and tool call parsers of vLLM or `renderers`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from lightrl.compat import vllm_parsers
 from lightrl.environments.base import Reply, ToolCall, Tools
-from lightrl.environments.bridges import TemplateBridge
+from lightrl.environments.bridges import Bridge
 from lightrl.records import Completion
 
 MAX_DEPTH = 100
@@ -95,7 +95,7 @@ class ReplyParser(ABC):
             form = vllm_parsers.call_format(self.calls, self.tokenizer, chosen)
         return vllm_parsers.structural_tag(form, structured if names is None else {}, single=single)
 
-    def read(self, prompt_ids: Sequence[int], completion: Completion, tools: Tools, bridge: TemplateBridge) -> Reply:
+    def read(self, prompt_ids: Sequence[int], completion: Completion, tools: Tools, bridge: Bridge) -> Reply:
         """Parses a completion. If a part is invalid, the reply has `errors` and its whole text is content."""
         ids = completion.token_ids
         truncated = completion.finish_reason == "length"
@@ -122,6 +122,30 @@ class PlainParser(ReplyParser):
     def parse(self, prompt_ids: Sequence[int], token_ids: Sequence[int], tools: Tools, *, truncated: bool) -> Reply:
         content = self.tokenizer.decode(token_ids, skip_special_tokens=True)
         return Reply(content=content, text=self.tokenizer.decode(token_ids), truncated=truncated)
+
+
+class RendererParser(ReplyParser):
+    """Parses replies with a renderer, which works on token IDs."""
+
+    def __init__(self, renderer: Any, tokenizer: Any) -> None:
+        super().__init__(tokenizer, _detected(tokenizer))
+        self.renderer = renderer
+        self.name = type(renderer).__name__
+
+    def parse(self, prompt_ids: Sequence[int], token_ids: Sequence[int], tools: Tools, *, truncated: bool) -> Reply:
+        parsed = self.renderer.parse_response(list(token_ids), prompt_ids=list(prompt_ids), tools=list(tools) or None)
+        reply = Reply(
+            content=parsed.content,
+            reasoning=parsed.reasoning_content or None,
+            text=self.tokenizer.decode(token_ids),
+            truncated=truncated,
+        )
+        for call in parsed.tool_calls:
+            if str(call.status) not in ("ok", "unknown_tool"):
+                reply.errors.append(f"the tool call {call.raw!r} can't be read ({call.status}).")
+            else:
+                _add_call(reply, call.name, call.arguments, call.id)
+        return reply
 
 
 class VLLMParser(ReplyParser):
@@ -176,7 +200,7 @@ class VLLMParser(ReplyParser):
         else:
             reply.content = after
         for name, arguments in calls:
-            _add_call(reply, name, arguments)
+            _add_call(reply, name, arguments, None)
         return reply
 
 
@@ -209,7 +233,7 @@ def _list_format(functions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"type": "or", "elements": forms}
 
 
-def _add_call(reply: Reply, name: str, arguments: Any) -> None:
+def _add_call(reply: Reply, name: str | None, arguments: Any, given_id: str | None) -> None:
     """Adds a call if its arguments are an object, otherwise an error."""
     if isinstance(arguments, str):
         try:
@@ -219,10 +243,10 @@ def _add_call(reply: Reply, name: str, arguments: Any) -> None:
             return
     if wrong := _not_writable([name, arguments]):
         reply.errors.append(f"the tool call {wrong}.")
-    elif not isinstance(arguments, dict):
+    elif not name or not isinstance(arguments, dict):
         reply.errors.append(f"the arguments of {name} must be a JSON object, not {arguments!r}.")
     else:  # Mistral's template requires IDs with nine letters and digits
-        reply.tool_calls.append(ToolCall(name, arguments, f"call{len(reply.tool_calls):05d}"))
+        reply.tool_calls.append(ToolCall(name, arguments, given_id or f"call{len(reply.tool_calls):05d}"))
 
 
 def _not_writable(value: Any) -> str | None:
@@ -239,24 +263,35 @@ def _not_writable(value: Any) -> str | None:
     return None
 
 
-def choose_parser(tokenizer: Any, *, tool_parser: str | None, reasoning_parser: str | None, tools: bool) -> ReplyParser:
+def _detected(tokenizer: Any) -> str | None:
+    """The parser of the calls that a chat template writes; None if unknown."""
+    return next((TOOL_PARSERS[mark] for mark in TOOL_PARSERS if mark in str(tokenizer.chat_template)), None)
+
+
+def choose_parser(
+    tokenizer: Any, *, renderer: Any | None, tool_parser: str | None, reasoning_parser: str | None, tools: bool
+) -> ReplyParser:
     """Chooses the parser of a policy's replies.
 
     Args:
         tokenizer: Tokenizer of the policy.
-        tool_parser: Name of vLLM's parser, or "smollm2". None detects it from the chat template.
+        renderer: Renderer from `make_renderer`, or None.
+        tool_parser: Name of vLLM's parser, or "smollm2". None uses the renderer's parser, or detects it from the chat
+            template.
         reasoning_parser: Name of vLLM's parser, or None.
         tools: Whether the environment has tools.
 
     Raises:
         ValueError: There are tools, but no known parser for the chat template.
     """
+    if renderer is not None and tool_parser is None and reasoning_parser is None:
+        return RendererParser(renderer, tokenizer)
     if tools and tool_parser is None:
-        tool_parser = next((TOOL_PARSERS[mark] for mark in TOOL_PARSERS if mark in str(tokenizer.chat_template)), None)
+        tool_parser = _detected(tokenizer)
         if tool_parser is None:
             raise ValueError(
-                "tool_parser=None: the chat template's format of tool calls is unknown. Set one of vLLM's parsers, "
-                'such as tool_parser="hermes".'
+                "tool_parser=None: the chat template's format of tool calls is unknown. Set one of vLLM's parsers "
+                '(tool_parser="hermes"), or the model family in the package `renderers` (renderer="qwen3").'
             )
     if tool_parser is None and reasoning_parser is None:
         return PlainParser(tokenizer)

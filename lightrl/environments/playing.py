@@ -16,7 +16,7 @@ from lightrl.compat.arguments import imported
 from lightrl.data.rows import MediaError
 from lightrl.environments import base, tools
 from lightrl.environments.base import Environment, Message, Reply, Step
-from lightrl.environments.bridges import TemplateBridge
+from lightrl.environments.bridges import Bridge
 from lightrl.environments.calling import LateError, UserCode
 from lightrl.environments.episodes import finite_reward
 from lightrl.environments.gym import GymnasiumEnvironment
@@ -106,7 +106,7 @@ class _Played(Attempt):
     """A trajectory in progress."""
 
     settings: EnvironmentEpisode
-    bridge: TemplateBridge
+    bridge: Bridge
     ledger: Ledger | None = None
     rewards: list[float] = field(default_factory=list)
     states: list[str] = field(default_factory=list)

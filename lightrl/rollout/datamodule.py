@@ -166,6 +166,8 @@ class RolloutDataModule(LightningDataModule):
         self.engine.check_sampling(self.eval_sampling, "evaluation.sampling", trained=False)
         self.tokenizer = load_tokenizer(self.tokenizer_path or spec.path, chat_template=spec.chat_template)
         self.processor = load_processor(spec.path, self.tokenizer)
+        if spec.chat_template is not None:
+            self.episode.check_template()
         self.episode.setup(self.tokenizer, self.processor)
         self._load_prompts(stage)
         if stage == "fit" and self.ptx is not None and self._ptx_loader is None:

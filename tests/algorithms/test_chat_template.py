@@ -12,8 +12,10 @@ from transformers import AutoTokenizer
 from lightrl.algorithms import GRPOLightningModule, SFTLightningModule
 from lightrl.cli.export import export
 from lightrl.data.sft import SFTDataModule, SFTSource
+from lightrl.data.templates import load_tokenizer
+from lightrl.environments.renderers import make_renderer
 from lightrl.models.spec import ModelSpec
-from tests.rollout.tasks import chat_model, fit, sgd, talk
+from tests.rollout.tasks import chat_model, fit, make_data, sgd, talk
 from tests.toys import SMALL, quickstart_model, quiet_trainer, sums_data
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{{ '=' if m['role'] == 'user' else '' }}{% endfor %}"
@@ -69,3 +71,13 @@ def test_supervised_rows_are_rendered_with_it(path: str, file: str) -> None:
     quiet_trainer(callbacks=[]).fit(SFTLightningModule(ModelSpec(path, chat_template=file)), data)
     (batch,) = data.train_dataloader()
     assert data.tokenizer.decode(batch["token_ids"][0]).startswith("1+2=3")
+
+
+def test_no_renderer_of_a_family_stands_in_for_a_given_template(tmp_path: Path) -> None:
+    """`renderers` knows some models by their names, and writes their own templates."""
+    path = chat_model(tmp_path / "model")
+    assert load_tokenizer(path, chat_template=TEMPLATE).name_or_path == ""
+    assert make_renderer(load_tokenizer(path, chat_template=TEMPLATE), None) is None
+    module = GRPOLightningModule(ModelSpec(path, chat_template=TEMPLATE), kl=None, optimizer=sgd)
+    with pytest.raises(ValueError, match="episode.renderer='qwen3': ignores actor.chat_template"):
+        quiet_trainer().fit(module, make_data(episode={"renderer": "qwen3"}))

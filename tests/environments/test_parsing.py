@@ -1,4 +1,4 @@
-"""Replies are read by vLLM's parsers or the built-in one, and malformed calls are told from none."""
+"""Replies are read by vLLM's parsers or by `renderers`, and malformed calls are told from none."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from lightrl.environments.parsing import PlainParser, choose_parser
 from lightrl.records import Completion
 from tests.environments.families import FAMILIES, make_tokenizer
 from tests.environments.scripted import ADD, Script, spell
+from tests.environments.test_sdks import fits
 
 QWEN = make_tokenizer(FAMILIES["qwen2.5"])
 GOOD = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -24,7 +25,7 @@ LISTS["function"]["parameters"]["properties"]["a"] = {"type": "array", "descript
 
 
 def chosen(tokenizer: Any = QWEN, **settings: Any) -> Any:
-    arguments = {"tool_parser": None, "reasoning_parser": None, "tools": True}
+    arguments = {"renderer": None, "tool_parser": None, "reasoning_parser": None, "tools": True}
     return choose_parser(tokenizer, **{**arguments, **settings})
 
 
@@ -96,6 +97,42 @@ def test_without_tools_everything_is_content() -> None:
     parser = chosen(tools=False)
     assert isinstance(parser, PlainParser)
     assert parser.parse([], spell(QWEN, "hello<|im_end|>"), [], truncated=False).content == "hello"
+
+
+def test_a_renderers_calls_are_forced_in_the_format_of_the_template() -> None:
+    pytest.importorskip("renderers")
+    pytest.importorskip("vllm")
+    from lightrl.environments.renderers import make_renderer
+
+    tokenizer = make_tokenizer(FAMILIES["qwen3"])
+    parser = chosen(tokenizer, renderer=make_renderer(tokenizer, "qwen3"))
+    grammar = parser.grammar([ADD], (), {})
+    said = GOOD.replace("1}", '1, "b": 2}')
+    assert fits(said, grammar) and not fits(GOOD, grammar) and not fits("It is 3.", grammar)
+    single = parser.grammar([ADD], (), {}, single=True)
+    assert fits(said + said, grammar) and fits(said, single) and not fits(said + said, single)
+    reply = parser.parse([], spell(tokenizer, f"{said}<|im_end|>"), [ADD], truncated=False)
+    assert [(call.name, call.arguments) for call in reply.tool_calls] == [("add", {"a": 1, "b": 2})]
+
+
+def test_a_renderer_reads_calls_thoughts_and_broken_calls() -> None:
+    pytest.importorskip("renderers")
+    from lightrl.environments.renderers import make_renderer
+
+    tokenizer = make_tokenizer(FAMILIES["qwen3"])
+    parser = chosen(tokenizer, renderer=make_renderer(tokenizer, "qwen3"))
+    assert type(parser).__name__ == "RendererParser"
+    prompt = tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False)
+    reply = parser.parse(
+        prompt, spell(tokenizer, f"<think>\nhm\n</think>\n\nso\n{GOOD}<|im_end|>"), [ADD], truncated=False
+    )
+    assert (reply.reasoning, reply.content.strip()) == ("hm", "so")
+    assert [(c.name, c.arguments) for c in reply.tool_calls] == [("add", {"a": 1})]
+    broken = parser.parse(
+        prompt, spell(tokenizer, "<tool_call>\n{oops\n</tool_call><|im_end|>"), [ADD], truncated=False
+    )
+    assert broken.tool_calls == []
+    assert "invalid_json" in broken.errors[0]
 
 
 def test_a_template_whose_calls_no_parser_reads_is_rejected_before_a_model_loads() -> None:

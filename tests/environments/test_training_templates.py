@@ -110,7 +110,7 @@ def test_without_tools_a_training_template_writes_what_the_own_one_writes(name: 
 def test_what_the_template_writes_is_what_the_chosen_parser_reads(name: str) -> None:
     pytest.importorskip("vllm")
     own = tokenizer(name)
-    parser = choose_parser(own, tool_parser=None, reasoning_parser=None, tools=True)
+    parser = choose_parser(own, renderer=None, tool_parser=None, reasoning_parser=None, tools=True)
     assert parser.name == PARSERS.get(name, "hermes")
     said: list[Any] = [{"role": "user", "content": "Go"}]
     before = own.apply_chat_template(said, tools=[ADD], tokenize=False, add_generation_prompt=True)
@@ -149,7 +149,7 @@ CALL = '{"name": "add", "arguments": {"a": 1}}'
 )
 def test_smollm2s_lists_of_calls_are_read(text: str, calls: int | None, content: str) -> None:
     own = tokenizer("smollm2")
-    parser = choose_parser(own, tool_parser=None, reasoning_parser=None, tools=True)
+    parser = choose_parser(own, renderer=None, tool_parser=None, reasoning_parser=None, tools=True)
     reply = parser.parse([], spell(own, f"{text}<|im_end|>"), [ADD], truncated=False)
     if calls is None:
         assert reply.tool_calls == [] and len(reply.errors) == 1
@@ -159,7 +159,7 @@ def test_smollm2s_lists_of_calls_are_read(text: str, calls: int | None, content:
 
 def test_smollm2s_lists_of_calls_can_be_forced() -> None:
     pytest.importorskip("vllm")
-    parser = choose_parser(tokenizer("smollm2"), tool_parser=None, reasoning_parser=None, tools=True)
+    parser = choose_parser(tokenizer("smollm2"), renderer=None, tool_parser=None, reasoning_parser=None, tools=True)
     call = CALL.replace("1}", '1, "b": 2}')
     forced, chosen = parser.grammar([ADD], (), {}), parser.grammar([ADD], None, {"json": {"type": "integer"}})
     for text in (f"[{call}]", f"[{call}, {call}]", f"[\n{call},\n{call}\n]"):

@@ -15,10 +15,12 @@ from lightrl.callbacks.logprob_checks import LedgerMismatchError, TrajectoryLogp
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.environments import Ledger, Reply
 from lightrl.environments.bridges import TemplateBridge
+from lightrl.environments.renderers import make_renderer
 from lightrl.objectives import ConstantLength, SequenceMean, SequenceSum, TokenMean
 from lightrl.records import Completion, CompletionGroup, EngineContext, GenerationRequest, SamplingParams, Trajectory
 from tests.environments.families import FAMILIES, make_tokenizer
-from tests.environments.scripted import Script, ScriptedAttempts, Turn, alone, call, spell
+from tests.environments.scripted import Script, ScriptedAttempts, Turn, alone, call, mismatches, play, spell
+from tests.environments.test_ledger import script
 from tests.rollout.tasks import chat_model
 
 QWEN = make_tokenizer(FAMILIES["qwen2.5"])
@@ -67,6 +69,25 @@ def test_splicing_does_not_count_end_tokens_that_stand_inside_of_a_turn() -> Non
     ledger = record(QWEN, (Reply("one two"), sampled, USER), (Reply("no"), spell(QWEN, "no<|im_end|>"), []))
     (row,) = ledger.rows
     assert [t for t, turn in zip(row.token_ids, row.turn_ids, strict=True) if turn == 0] == sampled
+
+
+@pytest.mark.parametrize("family,renderer", [("qwen3", "qwen3"), ("llama3", "llama-3")])
+@pytest.mark.parametrize("literal", [False, True])
+def test_renderers_of_known_families_keep_every_id(family: str, renderer: str, literal: bool) -> None:
+    pytest.importorskip("renderers")
+    settings = FAMILIES[family]
+    extra = ["<|begin_of_text|>", "<|eom_id|>", "<|python_tag|>"] if family == "llama3" else []
+    tokenizer = make_tokenizer(type(settings)(**{**vars(settings), "special": [*settings.special, *extra]}))
+    turns = script(family, tokenizer, False, family == "qwen3", True, literal)
+    engine, trajectory = asyncio.run(play(tokenizer, turns, True, renderer=renderer))
+    assert trajectory.stop_reason == "stop"
+    assert mismatches(engine, trajectory) == 0
+    assert len(engine.asked) == 5
+
+
+def test_a_folders_model_has_no_renderer_unless_it_is_named() -> None:
+    pytest.importorskip("renderers")
+    assert make_renderer(QWEN, None) is None  # a folder's tokenizer has no name that the package knows
 
 
 def test_dividing_by_a_trajectorys_tokens_is_done_by_the_one_aggregation_that_says_so() -> None:

@@ -21,6 +21,7 @@ from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.environments import AgentProgram, EnvironmentEpisode, Reply, ToolEnvironment
 from lightrl.environments.bridges import TemplateBridge
 from lightrl.environments.ledger import Ledger
+from lightrl.environments.renderers import RendererBridge
 from lightrl.models.policy import named_hf_weights
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives import GroupRelative
@@ -181,6 +182,8 @@ def test_what_cannot_be_shown_is_refused_by_name(folder_of: Any) -> None:
     image = [{"role": "user", "content": [{"type": "image", "image": picture(16, 16)}]}]
     with pytest.raises(ValueError, match="takes text only"):
         TemplateBridge(folder.tokenizer).opened(image)
+    with pytest.raises(ValueError, match="`renderer: template`"):
+        RendererBridge(None, folder.tokenizer).opened(image)
     seeing = TemplateBridge(folder.tokenizer, None, folder.processor)
     with pytest.raises(ValueError, match="of type 'video'"):
         seeing.opened([{"role": "user", "content": [{"type": "video", "video": []}]}])

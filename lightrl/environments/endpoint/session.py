@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from lightrl.engines.background import all_of
 from lightrl.environments.base import Message, Tools
-from lightrl.environments.bridges import TemplateBridge
+from lightrl.environments.bridges import Bridge
 from lightrl.environments.endpoint.requests import Answered, Asked, RefusedError
 from lightrl.environments.endpoint.streams import Stream, cut
 from lightrl.environments.ledger import Ledger
@@ -40,7 +40,7 @@ class Session:
 
     Args:
         attempt: The trajectory to be played.
-        bridge: TemplateBridge of the chat template.
+        bridge: Bridge of the chat template.
         parser: Function from tools to the parser of replies.
         max_turns: Maximum number of turns.
         template_kwargs: Variables of the chat template.
@@ -58,7 +58,7 @@ class Session:
     """
 
     attempt: Attempt
-    bridge: TemplateBridge
+    bridge: Bridge
     parser: Callable[[Tools], ReplyParser]
     max_turns: int
     template_kwargs: Mapping[str, Any]
@@ -231,7 +231,7 @@ class Session:
             messages = self._as_policy(asked.messages)
             begun = self._prefill(messages) if asked.prefill else ""
             stream, prompt_ids = self._begun(messages, asked.tools)
-            prefix = self.bridge.plain_ids(begun) if begun else []
+            prefix = self.bridge.plain_ids(self._tokenizer(asked.tools), begun) if begun else []
             if prefix:
                 prompt_ids = stream.ledger.prefill(prefix)
             left = self.attempt.max_tokens - len(prompt_ids)
@@ -323,7 +323,7 @@ class Session:
 
     def _logprobs(self, asked: Asked, completion: Completion) -> list[dict[str, Any]]:
         """Log-probs of sampled and most likely tokens, up to the end of the turn or the stop string."""
-        tokenizer, entries = self.bridge.tokenizer, list[dict[str, Any]]()
+        tokenizer, entries = self._tokenizer(asked.tools), list[dict[str, Any]]()
         ids = completion.token_ids[:-1] if self.bridge.ends_turn(completion.token_ids) else completion.token_ids
         text = ""
 
@@ -382,6 +382,9 @@ class Session:
         except ValueError as error:
             raise RefusedError(400, str(error), "messages") from error
 
+    def _tokenizer(self, tools: Tools) -> Any:
+        return self.parser(tools).tokenizer
+
     def _begun(self, messages: list[Message], tools: list[dict[str, Any]]) -> tuple[Stream, list[int]]:
         """The conversation that a request continues, or a new one, and the tokens of the engine's request."""
         found = [(stream, *left) for stream in self._streams if (left := stream.rest(messages, tools)) is not None]
@@ -389,8 +392,11 @@ class Session:
             if found:
                 stream, rest, more = max(found, key=lambda each: len(each[0].ledger.messages))
                 if more:
-                    said = messages[len(messages) - len(rest) - 1]
-                    stream.ledger.answer(rest, said, self.bridge.plain_ids(more))
+                    said, ids = (
+                        messages[len(messages) - len(rest) - 1],
+                        self.bridge.plain_ids(self._tokenizer(tools), more),
+                    )
+                    stream.ledger.answer(rest, said, ids)
                 elif rest:
                     stream.ledger.answer(rest)
                 ids = stream.ledger.request_ids

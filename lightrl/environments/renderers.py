@@ -1,0 +1,97 @@
+"""Renders conversations of the model families in the `renderers` package."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightrl.environments.base import Message, Tools
+from lightrl.environments.bridges import MARK, Bridge, SampledTurn, Tokens, guard, special_texts
+
+
+class RendererBridge(Bridge):
+    """Extends tokens with the `renderers` package.
+
+    Args:
+        renderer: Renderer from `make_renderer`.
+        tokenizer: Tokenizer of the policy.
+
+    Source: https://github.com/PrimeIntellect-ai/renderers
+    """
+
+    def __init__(self, renderer: Any, tokenizer: Any) -> None:
+        super().__init__()
+        self.renderer = renderer
+        self._special = special_texts(tokenizer)
+
+    def render(self, messages: Sequence[Message], tools: Tools) -> Tokens:
+        said = guard(messages, self._special)
+        try:
+            ids = self.renderer.render_ids(said, tools=list(tools) or None, add_generation_prompt=True)
+        except Exception as error:
+            raise ValueError(f"The renderer rejects the conversation: {error}. Set renderer: template.") from error
+        return Tokens(ids)
+
+    def extend(
+        self, turn: SampledTurn, history: Sequence[Message], new: Sequence[Message], tools: Tools
+    ) -> Tokens | None:
+        before = [*turn.prompt_ids, *turn.completion_ids]
+        extended = self.renderer.bridge_to_next_turn(
+            turn.prompt_ids, turn.completion_ids, guard(new, self._special), tools=list(tools) or None
+        )
+        if extended is None or list(extended.token_ids[: len(before)]) != before:
+            return None
+        return Tokens(extended.token_ids[len(before) :])
+
+
+class _MarkedTokenizer:
+    """A tokenizer for `renderers` that encodes marked text of special tokens as ordinary tokens."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.special = special_texts(tokenizer)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
+
+    def __call__(self, text: str, **kwargs: Any) -> dict[str, list[Any]]:
+        """Token IDs and, on request, their offsets in the text."""
+        ids: list[int] = []
+        places: list[tuple[int, int]] = []
+        at = 0
+        for part in text.split(MARK):
+            encoded = self.tokenizer(part, **kwargs)
+            ids += encoded["input_ids"]
+            places += [(at + start, at + end) for start, end in encoded.get("offset_mapping", ())]
+            at += len(part) + len(MARK)
+        return {"input_ids": ids, "offset_mapping": places}
+
+    def encode(self, text: str, *args: Any, **kwargs: Any) -> list[int]:
+        return [i for part in text.split(MARK) if part for i in self.tokenizer.encode(part, *args, **kwargs)]
+
+
+def make_renderer(tokenizer: Any, name: str | None, options: Mapping[str, Any] | None = None) -> Any | None:
+    """Creates the renderer of a model family. Returns None if the chat template is used instead.
+
+    Args:
+        tokenizer: Tokenizer of the policy.
+        name: Name of the family in the package, such as "qwen3". None looks it up by the model ID. "template" uses no
+            renderer.
+        options: Variables of the chat template, such as `enable_thinking`.
+    """
+    if name == "template":
+        return None
+    try:
+        import renderers
+        from renderers.base import MODEL_RENDERER_MAP
+    except ImportError:
+        if name is None:
+            return None
+        raise
+    name = name or MODEL_RENDERER_MAP.get(getattr(tokenizer, "name_or_path", ""))
+    if name is None:
+        return None
+    wrapped = _MarkedTokenizer(tokenizer)
+    return renderers.create_renderer(
+        wrapped, renderers.config_from_name(name), chat_template_kwargs=dict(options or {})
+    )
