@@ -4,6 +4,7 @@
 #   make test-long    run the long tests that `make test` skips
 #   make faults       inject CASES faults into real runs and write the table into docs/reliability.md (about 25 minutes);
 #                     resumes if interrupted (outputs/faults.jsonl)
+#   make long-haul    2,000 rollouts, with vLLM and sampled ahead: memory, descriptors, threads and files must stay; table as above
 #   make audit        check the minimum versions in pyproject.toml for known vulnerabilities; needs network access
 # Settings: VENV (the virtual environment, default .venv), PYTHON (the interpreter it is made with), WORKERS (of pytest).
 
@@ -14,7 +15,7 @@ CASES ?= 340
 OMP_NUM_THREADS ?= 1
 export VENV OMP_NUM_THREADS
 
-.PHONY: quickstart test test-long faults audit lint setup clean
+.PHONY: quickstart test test-long faults long-haul audit lint setup clean
 
 quickstart: setup
 	@env -u OMP_NUM_THREADS $(VENV)/bin/lightrl quickstart

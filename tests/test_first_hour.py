@@ -100,6 +100,10 @@ def test_doctor_ends_if_a_reward_function_does_not(config: Callable[..., str], m
     assert "no result for an example after 0.5 seconds" in said(config(rewards=["rewards.py:endless"]), "problem")
 
 
+def test_doctor_names_what_cannot_be_built(config: Callable[..., str]) -> None:
+    assert "'group_sise'" in said(config(group_sise=2), "problem")
+
+
 def test_doctor_reads_the_rows_of_supervised_runs(config: Callable[..., str], model: str, tmp_path: Path) -> None:
     config()
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "1+1=", "sum": "2"}\n' * 5)

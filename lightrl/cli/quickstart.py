@@ -25,6 +25,7 @@ def quickstart(
     seed: int = 1,
     rollouts: int | None = None,
     tiny: bool = False,
+    resume: bool = False,
 ) -> None:
     """Train a small pretrained model on a CPU and write a report. Takes 4 minutes on two cores with native bfloat16.
 
@@ -41,6 +42,8 @@ def quickstart(
         rollouts: Rollouts per epoch. Lower it for a shorter run. Defaults to the configuration's value.
         tiny: Train a randomly initialized model with half a million parameters on sums instead (an SFT warm start, then
             PPO), for tests and slow computers.
+        resume: Resume an interrupted quickstart from its last checkpoint. Pass the same arguments again.
+
     Raises:
         ValueError: Another quickstart, or a run of one of its steps, is using the directory.
     """
@@ -52,28 +55,31 @@ def quickstart(
         for step in ("sft", "ppo", f"smollm2_{algorithm}"):
             if (outputs / step).is_dir():  # a manually started run may be using it
                 FolderLock(outputs / step).release()
-        if any(path.name != LOCK for path in outputs.iterdir()):
+        if not resume and any(path.name != LOCK for path in outputs.iterdir()):
             previous = outputs.with_name("quickstart.previous")
             shutil.rmtree(previous, ignore_errors=True)
             outputs.rename(previous)  # including its lock, which another process may be about to acquire
             held.callback(FolderLock(outputs).release)
-            print(f"== Moved the earlier quickstart to {previous}.", flush=True)
-        steps = _tiny_steps() if tiny else _steps(algorithm, model)
+            print(
+                f"== Moved the earlier quickstart to {previous}. To resume it, move it back and pass --resume.",
+                flush=True,
+            )
+        steps = _tiny_steps(outputs) if tiny else _steps(outputs, algorithm, model)
         short = [] if rollouts is None else [f"--data.init_args.rollouts_per_epoch={rollouts}"]
         for title, arguments in steps:
-            print(f"== {title}", flush=True)
+            print(f"== {title}{', resuming from the last checkpoint' * ('--ckpt_path=last' in arguments)}", flush=True)
             trains = "--data.init_args.engine=" in " ".join(arguments)
             begin = time.monotonic()
             options = [*short, f"--seed_everything={seed}"] if trains else []
             status = _run_step([sys.executable, "-m", "lightrl", *arguments, *options])
             if status:
-                print(f"== Stopped in step {title}.")
+                print(f"== Stopped in step {title}. Rerun the command with --resume to resume it.")
                 sys.exit(status)
             seconds = round(time.monotonic() - begin)
             print(f"== {title}: {seconds // 60}:{seconds % 60:02d}", flush=True)
 
 
-def _steps(algorithm: str, model: str | None) -> list[Step]:
+def _steps(outputs: Path, algorithm: str, model: str | None) -> list[Step]:
     """Steps with a pretrained model."""
     from lightrl.models.packaged import packaged_model
 
@@ -81,18 +87,21 @@ def _steps(algorithm: str, model: str | None) -> list[Step]:
     train = ["fit", f"--config=lightrl:quickstart/smollm2_{algorithm}", f"--model.init_args.actor.path={found}"]
     name = "SmolLM2-135M-Instruct" if model is None else Path(model).name
     return [
-        (f"1/2 {algorithm.upper()} on {name}", [*train, *_engine(), *_precision()]),
+        (
+            f"1/2 {algorithm.upper()} on {name}",
+            [*train, *_engine(), *_precision(), *_resumed(outputs / f"smollm2_{algorithm}")],
+        ),
         ("2/2 report", ["report", f"outputs/quickstart/smollm2_{algorithm}"]),
     ]
 
 
-def _tiny_steps() -> list[Step]:
+def _tiny_steps(outputs: Path) -> list[Step]:
     """Steps with a randomly initialized model."""
     model = str(SHIPPED / "quickstart" / "model")
     sft = [f"--model.init_args.actor.path={model}", f"--data.init_args.tokenizer={model}"]
     return [
         ("1/3 SFT warm start", ["fit", "--config=lightrl:quickstart/sft", *sft]),
-        ("2/3 PPO", ["fit", "--config=lightrl:quickstart/ppo", *_engine()]),
+        ("2/3 PPO", ["fit", "--config=lightrl:quickstart/ppo", *_engine(), *_resumed(outputs / "ppo")]),
         ("3/3 report", ["report", "outputs/quickstart/ppo"]),
     ]
 
@@ -110,6 +119,10 @@ def _precision() -> list[str]:
 
     able: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()  # newer than torch 2.9
     return ["--trainer.precision=bf16-mixed"] if able.get("avx512_bf16") or able.get("amx_bf16") else []
+
+
+def _resumed(folder: Path) -> list[str]:
+    return ["--ckpt_path=last"] if any((folder / "checkpoints").glob("*.ckpt")) else []
 
 
 def _run_step(command: list[str]) -> int:
