@@ -38,7 +38,7 @@ def main(place: Path) -> None:
         model = build_model(place / "trainer", tied=tied)
         state = torch.random.get_rng_state()
         engine = VLLMEngine()
-        engine.start(EngineContext(str(folder), max_prompt_tokens=32, max_new_tokens=32))
+        engine.start(EngineContext(str(folder), max_prompt_tokens=32, max_new_tokens=32, random_init=tied))
         engine.start(EngineContext("elsewhere"))  # started: nothing happens
         assert torch.equal(state, torch.random.get_rng_state())
         change(model)

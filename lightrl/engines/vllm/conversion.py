@@ -91,7 +91,7 @@ def arguments(engine: VLLMEngine, context: EngineContext, cuda: bool) -> dict[st
         chosen["distributed_executor_backend"] = "external_launcher"
     if cuda and engine.sleep_level:
         chosen["enable_sleep_mode"] = True
-    if context.random_init or _lacks_weights(chosen["model"]):
+    if context.random_init:
         chosen["load_format"] = "dummy"
     if adapter_rank(engine, context):
         rank = next((rank for rank in _LORA_RANKS if rank >= context.lora_rank), context.lora_rank)
@@ -195,23 +195,11 @@ def _free_memory() -> int:
     return max(free, 0)
 
 
-def free_cached_memory() -> None:
-    """Frees unused memory of the trainer's CUDA allocator."""
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
-
-
 def free_port(host: str = "127.0.0.1") -> int:
     """Returns a free TCP port, on all interfaces if `host` is empty."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
-
-
-def _lacks_weights(model: str) -> bool:
-    """Whether the model is a directory without weights."""
-    folder = Path(model)
-    return folder.is_dir() and not any(file.suffix in (".safetensors", ".bin", ".pt") for file in folder.iterdir())
 
 
 # ---- requests and completions ------------------------------------------------------------------------------------
@@ -289,38 +277,13 @@ def scoring_params() -> Any:
 
 
 def engine_prompt(request: GenerationRequest, place: int) -> dict[str, Any]:
-    """Converts a prompt and the partial completion at `place` to vLLM's format.
-
-    A prompt with media has one placeholder per item. vLLM's processor expands it once for all completions and caches
-    the result by the item's name.
-    """
-    media, begun = request.media, request.so_far(place).token_ids
-    if not media:
-        return {"prompt_token_ids": request.token_ids + begun}
-    data: dict[str, list[Any]] = {}
-    if media.images:
-        data["image"] = list(media.images)
-    if media.videos:
-        pairs = zip(media.videos, media.video_times, strict=True)
-        from lightrl.models.multimodal import video_timing
-
-        data["video"] = [(frames, video_timing(times)) for frames, times in pairs]
-    if media.audios:
-        data["audio"] = list(zip(media.audios, media.sampling_rates, strict=True))
-    names = {kind: [f"{media.key}-{kind}-{i}" for i in range(len(items))] for kind, items in data.items()}
-    return {"prompt_token_ids": media.token_ids + begun, "multi_modal_data": data, "multi_modal_uuids": names}
-
-
-def check_prompt(output: Any, request: GenerationRequest, place: int) -> None:
-    """Raises a ValueError if vLLM's processor expanded the media differently from the trainer's."""
+    """Converts a prompt and the partial completion at `place` to vLLM's format."""
+    begun = request.so_far(place).token_ids
     if not request.media:
-        return
-    theirs, ours = list(output.prompt_token_ids), request.token_ids + request.so_far(place).token_ids
-    if theirs != ours:
-        raise ValueError(
-            f"{request.name}: vLLM's tokens ({len(theirs)}) and the model processor's ({len(ours)}) differ. Remove "
-            "engine_args.mm_processor_kwargs, and check that media, inputs, and tokens of the prompt match."
-        )
+        return {"prompt_token_ids": request.token_ids + begun}
+    from lightrl.engines.vllm.media import media_prompt
+
+    return media_prompt(request.media, begun)
 
 
 def completion(output: Any, request: GenerationRequest, place: int) -> Completion:

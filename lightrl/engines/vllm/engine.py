@@ -14,13 +14,13 @@ from functools import partial
 from itertools import count, pairwise
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+import torch
 from torch import Tensor
 
 from lightrl.engines.base import EngineDiedError, SteppingEngine
 from lightrl.engines.vllm import conversion
 from lightrl.engines.vllm.conversion import (
     HARMLESS_EXTRA,
-    check_prompt,
     completion,
     completion_seed,
     engine_prompt,
@@ -310,7 +310,10 @@ class VLLMEngine(SteppingEngine):
         return groups
 
     def _completion(self, group: _Group, place: int, output: Any, switches: list[tuple[int, int]]) -> Completion:
-        check_prompt(output, group.request, place)
+        if group.request.media:
+            from lightrl.engines.vllm.media import check_prompt
+
+            check_prompt(output, group.request, place)
         new = completion(output.outputs[0], group.request, place)
         switches = [*switches, (len(new.token_ids), -1)]
         versions = [version for (at, version), (end, _) in pairwise(switches) for _ in range(end - at)]
@@ -452,7 +455,7 @@ class VLLMEngine(SteppingEngine):
             return
         with self._serving() as adapter:
             if self._on_cuda:
-                conversion.free_cached_memory()  # blocks of the trainer's allocator
+                torch.cuda.empty_cache()  # blocks of the trainer's allocator
                 # After level 2, the KV cache is restored after the push, because gathering weights needs memory.
                 adapter.wake(["weights"] if self._asleep == 2 else None)
         self._cache_asleep = self._asleep == 2
@@ -464,5 +467,5 @@ class VLLMEngine(SteppingEngine):
         if self._cache_asleep:
             self._cache_asleep = False
             if self._on_cuda:
-                conversion.free_cached_memory()
+                torch.cuda.empty_cache()
                 self._started().wake(["kv_cache"])
