@@ -53,6 +53,19 @@ def test_the_benchmark_page_has_the_time_to_quality_of_the_committed_runs() -> N
         assert found["failures"] == 0
 
 
+def test_the_guide_has_the_learning_rates_of_the_committed_runs() -> None:
+    results = ROOT / "benchmarks" / "results"
+    systems = json.loads((results / "rates.json").read_text())["systems"]
+    systems["grpo, 4e-05"] = json.loads((results / "quality.json").read_text())["systems"]["grpo"]
+    page = (ROOT / "docs" / "hyperparameters.md").read_text()
+    for name, shown in (("1e-05", "1e-5"), ("2e-05", "2e-5"), ("4e-05", "4e-5"), ("8e-05", "8e-5")):
+        found = systems[f"grpo, {name}"]["summary"]
+        assert f"| {shown} | {found['runs']} | {found['rollouts']} | {found['seconds']:.0f} |" in page
+    (failed,) = systems["grpo, 0.00016"]["runs"]
+    last, best = (100 * value for value in (list(failed["accuracy"].values())[-1], max(failed["accuracy"].values())))
+    assert f"| 1.6e-4 | 1 | not in 24: {last:.0f}% at the end, {best:.0f}% at best | |" in page
+
+
 def test_the_benchmark_page_has_the_updates_behind_the_default_of_micro_batches() -> None:
     rows = json.loads((ROOT / "benchmarks" / "results" / "defaults.json").read_text())["smollm2"]["update"]
     page = (ROOT / "docs" / "benchmarks.md").read_text()
