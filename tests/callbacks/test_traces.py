@@ -70,7 +70,7 @@ def test_trackio_gets_traces_by_the_logger_in_the_docs(
     storage = pytest.importorskip("trackio.sqlite_storage").SQLiteStorage
     scope: dict[str, Any] = {}
     page = (Path(__file__).parents[2] / "docs" / "logging.md").read_text()
-    exec(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[-1], scope)
+    exec(next(code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "class Trackio" in code), scope)
     train(scope["TrackioLogger"]("lightrl-tests", tmp_path.name), conversations, make_trainer)
     found = {one["key"]: one for one in storage.get_traces("lightrl-tests", tmp_path.name)}
     assert set(found) == {"samples/train/0", "samples/train/1"}
