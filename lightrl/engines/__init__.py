@@ -7,12 +7,7 @@ from typing import TYPE_CHECKING
 from lightrl.compat.arguments import lazy_names
 
 if TYPE_CHECKING:
-    from lightrl.engines.base import (
-        Engine,
-        EngineDiedError,
-        StaleWeightsError,
-        SteppingEngine,
-    )
+    from lightrl.engines.base import Engine, EngineDiedError, StaleWeightsError, SteppingEngine
     from lightrl.engines.server.engine import ServerEngine
     from lightrl.engines.server.teacher import ServerTeacher
     from lightrl.engines.transformers.engine import TransformersEngine

@@ -10,14 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lightrl.compat.arguments import MAX_REWARD
-from lightrl.records import (
-    CompletionGroup,
-    GenerationRequest,
-    Prompts,
-    SamplingParams,
-    Trajectory,
-    TrajectoryRow,
-)
+from lightrl.records import CompletionGroup, GenerationRequest, Prompts, SamplingParams, Trajectory, TrajectoryRow
 
 if TYPE_CHECKING:
     from lightrl.data.prompts import PromptMixture, PromptSource

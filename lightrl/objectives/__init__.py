@@ -22,12 +22,7 @@ if TYPE_CHECKING:
         SequenceSum,
         TokenMean,
     )
-    from lightrl.objectives.off_policy import (
-        VESPO,
-        OffPolicyCorrection,
-        OffPolicySequenceMask,
-        RolloutRatio,
-    )
+    from lightrl.objectives.off_policy import VESPO, OffPolicyCorrection, OffPolicySequenceMask, RolloutRatio
     from lightrl.objectives.policy_losses import CISPO, CPG, DPPO, GMPO, GSPO, SAPO, RLOOSequence, SequenceClip
     from lightrl.objectives.special_estimators import (
         GAE,

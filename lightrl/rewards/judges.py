@@ -8,16 +8,7 @@ from typing import Any, Literal
 
 from lightrl.compat.arguments import one_of
 from lightrl.engines.background import all_of
-from lightrl.rewards.chat import (
-    GUARD,
-    ChatJudge,
-    Judgment,
-    object_schema,
-    quoted,
-    read_json,
-    read_score,
-    rows_to_judge,
-)
+from lightrl.rewards.chat import GUARD, ChatJudge, Judgment, object_schema, quoted, read_json, read_score, rows_to_judge
 
 RANKING = """- An answer that reaches the goal scores much higher than one that does not.
 - Among answers that reach it, the one that is more direct, correct in its details, and useful scores higher.
