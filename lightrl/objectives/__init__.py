@@ -22,7 +22,13 @@ if TYPE_CHECKING:
         SequenceSum,
         TokenMean,
     )
-    from lightrl.objectives.off_policy import VESPO, OffPolicyCorrection, OffPolicySequenceMask, RolloutRatio
+    from lightrl.objectives.off_policy import (
+        VESPO,
+        GeometricRejection,
+        OffPolicyCorrection,
+        OffPolicySequenceMask,
+        RolloutRatio,
+    )
     from lightrl.objectives.policy_losses import CISPO, CPG, DPPO, GMPO, GSPO, SAPO, RLOOSequence, SequenceClip
     from lightrl.objectives.special_estimators import (
         GAE,
@@ -55,6 +61,7 @@ __all__ = [
     "ConstantLength",
     "Divergence",
     "ForwardKL",
+    "GeometricRejection",
     "GiGPO",
     "GroupRelative",
     "JensenShannon",

@@ -56,6 +56,12 @@ def _as_wrapped(self: Any) -> bool:
     return zero
 
 
+def _at_least_compared(self: Any) -> EngineUse | None:
+    """Returns the wrapped loss's `engine_use`, or "compared" if that is "unused"."""
+    use: EngineUse | None = self.loss.engine_use
+    return "compared" if use == "unused" else use
+
+
 def _engine(name: str, given: LossInput) -> Tensor:
     if given.engine_logprobs is None:
         raise ValueError(f"{name}: engine_logprobs=None: needs log-probs. Use an engine that reports them.")
@@ -189,15 +195,11 @@ class OffPolicySequenceMask(WeightedLoss):
     """
 
     zero_advantage_is_zero_loss = property(_as_wrapped)
+    engine_use = property(_at_least_compared)
 
     def __init__(self, loss: PolicyLoss, threshold: float = 0.5) -> None:
         super().__init__(loss)
         self.threshold = threshold
-
-    @property
-    def engine_use(self) -> EngineUse | None:
-        """The wrapped loss's use, at least "compared"."""
-        return "compared" if self.loss.engine_use == "unused" else self.loss.engine_use
 
     @torch.no_grad()
     def weights(self, given: LossInput) -> tuple[Tensor, Metrics]:
@@ -206,6 +208,41 @@ class OffPolicySequenceMask(WeightedLoss):
         drift = sequence_mean(sampler - logprobs, mask)
         dropped = mask & (advantages < 0) & (drift > self.threshold)
         return (~dropped).float(), {"off_policy/masked_fraction": dropped.float()}
+
+
+class GeometricRejection(WeightedLoss):
+    """Excludes responses whose engine and trainer log-probs differ too much.
+
+        m = 1 if low <= exp(mean_t (old_t - engine_t)) <= high, else 0, for all tokens of the response
+
+    Unlike the product, the mean doesn't grow with the length. It only masks; to also weight tokens, wrap it in
+    `OffPolicyCorrection`. Metric: `off_policy/geometric_masked_fraction` of tokens.
+
+    Args:
+        loss: Loss to mask.
+        low: Lower bound of the geometric mean of token ratios, in (0, 1].
+        high: Upper bound of the geometric mean, at least 1.
+
+    Raises:
+        ValueError: The engine's log-probs are missing.
+
+    Source: https://richardli.xyz/rl-collapse; verl's `rollout_rs=seq_mean_k1` with its threshold "0.999_1.001".
+    """
+
+    zero_advantage_is_zero_loss = property(_as_wrapped)
+    engine_use = property(_at_least_compared)
+
+    def __init__(self, loss: PolicyLoss, low: float = 0.999, high: float = 1.001) -> None:
+        super().__init__(loss)
+        self.low = low
+        self.high = high
+
+    @torch.no_grad()
+    def weights(self, given: LossInput) -> tuple[Tensor, Metrics]:
+        mask = given.mask
+        mean = sequence_mean(given.old_logprobs - _engine("GeometricRejection", given), mask).exp()
+        dropped = mask & ((mean < self.low) | (mean > self.high))
+        return (~dropped).float(), {"off_policy/geometric_masked_fraction": dropped.float()}
 
 
 class VESPO(PolicyLoss):

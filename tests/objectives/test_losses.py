@@ -18,6 +18,7 @@ from lightrl.objectives import (
     GSPO,
     SAPO,
     VESPO,
+    GeometricRejection,
     LossInput,
     OffPolicyCorrection,
     OffPolicySequenceMask,
@@ -47,6 +48,7 @@ ALL: list[PolicyLoss] = [
     RolloutRatio(PPOClip()),
     DPPO(0.05, 0.05, ratio_max=1.2),
     DPPO(0.05, 0.05, penalty_coef=0.1),
+    GeometricRejection(PPOClip(), 0.9, 1.1),
 ]
 IDS = [f"{type(x).__name__}-{i}" for i, x in enumerate(ALL)]
 
@@ -445,3 +447,20 @@ def test_the_engine_ratio_is_that_to_the_engine() -> None:
     assert torch.equal(ours, expected) and metrics.keys() == plain.keys()
     with pytest.raises(ValueError, match="engine_logprobs=None"):
         RolloutRatio(PPOClip())(LossInput(logprobs, old, advantages, mask))
+
+
+def test_geometric_engine_mask_by_hand() -> None:
+    # geometric means of old / engine: (1.2 * 1.2 * 1 / 1.2)^(1/3) = 1.062659 and 1.2; the product would be 1.2 in both
+    engine = OLD - torch.tensor([[1.2, 1.2, 1 / 1.2], [1.2, 1.0, 1.0]]).log()
+    logprobs = OLD + RATIOS.log()
+    loss, metrics = GeometricRejection(PPOClip(), 0.9, 1.1)(LossInput(logprobs, OLD, A, MASK, engine_logprobs=engine))
+    assert loss[MASK].tolist() == approx([-2.4, -1.0, -2.0, 0.0]), "kept as it is, or left out whole"
+    assert mean(metrics["off_policy/geometric_masked_fraction"]) == 0.25
+    loss, _ = GeometricRejection(PPOClip(), 0.9, 1.06)(LossInput(logprobs, OLD, A, MASK, engine_logprobs=engine))
+    assert loss.abs().sum() == 0
+    loss, _ = GeometricRejection(PPOClip(), 0.9, 1.1)(
+        LossInput(logprobs, OLD, A, MASK, engine_logprobs=2 * OLD - engine)
+    )
+    assert loss[MASK].tolist() == approx([-2.4, -1.0, -2.0, 0.0]), "below 0.9: 1 / 1.2"
+    with pytest.raises(ValueError, match="engine_logprobs=None"):
+        GeometricRejection(PPOClip())(LossInput(logprobs, OLD, A, MASK))

@@ -40,6 +40,7 @@ LOSSES: dict[str, Callable[[], Any]] = {
     **{"RLOOSequence": o.RLOOSequence, "VESPO": o.VESPO},
     "OffPolicyCorrection": lambda: o.OffPolicyCorrection(o.PPOClip()),
     "OffPolicySequenceMask": lambda: o.OffPolicySequenceMask(o.PPOClip()),
+    "GeometricRejection": lambda: o.GeometricRejection(o.PPOClip(), 0.5, 2.0),
     "RolloutRatio": lambda: o.RolloutRatio(o.PPOClip()),
 }
 AGGREGATIONS: dict[str, Callable[[], Any]] = {

@@ -46,7 +46,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 LONG = {f"loss {name}" for name in ("CPG", "GMPO", "GSPO", "PPOClip", "RLOOSequence", "SAPO")}
 LONG |= {f"advantage {name}" for name in ("GAE", "GroupRelative", "RLOO", "ReinforcePlusPlus", "MaxRL", "OPO")}
 LONG |= {f"aggregation {name}" for name in ("ConstantLength", "SequenceMean", "TokenMean")}
-LONG |= {f"loss {name}" for name in ("CISPO", "OffPolicyCorrection", "VESPO")}
+LONG |= {f"loss {name}" for name in ("CISPO", "OffPolicyCorrection", "VESPO", "GeometricRejection")}
 LONG |= {f"advantage {name}" for name in ("GDPO", "PassAtK", "Reinforce", "ReinforcePlusPlusBaseline", "TurnReturns")}
 LONG |= {"CPGDLightningModule", "GSPOLightningModule", "RLOOLightningModule", "bf16-true"}
 LONG |= {"DAPOLightningModule", "DrGRPOLightningModule", "frozen reference in bfloat16", "linear KL", "layout padded"}
