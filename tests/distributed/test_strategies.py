@@ -270,7 +270,7 @@ def test_a_rank_does_not_outlive_its_launcher(tmp_path: Path) -> None:
 def test_refuses_what_would_train_apart() -> None:
     with pytest.raises(ValueError, match="tensor_parallel_size=2.*FSDP2Strategy"):
         refuse_unsupported(ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2), "32-true")
-    with pytest.raises(ValueError, match="FSDP1.*fsdp2.yaml"):
+    with pytest.raises(ValueError, match="FSDP1.*FSDP2Strategy"):
         refuse_unsupported(FSDPStrategy(), "32-true")
     with pytest.raises(ValueError, match="precision=16-mixed with FSDP2"):
         refuse_unsupported(ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1), "16-mixed")
