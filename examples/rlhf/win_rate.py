@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.rlhf.task import prompts, utility
 from lightrl.models.reward import RewardModel, RewardModelSpec
+from lightrl.records import RowBatch
 
 BEST = 7  # maximum of `utility`
 NEEDED = 0.8
@@ -64,7 +65,9 @@ def compare(sft: str, ppo: str, reward: str | None = None, samples: int = 2) -> 
         line = f"{name}: true utility {sum(values) / len(values):.2f} of {BEST}, best answer {best:.1%}"
         if model is not None:
             ends = ids[name] == eos
-            line += f", learned reward {model(ids[name], ends.cumsum(1) - ends.long() == 0).mean().item():.2f}"
+            mask = ends.cumsum(1) - ends.long() == 0
+            rows = RowBatch(token_ids=ids[name], attention_mask=mask, response_mask=mask)
+            line += f", learned reward {model(rows).mean().item():.2f}"
         print(line, "| " + "  ".join(q + a for q, a in list(zip(asked, answers[name], strict=True))[:8:2]))
     print(f"KL(PPO || SFT): {sampled_kl(ppo, sft, ids['PPO'], len(questions[0]), eos):.2f} nats per answer")
     gaps = [p - s for p, s in zip(utilities["PPO"], utilities["SFT"], strict=True)]

@@ -121,7 +121,7 @@ class Watch(RLCallback):
         self.to_learn = 0.0
 
     def on_experience_made(self, trainer: Any, module: Any, experience: Any) -> None:
-        if module.in_critic_warmup:
+        if getattr(module, "in_critic_warmup", False):
             return
         advantages = (experience.advantages * experience.response_mask).double()
         if one_ratio(module.loss):  # through which those of a trajectory's turns may cancel each other
