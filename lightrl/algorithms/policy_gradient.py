@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,13 @@ from torch import Tensor
 
 from lightrl.algorithms.base import RLLightningModule
 from lightrl.algorithms.batches import count_minibatches, cut_minibatches, weighted_micro_batches
-from lightrl.algorithms.experience import estimate_advantages, join_experience, one_per_token, trajectory_loss
+from lightrl.algorithms.experience import (
+    estimate_advantages,
+    join_experience,
+    keeps_credit,
+    one_per_token,
+    trajectory_loss,
+)
 from lightrl.algorithms.settings import ExtraLosses, Shaping, Updates, require_matching_parts
 from lightrl.compat.lightning import forget_step_metrics
 from lightrl.distributed import strategies
@@ -202,7 +208,7 @@ class PolicyGradientLightningModule(RLLightningModule):
         """
         self.score(rollouts)
         raw_rewards = rollouts.rewards.clone()
-        with self._kept_credit(rollouts):
+        with keeps_credit(self.advantage, rollouts):
             self._call_callbacks("on_rollout_scored", rollouts)
         self.note_weight_changes()  # since the rollout was sampled
         outputs = self.evaluate_models(rollouts)
@@ -220,13 +226,6 @@ class PolicyGradientLightningModule(RLLightningModule):
         )
         self._call_callbacks("on_experience_made", experience)
         return experience
-
-    def _kept_credit(self, rollouts: Rollouts) -> AbstractContextManager[None]:
-        if self.advantage.credit == "total":
-            return nullcontext()
-        from lightrl.algorithms.rewards import keeps_credit
-
-        return keeps_credit(self.advantage, rollouts)
 
     def evaluate_models(self, rollouts: Rollouts) -> ModelOutputs:
         """Runs the policy and the reference over a rollout.
@@ -253,10 +252,6 @@ class PolicyGradientLightningModule(RLLightningModule):
 
     def compute_advantages(self, rollouts: Rollouts, outputs: ModelOutputs) -> Advantages:
         """Computes advantages of B scored sequences, before whitening and clipping, and the targets of a critic."""
-        if self.advantage.credit == "parts":
-            from lightrl.algorithms.rewards import with_credited_parts
-
-            rollouts = with_credited_parts(self.advantage, rollouts)
         clip = self.shaping.reward_clip
         return estimate_advantages(rollouts, outputs, self.advantage, self.kl, clip, self.all_sum)
 

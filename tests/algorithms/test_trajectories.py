@@ -13,7 +13,6 @@ from torch import Tensor
 from lightrl.algorithms import CriticSpec, PPOLightningModule
 from lightrl.algorithms.batches import cut_minibatches
 from lightrl.algorithms.experience import TrajectoryLayout, estimate_advantages, shape_rewards
-from lightrl.algorithms.rewards import with_credited_parts
 from lightrl.algorithms.settings import ExtraLosses, Updates
 from lightrl.distributed.strategies import MetricSums
 from lightrl.objectives import GDPO, RLOO, KLInLoss, PPOClip, SequenceMean, TokenMean
@@ -155,8 +154,6 @@ def test_turn_rewards_stand_on_their_turns() -> None:
 
 def first_advantages(scored: Rollouts, estimator: AdvantageEstimator) -> list[float]:
     """Advantages of each trajectory's first sampled token."""
-    if estimator.credit == "parts":
-        scored = with_credited_parts(estimator, scored)
     found = estimate_advantages(scored, ModelOutputs(), estimator, None, None, lambda x: x)
     return found.advantages[:, PROMPT].tolist()
 
