@@ -59,7 +59,9 @@ if TYPE_CHECKING:
     from lightrl.algorithms.schedules import LRSchedule
     from lightrl.models.reward import RewardModelSpec
 
-STEP = ("training_step", "micro_batches", "compute_loss", "forward_policy", "policy_loss")
+STEP = (
+    *("training_step", "micro_batches", "compute_loss", "forward_policy", "policy_loss", "other_losses", "total_loss"),
+)
 """Hooks between the mini-batch and its gradient."""
 
 log = logging.getLogger(__name__)

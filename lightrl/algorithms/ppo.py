@@ -140,16 +140,18 @@ class PPOLightningModule(PolicyGradientLightningModule):
     def step_optimizer(self) -> None:
         """Steps the optimizer.
 
-        In the critic's warm-up, the policy's rate is 0, since DeepSpeed steps every parameter. This also stops
-        decoupled weight decay.
+        In the critic's warm-up, the rates of all other groups are 0, since DeepSpeed steps every parameter. This also
+        stops decoupled weight decay.
         """
-        policy = self._optimizer.param_groups[0]
-        rate = policy["lr"]
-        policy["lr"] = 0.0 if self.in_critic_warmup else rate
+        others = [group for group in self._optimizer.param_groups if group.get("name") != "critic"]
+        frozen = [(group, group["lr"]) for group in others if self.in_critic_warmup]
+        for group, _ in frozen:
+            group["lr"] = 0.0
         try:
             super().step_optimizer()
         finally:
-            policy["lr"] = rate
+            for group, rate in frozen:
+                group["lr"] = rate
 
     # ---- values ------------------------------------------------------------------------------------------------
 

@@ -167,6 +167,26 @@ def test_parameters_of_a_subclass_are_trained(path: str) -> None:
         assert float(module.scale) == pytest.approx(1 + 0.1 * 4)
 
 
+class OwnLoss(GRPOLightningModule):
+    def other_losses(self, rows: Experience, out: dict[str, Tensor]) -> Any:
+        return {"mine": out["logprobs"]}, {}
+
+
+class OwnTotal(GRPOLightningModule):
+    def total_loss(self, micro: Any, losses: dict[str, Tensor]) -> Tensor:
+        return super().total_loss(micro, losses) + micro.total({"policy": losses["policy"]})
+
+
+@pytest.mark.parametrize("own", [OwnLoss, OwnTotal])
+def test_every_row_is_trained_if_a_loss_is_overridden(own: Any, path: str) -> None:
+    """Also rows without an advantage, and with the log-probs before the update."""
+    module = own(path, kl=None, optimizer=sgd)
+    keep = fit(module, rewards=[lambda completions, **_: [1.0] * len(completions)])
+    assert not module.skips_zero_advantages(keep.experiences[0])
+    assert keep.experiences[0].old_logprobs is not None
+    assert own is OwnTotal or "optim/grad_norm" in keep.metrics[0]
+
+
 class SequenceRatio(PPOClip):
     """One ratio per sequence, written by somebody who declares nothing."""
 

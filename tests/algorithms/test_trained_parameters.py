@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy, SingleDeviceStrategy
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from lightrl.algorithms import PPOLightningModule
 from lightrl.algorithms.ppo import CriticSpec
@@ -67,6 +68,19 @@ def test_critic_warmup_keeps_the_actor_while_the_schedule_runs(model_path: str) 
     assert not torch.equal(actors[2], weights(module)), "the third rollout trains the actor"
     # the schedule counts updates of the critic too: 1e-3, 5e-4, 2.5e-4
     assert [m["optim/lr_policy"] for m in keep.metrics] == pytest.approx([1e-3, 5e-4, 2.5e-4])
+
+
+def test_critic_warmup_keeps_the_actor_whatever_its_groups_are_called(model_path: str) -> None:
+    class TwoGroups(PPOLightningModule):
+        def parameter_groups(self) -> list[dict[str, Any]]:
+            policy, critic = super().parameter_groups()
+            first, *others = policy["params"]
+            return [critic, {"params": [first], "name": "first"}, {"params": others}]
+
+    module = TwoGroups(model_path, CriticSpec(warmup_rollouts=9), optimizer=lambda p: torch.optim.AdamW(p, lr=0.1))
+    fit(module)
+    start = AutoModelForCausalLM.from_pretrained(model_path)
+    assert all(torch.equal(p, q) for p, q in zip(module.actor.lm.parameters(), start.parameters(), strict=True))
 
 
 def test_the_aux_loss_reaches_the_router(tmp_path: Path) -> None:
