@@ -146,7 +146,7 @@ def with_layout(folder: Path, layout: str) -> None:
 
 
 RUNS = {"loss": with_loss, "advantage": with_estimator, "aggregation": with_aggregation}
-for _name in sorted({*NAMED} - {"PolicyGradientLightningModule", "RewardLightningModule", "SFTLightningModule"}):
+for _name in sorted({*NAMED} - {"RewardLightningModule", "SFTLightningModule"}):
     CASES[_name] = functools.partial(with_algorithm, name=_name)
 for _name, _kind in KINDS.items():
     CASES[_name] = functools.partial(RUNS[_name.split()[0]], kind=_kind)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from lightrl import algorithms, objectives
 
-NAMED = [name for name in algorithms.__all__ if name.endswith("LightningModule")]
+BASE = "PolicyGradientLightningModule"  # has no advantage estimator of its own
+NAMED = [name for name in algorithms.__all__ if name.endswith("LightningModule") and name != BASE]
 
 
 def concrete(base: type) -> list[type]:
