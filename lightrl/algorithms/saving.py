@@ -41,8 +41,9 @@ class SavesPretrained(LightningModule):
         """Runs our hooks before overrides of them: Lightning's hooks are empty, so users may not call `super`."""
         super().__init_subclass__(**kwargs)
         base = next(each for each in cls.__mro__ if each.__module__.startswith("lightrl."))
-        for name in HOOKS & vars(cls).keys() if base is not cls else ():
-            setattr(cls, name, _after_base(vars(cls)[name], getattr(base, name)))
+        for name in HOOKS:
+            if getattr(cls, name) is not getattr(base, name):  # of the class, or of a mixin
+                setattr(cls, name, _after_base(getattr(cls, name), getattr(base, name)))
 
     @abstractmethod
     def build_models(self, in_shards: bool = False) -> None:

@@ -421,7 +421,8 @@ class Draw(Callback):
 
 @pytest.mark.parametrize("hook", ["on_train_start", "on_load_checkpoint", "on_validation_epoch_end"])
 def test_a_hook_without_super_resumes_and_evaluates(hook: str, path: str, tmp_path: Path) -> None:
-    own = type("Own", (GRPOLightningModule,), {hook: lambda self, *_: None})
+    mixin = type("Mixin", (), {hook: lambda self, *_: None})
+    own = type("Own", (mixin, GRPOLightningModule), {})
 
     def run(folder: str, max_epochs: int, seed: int) -> tuple[list[float], Tensor, bool]:
         seed_everything(seed, verbose=False)

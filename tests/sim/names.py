@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightrl import algorithms, objectives
 
-BASE = "PolicyGradientLightningModule"  # has no advantage estimator of its own
+BASE = "PolicyGradientLightningModule"  # requires an advantage estimator
 NAMED = [name for name in algorithms.__all__ if name.endswith("LightningModule") and name != BASE]
 
 
