@@ -13,7 +13,8 @@ from jsonargparse import Namespace
 
 from lightrl.checkpoints.redaction import plain_secrets, redact, redact_arguments, redact_text, remember_secret
 from lightrl.cli.lightning_cli import redacted
-from lightrl.engines.server.client import Connection, ServerError
+from lightrl.engines.server.client import ServerError
+from lightrl.engines.server.pool import ServerPool
 from lightrl.engines.server.protocols import PROTOCOLS
 from lightrl.rewards import RemoteReward, RewardError
 
@@ -86,7 +87,8 @@ def test_a_token_that_a_server_quotes_is_not_shown(monkeypatch: pytest.MonkeyPat
     with pytest.raises(RewardError) as refused:
         reward._decoded(httpx.Response(401, content=f"{'x' * 190} hunter2-of-the-judge".encode()))
     assert "hunter2" not in str(refused.value) and "401" in str(refused.value)
-    connection = Connection("ServerEngine", ["http://127.0.0.1:9"], PROTOCOLS["vllm"](), None, 1.0, 1.0, 0.01)
+    arguments = ("ServerEngine", ["http://127.0.0.1:9"], PROTOCOLS["vllm"](), None, None, 1.0, 1.0, 0.01)
+    pool = ServerPool(*arguments, pushes=True)
     with pytest.raises(ValueError, match="no healthy server"):
-        connection.open(lambda server: server.healthy())
+        pool.open("tokenizer")
     assert "hunter2" not in str(ServerError("http://h", "/v1", 401, "Incorrect API key: hunter2-of-the-engine"))

@@ -187,7 +187,7 @@ def test_a_key_is_sent(start: Start, tied_folder: Path, tmp_path: Path, monkeypa
     engine.start(here)
     engine.close()
     monkeypatch.delenv("LIGHTRL_SERVER_API_KEY")
-    given = ServerEngine(engine._connection.urls, kind="sglang", shared_folder=str(tmp_path), api_key="secret")
+    given = ServerEngine(engine._pool.urls, kind="sglang", shared_folder=str(tmp_path), api_key="secret")
     given.check(here)
     given.close()
 
@@ -216,7 +216,7 @@ def test_an_error_is_tried_again_and_a_refusal_is_the_users(start: Start, tied_f
     with pytest.raises(RuntimeError, match=r"/generate returned 500: .*as told"):
         sample(engine)
     servers[0].faults, servers[1].faults = [400] * 9, [400] * 9
-    with pytest.raises(ValueError, match=r"returned 400.*rejects prompt \d or the sampling settings"):
+    with pytest.raises(ValueError, match=r"returned 400.*rejects prompt \d or its settings"):
         sample(engine)
 
 
@@ -292,9 +292,9 @@ def test_a_paused_server_is_alive(start: Start, tied_folder: Path) -> None:
     engine, servers = start(1, timeout=3.0)
     push(engine, tied_folder)
     servers[0].paused = True
-    assert httpx.get(f"{engine._connection.urls[0]}/health").status_code == 503
+    assert httpx.get(f"{engine._pool.urls[0]}/health").status_code == 503
     time.sleep(1.0)  # a health check, at least
-    assert engine._connection.servers[0].lost is None
+    assert engine._pool.servers[0].lost is None
     engine.close()
     engine.start(EngineContext(str(tied_folder), max_prompt_tokens=8, max_new_tokens=6))
     push(engine, tied_folder)

@@ -121,7 +121,7 @@ def agrees_everywhere(engine: ServerEngine, model: torch.nn.Module) -> None:
     sequence = [2 + (7 * i) % 40 for i in range(70)]
     for server in engine._pool.servers:
         ours = reference_logprobs(model, sequence)
-        theirs = engine._connection.loop.run(engine._connection.protocol.scores(server, sequence, 0)).logprobs
+        theirs = engine._pool.loop.run(engine._pool.protocol.scores(server, sequence, 0)).logprobs
         assert torch.allclose(torch.tensor(theirs), ours, atol=5e-5)
     for i, group in ask(engine, PROMPTS, SAMPLING, num_completions=3, seeds=[1, 2, 3, 4]):
         assert group.policy_version == engine.policy_version
@@ -144,11 +144,10 @@ def test_both_servers_get_the_weights_by_files(engine: ServerEngine, tied_folder
 
 
 def test_both_servers_get_the_weights_by_transfer(servers: Servers, tied_folder: Path, monkeypatch: Any) -> None:
-    from lightrl.engines.server import engine as module
     from lightrl.engines.server import weights as server_weights
-    from tests.engines.transfer_backend import StoreTransport
+    from tests.engines.transfer_backend import store_group
 
-    monkeypatch.setattr(module, "TransferTransport", StoreTransport)
+    monkeypatch.setattr(server_weights, "transfer_group", store_group)
     monkeypatch.setattr(server_weights, "_BUCKET_BYTES", 100_000)  # several buckets
     engine = ServerEngine(servers.urls, weights="transfer", timeout=60)
     engine.start(EngineContext(str(tied_folder), max_new_tokens=8))

@@ -1,7 +1,7 @@
 """A weight-transfer backend for CPU in place of NCCL: the same lifecycle, tensors through the rendezvous store.
 
 A test server's workers import it (`--worker-extension-cls`); it registers itself with vLLM. The trainer's side is
-`StoreTransport`. Everything between the two is what runs with NCCL too.
+`store_group`. Everything between the two is what runs with NCCL too.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from typing import Any
 from vllm.distributed.utils import StatelessProcessGroup
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-
-from lightrl.engines.server.weights import TransferTransport
 
 
 @dataclass
@@ -58,11 +56,9 @@ class StoreEngine(WeightTransferEngine):  # type: ignore[type-arg]
         pass
 
 
-class StoreTransport(TransferTransport):
-    """The trainer's side; `_open` alone differs from what runs with NCCL."""
-
-    def _open(self, host: str, port: int, size: int) -> Any:
-        return StatelessProcessGroup.create(host, port, 0, size)
+def store_group(host: str, port: int, size: int) -> Any:
+    """The trainer's side in place of `lightrl.compat.vllm.transfer_group`."""
+    return StatelessProcessGroup.create(host, port, 0, size)
 
 
 if "store" not in WeightTransferEngineFactory._registry:

@@ -1,4 +1,4 @@
-"""HTTP client of inference servers, connections to several servers, and checks before a model is loaded.
+"""HTTP client of an inference server.
 
 Requests have no time limit, because the duration of a completion is unknown. Instead, each server's health is polled.
 If a server stops responding or makes no progress for too long, all its requests fail.
@@ -9,25 +9,16 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import os
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 
-from lightrl.checkpoints.redaction import redact_text, remember_secret
-from lightrl.compat.arguments import bearer_token
-from lightrl.engines.background import BackgroundLoop
+from lightrl.checkpoints.redaction import redact_text
 
 log = logging.getLogger(__name__)
 
-API_KEY = "LIGHTRL_SERVER_API_KEY"
-"""Environment variable of the servers' API key."""
-
 _KEEPALIVE_SECONDS = 2.0  # uvicorn closes idle connections after 5 s
-_PROBES = ("12 + 34 = 46", "The quick brown fox.", "def f(x):\n    return x")  # distinguish tokenizers
 
 
 class ServerError(RuntimeError):
@@ -44,7 +35,7 @@ class ServerLostError(RuntimeError):
 
 
 class Server:
-    """A server. All methods run in the loop's thread.
+    """A server. Created and used in the thread of the requests' event loop.
 
     Args:
         url: URL without a path, such as http://10.0.0.2:8000.
@@ -58,7 +49,9 @@ class Server:
         lost: Why the server counts as dead, or None.
         loaded: Token of its weights, or None if it must not be used.
         outstanding: Number of this process's pending groups.
-        facts: Properties that the server reported.
+        model: Name of the served model.
+        max_model_len: Maximum sequence length in tokens, or None if unknown.
+        dtype: Dtype of the weights, or None if unknown.
         life: URL and the number of times the server came back.
     """
 
@@ -77,11 +70,13 @@ class Server:
         self.lost: str | None = None
         self.loaded: str | None = None
         self.outstanding = 0
-        self.facts: Any = None
+        self.model = ""
+        self.max_model_len: int | None = None
+        self.dtype: str | None = None
         self.life = (self.url, 0)
         limits = httpx.Limits(max_connections=None, keepalive_expiry=_KEEPALIVE_SECONDS)
         self._client = httpx.AsyncClient(base_url=self.url, headers=headers, limits=limits)
-        self._gone = asyncio.Event()
+        self._gone = asyncio.get_running_loop().create_future()  # done while the server is lost
         self._num_open = 0  # pending requests
         self._last_progress = 0.0  # time of the last response, or when requests became pending
         self._watch: asyncio.Task[None] | None = None
@@ -100,9 +95,8 @@ class Server:
             self._last_progress = time.monotonic()
         self._num_open += 1
         request = asyncio.ensure_future(self._client.request(method, path, timeout=timeout, **arguments))
-        gone = asyncio.ensure_future(self._gone.wait())
         try:
-            await asyncio.wait({request, gone}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({request, self._gone}, return_when=asyncio.FIRST_COMPLETED)
             if not request.done():
                 raise ServerLostError(f"{self.url}: {self.lost}")
             response = request.result()
@@ -114,8 +108,7 @@ class Server:
             raise ServerLostError(f"{self.url}: {self.lost}") from error
         finally:
             self._num_open -= 1
-            for task in (request, gone):
-                task.cancel()
+            request.cancel()
         if response.status_code >= 300:
             if response.status_code >= 500 and not await self.healthy():
                 self.lose(f"{path} returned {response.status_code}: {redact_text(response.text)[:200]}")
@@ -150,8 +143,8 @@ class Server:
         """Marks the server as dead."""
         if self.lost is None:
             log.warning("Server %s is down (%s).", self.url, reason)
+            self._gone.set_result(None)
         self.lost, self.loaded = reason, None
-        self._gone.set()
 
     async def revive(self) -> bool:
         """Checks whether the server is healthy and starts to monitor it. Doesn't change its weights."""
@@ -161,8 +154,7 @@ class Server:
         if self.lost is not None:
             log.warning("Server %s is back. It will be used after the next weight push.", self.url)
             self.life = (self.url, self.life[1] + 1)
-        self.lost = None
-        self._gone.clear()
+            self.lost, self._gone = None, asyncio.get_running_loop().create_future()
         if self._watch is None or self._watch.done():
             self._watch = asyncio.ensure_future(self._watch_health())
         return True
@@ -190,102 +182,3 @@ def _unreachable(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
-
-
-@dataclass(eq=False)
-class Connection:
-    """Connections to servers and the event loop that runs their requests.
-
-    See `ServerEngine` for the arguments not listed here.
-
-    Args:
-        owner: Name of the class that has the arguments, for error messages.
-        protocol: The servers' `ServerProtocol`.
-
-    Attributes:
-        servers: The servers. Empty until `open`.
-        loop: Event loop of the requests, or None while closed.
-    """
-
-    owner: str
-    urls: list[str]
-    protocol: Any
-    api_key: str | None
-    timeout: float
-    progress_timeout: float | None
-    start_timeout: float
-    servers: list[Server] = field(default_factory=list, init=False)
-    loop: BackgroundLoop | None = field(default=None, init=False)
-
-    def __post_init__(self) -> None:
-        self._key()
-
-    def open(self, look_at: Callable[[Server], Awaitable[Any]]) -> None:
-        """Waits for servers that are still starting, and checks each.
-
-        Args:
-            look_at: Function that sets a server's `facts` and raises a ValueError if the server is incompatible.
-
-        Raises:
-            ValueError: If a server is unreachable or incompatible.
-        """
-        headers = {"Authorization": f"Bearer {key}"} if (key := self._key()) else {}
-        path = self.protocol.alive_path
-        self.servers = [Server(url, headers, self.timeout, self.progress_timeout, path) for url in self.urls]
-        self.loop = BackgroundLoop("lightrl-servers")
-        try:
-            self.loop.run(self._meet(look_at))
-        except BaseException:
-            self.close()
-            raise
-
-    def _key(self) -> str | None:
-        key = self.api_key or os.environ.get(API_KEY)
-        remember_secret(key or "")  # servers may include it in responses
-        return bearer_token(f"The key in {self.owner}.api_key or ${API_KEY}", key)
-
-    async def _meet(self, look_at: Callable[[Server], Awaitable[Any]]) -> None:
-        deadline, told = time.monotonic() + self.start_timeout, False
-        while missing := [server for server in self.servers if not await server.healthy()]:
-            names = ", ".join(server.url for server in missing)
-            if time.monotonic() > deadline:
-                raise ValueError(
-                    f"{self.owner}.start_timeout={self.start_timeout:g}: no healthy server at {names} after that many "
-                    f"seconds. Start it as in docs/generation.md, correct {self.owner}.urls, or check the server's log."
-                )
-            if not told:
-                log.warning("Waiting for %s.", names)
-                told = True
-            await asyncio.sleep(min(1.0, self.start_timeout / 4))
-        for server in self.servers:
-            await server.revive()
-            try:
-                await look_at(server)
-            except ServerError as error:
-                fix = f" Set {API_KEY} or {self.owner}.api_key to its key." if error.status == 401 else ""
-                raise ValueError(
-                    f"{error}.{fix} Check {self.owner}.kind. Start the server as in docs/generation.md."
-                ) from error
-
-    def close(self) -> None:
-        """Disconnects from the servers, which keep running."""
-        loop, self.loop = self.loop, None
-        if loop is not None:
-            for server in self.servers:
-                loop.run(server.close())
-            loop.close()
-
-
-async def check_tokenizer(server: Server, protocol: Any, path: str) -> None:
-    """Raises a ValueError if the server reports token IDs that differ from those of the tokenizer at `path`."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    for text in _PROBES:
-        theirs = await protocol.tokenize(server, text)
-        ours = tokenizer.encode(text, add_special_tokens=False)
-        if theirs is not None and theirs != ours:
-            raise ValueError(
-                f"{server.url} uses a different tokenizer than {path}: {text!r} is {theirs} there and {ours} here. "
-                "Start it with the policy's model and tokenizer."
-            )

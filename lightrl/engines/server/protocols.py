@@ -17,21 +17,6 @@ from lightrl.records import Completion, GenerationRequest, SamplingParams
 
 
 @dataclass
-class Facts:
-    """Properties that a server reports.
-
-    Attributes:
-        model: Name of the served model.
-        max_model_len: Maximum sequence length in tokens, or None if unknown.
-        dtype: Dtype of the weights, or None if unknown.
-    """
-
-    model: str
-    max_model_len: int | None = None
-    dtype: str | None = None
-
-
-@dataclass
 class TokenScores:
     """A model's log-probs at temperature 1 of tokens 1..n-1 of a sequence of n tokens.
 
@@ -56,16 +41,12 @@ class ServerProtocol(ABC):
     alive_path = "/health"
 
     @abstractmethod
-    async def served(self, server: Server, model: str | None) -> Facts:
-        """Queries the served model, without the requirements for weight pushes."""
-
-    async def facts(self, server: Server, model: str | None) -> Facts:
-        """Queries the served model and checks the requirements for weight pushes.
+    async def look_at(self, server: Server, model: str | None, *, pushes: bool) -> None:
+        """Sets the server's model, `max_model_len`, and dtype. With `pushes`, checks the requirements for pushes.
 
         Raises:
             ValueError: If the server is misconfigured. The message explains how to start it.
         """
-        return await self.served(server, model)
 
     async def tokenize(self, server: Server, text: str) -> list[int] | None:
         """Returns the server's token IDs of `text` without special tokens, or None if not supported."""
@@ -109,7 +90,7 @@ class VLLMProtocol(ServerProtocol):
         )
     )
 
-    async def served(self, server: Server, model: str | None) -> Facts:
+    async def look_at(self, server: Server, model: str | None, *, pushes: bool) -> None:
         models = (await server.get("/v1/models"))["data"]
         served = {entry["id"]: entry for entry in models}
         name = model or next(iter(served))
@@ -118,10 +99,9 @@ class VLLMProtocol(ServerProtocol):
                 f"model={model!r}: {server.url} serves {', '.join(served)}. Set one of these or None, or start the "
                 "server with --served-model-name."
             )
-        return Facts(name, int(served[name]["max_model_len"]))
-
-    async def facts(self, server: Server, model: str | None) -> Facts:
-        served = await self.served(server, model)
+        server.model, server.max_model_len = name, int(served[name]["max_model_len"])
+        if not pushes:
+            return
         info = await server.get("/server_info", params={"config_format": "json"})
         config = info["vllm_config"]["model_config"]
         if config["logprobs_mode"] != "processed_logprobs":
@@ -129,10 +109,10 @@ class VLLMProtocol(ServerProtocol):
                 f"{server.url} reports log-probs before temperature and top-p "
                 f"(logprobs_mode={config['logprobs_mode']}). Start it with --logprobs-mode processed_logprobs."
             )
-        return Facts(served.model, served.max_model_len, str(config["dtype"]).removeprefix("torch."))
+        server.dtype = str(config["dtype"]).removeprefix("torch.")
 
     async def tokenize(self, server: Server, text: str) -> list[int] | None:
-        body = {"model": server.facts.model, "prompt": text, "add_special_tokens": False}
+        body = {"model": server.model, "prompt": text, "add_special_tokens": False}
         return list((await server.post("/tokenize", body))["tokens"])
 
     async def sample(self, server: Server, request: GenerationRequest) -> tuple[list[Completion], str]:
@@ -140,7 +120,7 @@ class VLLMProtocol(ServerProtocol):
         greedy = sampling.temperature == 0  # vLLM supports only n=1, since all would be equal
         # n=G uses seeds s, s + 1, ... A hashed s separates prompts with adjacent seeds.
         body = {
-            "model": server.facts.model,
+            "model": server.model,
             "prompt": list(request.token_ids),
             "n": 1 if greedy else n,
             "seed": completion_seed(request.seed, 0) >> 1,
@@ -158,7 +138,7 @@ class VLLMProtocol(ServerProtocol):
         return completions * n if greedy else completions, version
 
     async def scores(self, server: Server, ids: Sequence[int], top: int) -> TokenScores:
-        body = {"model": server.facts.model, "prompt": list(ids), "max_tokens": 1, "temperature": 0.0}
+        body = {"model": server.model, "prompt": list(ids), "max_tokens": 1, "temperature": 0.0}
         answer = await server.post("/v1/completions", body | {"prompt_logprobs": top})
         entries = answer["choices"][0]["prompt_logprobs"][1:]
         logprobs = [float(entry[str(token)]["logprob"]) for token, entry in zip(ids[1:], entries, strict=True)]
@@ -224,10 +204,11 @@ class SGLangProtocol(ServerProtocol):
     harmless_extra = frozenset({"skip_special_tokens", "spaces_between_special_tokens"})
     alive_path = "/v1/models"  # /health samples a token: on a paused server, it returns 503 after 20 s
 
-    async def served(self, server: Server, model: str | None) -> Facts:
+    async def look_at(self, server: Server, model: str | None, *, pushes: bool) -> None:
         info = await server.get("/model_info")
         served = (await server.get("/v1/models"))["data"]
-        return Facts(model or str(info["model_path"]), next((e.get("max_model_len") for e in served), None))
+        server.model = model or str(info["model_path"])
+        server.max_model_len = next((entry.get("max_model_len") for entry in served), None)
 
     async def sample(self, server: Server, request: GenerationRequest) -> tuple[list[Completion], str]:
         # A group is a batch of requests with one seed each. n=G would sample the same completion G times.

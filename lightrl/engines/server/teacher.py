@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections.abc import Sequence
 from typing import Literal
 
-from lightrl.engines.base import EngineDiedError
-from lightrl.engines.server.client import Connection, Server, ServerError, ServerLostError, check_tokenizer
+from lightrl.engines.background import all_of
+from lightrl.engines.server.pool import ServerPool
 from lightrl.engines.server.protocols import PROTOCOLS, TokenScores
-
-log = logging.getLogger(__name__)
-
-_RETRIES = 3  # per sequence, after an error from a live server
 
 
 class ServerTeacher:
@@ -50,9 +44,9 @@ class ServerTeacher:
         progress_timeout: float | None = 1800.0,
         start_timeout: float = 60.0,
     ) -> None:
-        self.model = model
-        self._connection = Connection(
-            "ServerTeacher", urls, PROTOCOLS[kind](), api_key, timeout, progress_timeout, start_timeout
+        self._pool = ServerPool(
+            *("ServerTeacher", urls, PROTOCOLS[kind](), model, api_key, timeout, progress_timeout, start_timeout),
+            pushes=False,
         )
 
     def check(self, tokenizer: str) -> None:
@@ -64,13 +58,7 @@ class ServerTeacher:
         Raises:
             ValueError: If a server is unreachable or has a different tokenizer.
         """
-        if self._connection.loop is None:
-            self._connection.open(lambda server: self._look_at(server, tokenizer))
-
-    async def _look_at(self, server: Server, tokenizer: str) -> None:
-        protocol = self._connection.protocol
-        server.facts = await protocol.served(server, self.model)
-        await check_tokenizer(server, protocol, tokenizer)
+        self._pool.open(tokenizer)
 
     def scores(self, rows: Sequence[Sequence[int]], top: int = 0) -> list[TokenScores]:
         """Returns the teacher's log-probs of tokens 1..n-1 of each sequence.
@@ -84,33 +72,15 @@ class ServerTeacher:
             EngineDiedError: If all servers died.
             ServerError: If live servers repeatedly return errors.
         """
-        assert self._connection.loop is not None, "call `check` first"
-        return self._connection.loop.run(self._all_scores(rows, top))
+        pool = self._pool
 
-    async def _all_scores(self, rows: Sequence[Sequence[int]], top: int) -> list[TokenScores]:
-        return list(await asyncio.gather(*(self._score(ids, top) for ids in rows)))
+        async def score(ids: Sequence[int]) -> TokenScores:
+            return await pool.ask(
+                f"a sequence of {len(ids)} tokens", lambda server: pool.protocol.scores(server, ids, top)
+            )
 
-    async def _score(self, ids: Sequence[int], top: int) -> TokenScores:
-        errors, servers = 0, self._connection.servers
-        while living := [server for server in servers if server.lost is None]:
-            server = min(living, key=lambda s: s.outstanding)
-            server.outstanding += 1
-            try:
-                return await self._connection.protocol.scores(server, ids, top)
-            except ServerLostError:
-                continue
-            except ServerError as error:
-                errors += 1
-                if error.status < 500:
-                    raise ValueError(f"{error}. The teacher rejects a sequence of {len(ids)} tokens.") from error
-                if errors > _RETRIES:
-                    raise
-                log.warning("%s Retrying.", error)
-            finally:
-                server.outstanding -= 1
-        said = "; ".join(f"{server.url}: {server.lost}" for server in servers)
-        raise EngineDiedError(f"All servers of the teacher are down. {said}. Restart them and resume the run.")
+        return pool.loop.run(all_of(map(score, rows)))
 
     def close(self) -> None:
         """Disconnects from the servers, which keep running."""
-        self._connection.close()
+        self._pool.close()

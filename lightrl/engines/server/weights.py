@@ -10,7 +10,7 @@ import socket
 import time
 import urllib.parse
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from lightrl.compat.vllm import transfer_group
-from lightrl.engines.background import BackgroundLoop
 from lightrl.engines.base import EngineDiedError
 from lightrl.engines.server.client import Server, ServerError, ServerLostError
-from lightrl.engines.server.protocols import ServerProtocol
+from lightrl.engines.server.pool import ServerPool
 from lightrl.engines.vllm.conversion import free_port
 
 _BUCKET_BYTES = 1 << 30
@@ -33,18 +32,16 @@ class Transport(ABC):
     """Base class of weight transports.
 
     Args:
-        loop: Event loop of the servers' requests.
-        protocol: Protocol of the servers.
+        pool: Servers to push to.
         dtype: Dtype of pushed matrices. Vectors keep their dtype.
     """
 
-    def __init__(self, loop: BackgroundLoop, protocol: ServerProtocol, dtype: torch.dtype) -> None:
-        self.loop = loop
-        self.protocol = protocol
+    def __init__(self, pool: ServerPool, dtype: torch.dtype) -> None:
+        self.pool = pool
         self.dtype = dtype
 
     @abstractmethod
-    def push(self, servers: Sequence[Server], tensors: Iterable[Named], token: str) -> None:
+    def push(self, tensors: Iterable[Named], token: str) -> None:
         """Loads the tensors into all live servers. Sets `loaded` to `token` on success.
 
         Raises:
@@ -54,20 +51,25 @@ class Transport(ABC):
     def close(self) -> None:  # noqa: B027 - optional
         """Frees resources kept between pushes."""
 
-    async def _each(self, servers: Iterable[Server], work: Callable[[Server], Awaitable[Any]]) -> None:
+    def _live(self) -> list[Server]:
+        return [server for server in self.pool.servers if server.lost is None]
+
+    def _each(self, work: Callable[[Server], Awaitable[Any]]) -> None:
         """Runs `work` on all live servers concurrently. Ignores servers that are lost and raises other errors."""
-        chosen = [server for server in servers if server.lost is None]
-        results = await asyncio.gather(*(work(server) for server in chosen), return_exceptions=True)
-        for result in results:
+
+        async def run() -> list[Any]:
+            return await asyncio.gather(*(work(server) for server in self._live()), return_exceptions=True)
+
+        for result in self.pool.loop.run(run()):
             if isinstance(result, BaseException) and not isinstance(result, ServerLostError):
                 raise result
 
     async def _pause(self, server: Server, token: str) -> None:
         server.loaded = None
-        await self.protocol.pause(server, f"loading {token}")
+        await self.pool.protocol.pause(server, f"loading {token}")
 
     async def _resume(self, server: Server, token: str) -> None:
-        await self.protocol.resume(server, token)
+        await self.pool.protocol.resume(server, token)
         server.loaded = token
 
     def _buckets(self, tensors: Iterable[Named]) -> Iterator[list[Named]]:
@@ -96,19 +98,17 @@ class FolderTransport(Transport):
         config: Model config, saved with the weights so that the result is a Hugging Face checkpoint.
     """
 
-    def __init__(
-        self, loop: BackgroundLoop, protocol: ServerProtocol, dtype: torch.dtype, folder: Path, config: Any
-    ) -> None:
-        super().__init__(loop, protocol, dtype)
+    def __init__(self, pool: ServerPool, dtype: torch.dtype, folder: Path, config: Any) -> None:
+        super().__init__(pool, dtype)
         self.folder = folder
         self.config = config
         self._current: Path | None = None
 
-    def push(self, servers: Sequence[Server], tensors: Iterable[Named], token: str) -> None:
+    def push(self, tensors: Iterable[Named], token: str) -> None:
         target = self.folder / f"weights-{token}"
         try:
             files = self._write(target, tensors)
-            self.loop.run(self._each(servers, lambda server: self._load(server, target, files, token)))
+            self._each(lambda server: self._load(server, target, files, token))
         except BaseException:
             shutil.rmtree(target, ignore_errors=True)
             raise
@@ -133,7 +133,7 @@ class FolderTransport(Transport):
 
     async def _load(self, server: Server, folder: Path, files: list[str], token: str) -> None:
         await self._pause(server, token)
-        await self.protocol.load_files(server, str(folder), files, token)
+        await self.pool.protocol.load_files(server, str(folder), files, token)
         await self._resume(server, token)
 
     def close(self) -> None:
@@ -147,51 +147,41 @@ class TransferTransport(Transport):
     """Broadcasts each tensor to a server's workers with vLLM's weight transfer over NCCL.
 
     Each server has a separate communicator, so servers can die and come back independently. Written for vLLM 0.32.
-    Tested with a CPU communicator; NCCL has not been tested. See `Transport` for the other arguments.
-
-    Args:
-        patience: Maximum seconds of a broadcast after the server died.
+    Tested with a CPU communicator; NCCL has not been tested. See `Transport` for the arguments.
     """
 
-    def __init__(self, loop: BackgroundLoop, protocol: ServerProtocol, dtype: torch.dtype, patience: float) -> None:
-        super().__init__(loop, protocol, dtype)
-        self.patience = patience
+    def __init__(self, pool: ServerPool, dtype: torch.dtype) -> None:
+        super().__init__(pool, dtype)
         self._groups: dict[tuple[str, int], Any] = {}  # by server life, since a restarted server needs a new group
 
-    def push(self, servers: Sequence[Server], tensors: Iterable[Named], token: str) -> None:
-        self.loop.run(self._each(servers, lambda server: self._pause(server, token)))
-        for server in servers:
-            if server.lost is None:
-                self._connect(server)
-        self.loop.run(self._each(servers, lambda server: server.post("/start_weight_update")))
+    def push(self, tensors: Iterable[Named], token: str) -> None:
+        self._each(lambda server: self._pause(server, token))
+        for server in self._live():
+            self._connect(server)
+        self._each(lambda server: server.post("/start_weight_update"))
         for bucket in self._buckets(tensors):
             update = {
                 "names": [name for name, _ in bucket],
                 "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
                 "shapes": [list(tensor.shape) for _, tensor in bucket],
             }
-            for server in servers:
-                if server.lost is None:
-                    self._send(server, update, [tensor for _, tensor in bucket])
-        self.loop.run(self._each(servers, lambda server: self._finish(server, token)))
+            for server in self._live():
+                self._send(server, update, [tensor for _, tensor in bucket])
+        self._each(lambda server: self._finish(server, token))
 
     def _connect(self, server: Server) -> None:
         if server.life in self._groups:
             return
-        size = 1 + int(self.loop.run(server.get("/get_world_size"))["world_size"])
+        size = 1 + int(self.pool.loop.run(server.get("/get_world_size"))["world_size"])
         host, port = _own_address(server.url), free_port("")
         group = {"master_address": host, "master_port": port, "world_size": size}
         body = {"init_info": group | {"rank_offset": 1, "packed": False}}
-        request = self.loop.submit(server.post("/init_weight_transfer_engine", body))
-        self._groups[server.life] = self._open(host, port, size)
+        request = self.pool.loop.submit(server.post("/init_weight_transfer_engine", body))
+        self._groups[server.life] = transfer_group(host, port, size)
         request.result()
 
-    def _open(self, host: str, port: int, size: int) -> Any:
-        """Joins a group with a server's workers as rank 0. Returns an object with `broadcast(tensor, src)`."""
-        return transfer_group(host, port, size)
-
     def _send(self, server: Server, update: dict[str, Any], tensors: Iterable[Tensor]) -> None:
-        request = self.loop.submit(server.post("/update_weights", {"update_info": update}))
+        request = self.pool.loop.submit(server.post("/update_weights", {"update_info": update}))
         for tensor in tensors:
             self._groups[server.life].broadcast(tensor, src=0)
         self._drain(request)
@@ -210,7 +200,7 @@ class TransferTransport(Transport):
         deadline = None
         while not event.query():
             if deadline is None and request.done() and request.exception() is not None:
-                deadline = time.monotonic() + self.patience
+                deadline = time.monotonic() + self.pool.timeout
             if deadline is not None and time.monotonic() > deadline:
                 raise EngineDiedError(f"A server failed during a weight broadcast: {request.exception()}")
             time.sleep(0.001)
