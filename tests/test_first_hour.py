@@ -104,6 +104,11 @@ def test_doctor_names_what_cannot_be_built(config: Callable[..., str]) -> None:
     assert "'group_sise'" in said(config(group_sise=2), "problem")
 
 
+def test_doctor_finds_what_a_run_rejects_before_it_trains(config: Callable[..., str]) -> None:
+    assert "nowhere.jsonl" in said(config(evaluation={"prompts": {"path": "nowhere.jsonl"}}), "problem")
+    assert "group_size=1" in said(config(group_size=1), "problem")
+
+
 def test_doctor_reads_the_rows_of_supervised_runs(config: Callable[..., str], model: str, tmp_path: Path) -> None:
     config()
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "1+1=", "sum": "2"}\n' * 5)

@@ -28,9 +28,10 @@ PATIENCE = 300.0
 def doctor(config: str | None = None) -> None:
     """Check the installation, or validate a configuration without training.
 
-    Always prints the versions of packages and the devices. With a configuration, also builds the run and checks the
-    tokenizer, the lengths of prompts, and the reward functions on three examples; for supervised runs it reads the
-    examples. Exits with code 1 if it finds a problem. `lightrl plan` estimates the memory.
+    Always prints the versions of packages and the devices. With a configuration, also builds the run, sets up its data
+    (inference servers must be running), and checks the tokenizer, the lengths of prompts, and the reward functions on
+    three examples; for supervised runs it reads the examples. Exits with code 1 if it finds a problem. `lightrl plan`
+    estimates the memory.
 
     Args:
         config: Configuration file, as for `lightrl fit`.
@@ -58,21 +59,22 @@ def diagnose(config_file: str | None = None) -> Iterator[Finding]:
     from lightrl.data import SFTDataModule
     from lightrl.rollout import RolloutDataModule
 
+    data: Any = None
     try:
         built = run(["--config", config_file], run=False)
         module, data = built.model, built.datamodule
         yield "ok", f"{config_file}: {type(module).__name__} with {type(data).__name__}"
-        if isinstance(data, SFTDataModule | RolloutDataModule):
-            built.trainer.strategy.connect(module)
-            data.trainer = built.trainer
+        built.trainer.strategy.connect(module)
+        module.trainer = data.trainer = built.trainer
         if isinstance(data, SFTDataModule):
-            yield from _supervised(built)
+            yield from _supervised(data)
         elif isinstance(module, PolicyGradientLightningModule) and isinstance(data, RolloutDataModule):
             yield from _minibatches(module, data)
-            prompts, tokenizer = yield from _prompts(built)
+            data.setup("fit")
+            prompts = yield from _prompts(data)
             if data.episode.multi_turn:
-                yield from _tools(data.episode, tokenizer)
-            yield from _rewards(built, prompts, tokenizer)
+                yield from _tools(data.episode, data.tokenizer)
+            yield from _rewards(data, prompts)
         else:
             yield "note", "the other checks support only LightRL's data modules"
     except Exception as error:  # any error would also stop the run
@@ -80,6 +82,9 @@ def diagnose(config_file: str | None = None) -> Iterator[Finding]:
 
         told = one_line(error)
         yield "problem", told[0] if told is not None else f"{type(error).__name__}: {error}"
+    finally:
+        if isinstance(data, RolloutDataModule):
+            data.teardown("fit")
 
 
 def _installation() -> Iterator[Finding]:
@@ -112,30 +117,21 @@ def _host_memory() -> float:
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
-def _supervised(built: Any) -> Iterator[Finding]:
+def _supervised(data: Any) -> Iterator[Finding]:
     """Reads all examples as SFT and reward-model runs do."""
-    data = built.datamodule
     data.setup("fit")
     loader = data.train_dataloader()
     yield "ok", f"data: {len(loader.rows):,} examples, {len(loader):,} batches of {data.batch_size} per epoch"
 
 
-def _prompts(built: Any) -> Any:
-    """Checks the tokenizer and the prompts. Returns the first prompts and the tokenizer."""
-    from lightrl.data.processing import load_processor
-    from lightrl.data.templates import load_tokenizer
+def _prompts(data: Any) -> Any:
+    """Checks the tokenizer and the lengths of the first prompts, which it returns."""
     from lightrl.models.turns import end_of_turn
 
-    module, data = built.model, built.datamodule
-    path = module.actor_spec.path
-    tokenizer = load_tokenizer(data.tokenizer_path or path, chat_template=module.actor_spec.chat_template)
+    tokenizer, prompts, room = data.tokenizer, data.sampler.prompts, data.room(data.sampling)
     template = "with" if tokenizer.chat_template else "without"
     end = tokenizer.convert_ids_to_tokens(end_of_turn(tokenizer))
     yield "ok", f"tokenizer: {len(tokenizer)} tokens, {template} a chat template, completions end with {end!r}"
-    processor = load_processor(path, tokenizer)
-    data.episode.setup(tokenizer, processor)
-    room = data.room(data.sampling)
-    prompts = data.prompts.load(tokenizer, shuffle=False, processor=processor, room=room)
     try:
         rows = len(prompts)
     except ValueError:  # a stream
@@ -153,7 +149,7 @@ def _prompts(built: Any) -> Any:
     if room is not None and lengths[-1] + room[1] > room[0]:
         excess = f"with a prompt of {lengths[-1]} tokens, this exceeds the maximum length of {room[0]}"
         yield "problem", f"max_new_tokens={room[1]}: {excess}. Lower it, or set a lower max_prompt_tokens"
-    return first, tokenizer
+    return first
 
 
 def _minibatches(module: Any, data: Any) -> Iterator[Finding]:
@@ -191,18 +187,16 @@ def _tools(episode: Any, tokenizer: Any) -> Iterator[Finding]:
         )
 
 
-def _rewards(built: Any, prompts: Any, tokenizer: Any) -> Iterator[Finding]:
+def _rewards(data: Any, prompts: Any) -> Iterator[Finding]:
     """Scores sample completions of three examples: fixed texts, and the examples' own columns."""
     from lightrl.rewards.base import MEDIA
 
-    data = built.datamodule
     if data.episode.multi_turn:
         yield "note", "rewards come from the environment or program. Run `lightrl check-env --config FILE` to test it"
         return
     if data.scorer is None:
         yield "note", "no reward functions"
         return
-    data.scorer.check_source(prompts.columns, "the prompts")
     given, timeout = set[float](), data.scorer.timeout
     limit = PATIENCE if timeout is None else timeout + 1.0  # the scorer's own error names the function
     try:
@@ -215,7 +209,7 @@ def _rewards(built: Any, prompts: Any, tokenizer: Any) -> Iterator[Finding]:
             scores = data.scorer.submit(
                 prompts=[rows.texts[i]] * len(texts),
                 completions=texts,
-                completion_ids=[tokenizer.encode(text, add_special_tokens=False) for text in texts],
+                completion_ids=[data.tokenizer.encode(text, add_special_tokens=False) for text in texts],
                 columns={name: [value] * len(texts) for name, value in columns.items()},
                 group_ids=[i] * len(texts),
                 media={name: [getattr(rows.media[i], name)] * len(texts) for name in MEDIA} if rows.media else None,
@@ -226,8 +220,6 @@ def _rewards(built: Any, prompts: Any, tokenizer: Any) -> Iterator[Finding]:
     except TimeoutError:
         yield "problem", f"rewards: no result for an example after {limit:g} seconds. Set data.rewards.timeout"
         return
-    finally:
-        data.scorer.close()
     if len(given) < 2:
         values = ", ".join(f"{reward:g}" for reward in given) or "none was scored"
         yield "note", f"all sample completions have the same reward ({values}); such groups have zero advantage"
