@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,7 @@ class RolloutWriter(RLCallback):
         self.evaluate = evaluate
         self._folder = Path()
         self._rollouts: Rollouts | None = None
-        self._saved: tuple[Path, Experience] | None = None
+        self._saved: tuple[Path, Experience, list[dict[str, Any]]] | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Determines the run directory. Collective."""
@@ -81,13 +82,12 @@ class RolloutWriter(RLCallback):
         if rollouts is None or done % self.every_n_rollouts:
             return
         folder = self._folder / f"rollout={done:06d}"
-        if self.evaluate:
-            sampled = replace(experience, response_mask=rollouts.response_mask)  # also of failed trajectories
-            if experience.old_logprobs is None or experience.entropy is None:
-                now = pl_module.evaluate_policy(sampled)
-                old = now["logprobs"] if experience.old_logprobs is None else experience.old_logprobs
-                experience = replace(experience, old_logprobs=old, entropy=now["entropy"])
-            self._saved = folder / f"rank{trainer.global_rank}.jsonl", sampled
+        path = folder / f"rank{trainer.global_rank}.jsonl"
+        sampled = replace(experience, response_mask=rollouts.response_mask)  # also of failed trajectories
+        if self.evaluate and (experience.old_logprobs is None or experience.entropy is None):
+            now = pl_module.evaluate_policy(sampled)
+            old = now["logprobs"] if experience.old_logprobs is None else experience.old_logprobs
+            experience = replace(experience, old_logprobs=old, entropy=now["entropy"])
         tensors = {name: getattr(experience, name) for name in TENSORS}
         stored: dict[str, Any] = {name: value.cpu() for name, value in tensors.items() if value is not None}
         stored |= {f"reward/{name}": part.cpu() for name, part in rollouts.reward_parts.items()}
@@ -99,34 +99,35 @@ class RolloutWriter(RLCallback):
             stored["routes"] = [None if r is None else r.experts for r in experience.routes]
         if any(rollouts.inputs):
             stored["inputs"] = [{k: v.cpu() for k, v in inputs.items()} for inputs in rollouts.inputs]
-        with atomic_write(folder / f"rank{trainer.global_rank}.pt") as binary:
+        with atomic_write(path.with_suffix(".pt")) as binary:
             torch.save(stored, binary)
-        saved = {
-            key: save_media(media, folder) for key, media in {id(media): media for media in rollouts.media}.items()
-        }
+        saved = {key: save_media(media, folder) for key, media in {id(x): x for x in rollouts.media}.items()}
         data = trainer.datamodule  # type: ignore[attr-defined]
         tokenizer = data.tokenizer if isinstance(data, RolloutDataModule) else None
-        with atomic_write(folder / f"rank{trainer.global_rank}.jsonl", "w") as file:
-            for record in trajectory_records(rollouts, experience, tokenizer):
-                place: dict[str, Any] = {"rollout": done, "rank": trainer.global_rank}
-                if rollouts.media:
-                    place["media"] = saved[id(rollouts.media[record.pop("row")])]
-                else:
-                    del record["row"]
-                file.write(json.dumps(place | record, default=type_name, ensure_ascii=False) + "\n")
+        records = []
+        for row, record in trajectory_records(rollouts, experience, tokenizer):
+            place = {"rollout": done, "rank": trainer.global_rank}
+            media = {"media": saved[id(rollouts.media[row])]} if rollouts.media else {}
+            records.append({**place, **media, **record})
+        _write(path, records)
+        if self.evaluate:
+            self._saved = path, sampled, records
 
     def on_policy_updated(self, trainer: Trainer, pl_module: Any, metrics: dict[str, float]) -> None:
         """Adds the policy's log-probs after the update."""
         if self._saved is None:
             return
-        (path, experience), self._saved = self._saved, None
+        (path, experience, records), self._saved = self._saved, None
         logprobs = pl_module.evaluate_policy(experience)["logprobs"].cpu()
-        records = [json.loads(line) for line in path.open(encoding="utf-8")]
-        with atomic_write(path, "w") as file:
-            for record, numbers in zip(records, _rows_of(experience).values(), strict=True):
-                for row, i in zip(record["rows"], numbers, strict=True):
-                    row["new_logprobs"] = [_number(x) for x in logprobs[i, : len(row["token_ids"])].tolist()]
-                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        for record, numbers in zip(records, _rows_of(experience).values(), strict=True):
+            for row, i in zip(record["rows"], numbers, strict=True):
+                row["new_logprobs"] = [_number(x) for x in logprobs[i, : len(row["token_ids"])].tolist()]
+        _write(path, records)
+
+
+def _write(path: Path, records: list[dict[str, Any]]) -> None:
+    with atomic_write(path, "w") as file:
+        file.writelines(json.dumps(record, default=type_name, ensure_ascii=False) + "\n" for record in records)
 
 
 def _rows_of(rows: Rollouts | Experience) -> dict[int, list[int]]:
@@ -137,8 +138,10 @@ def _rows_of(rows: Rollouts | Experience) -> dict[int, list[int]]:
     return found
 
 
-def trajectory_records(rollouts: Rollouts, experience: Experience, tokenizer: Any) -> list[dict[str, Any]]:
-    """Returns one record per trajectory, as written by `RolloutWriter`. `row` is the index of its last sequence.
+def trajectory_records(
+    rollouts: Rollouts, experience: Experience, tokenizer: Any
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields (index of its last sequence, record) per trajectory, as written by `RolloutWriter`.
 
     `experience` has the same sequences as `rollouts`. A `tokenizer` of None omits token texts.
     """
@@ -157,7 +160,6 @@ def trajectory_records(rollouts: Rollouts, experience: Experience, tokenizer: An
         versions = torch.where(mask, rollouts.policy_version, -1)
     of_tokens = {name: getattr(experience, name) for name in OF_TOKENS if getattr(experience, name) is not None}
     lengths = rollouts.attention_mask.sum(1).tolist()
-    records = []
     for trajectory, numbers in _rows_of(rollouts).items():
         first, rows = numbers[0], []
         for i in numbers:
@@ -171,9 +173,9 @@ def trajectory_records(rollouts: Rollouts, experience: Experience, tokenizer: An
             row |= {name: [_number(x) for x in values[i, :n].tolist()] for name, values in of_tokens.items()}
             rows.append(row)
         states = rollouts.states[first] if rollouts.states else []
-        records.append(
+        yield (
+            numbers[-1],
             {
-                "row": numbers[-1],
                 "group": int(rollouts.group_ids[first]),
                 "trajectory": trajectory,
                 "policy_version": rollouts.policy_version,
@@ -184,9 +186,8 @@ def trajectory_records(rollouts: Rollouts, experience: Experience, tokenizer: An
                 "trained": any(trained[number] for number in numbers),
                 "turns": _turns(rollouts, experience.advantages, turn_ids, numbers, states),
                 "rows": rows,
-            }
+            },
         )
-    return records
 
 
 def texts_of_tokens(ids: list[int], pieces: dict[int, str], tokenizer: Any, turns: list[int]) -> list[str]:
@@ -283,12 +284,15 @@ def load_rollouts(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, An
                     record[name] += offset
         texts += records
     merged: dict[str, Any] = {}
-    for name, first in parts[0].items():
+    for name, first in {name: value for part in parts for name, value in part.items()}.items():
         if isinstance(first, Tensor):
             width = max(part[name].shape[-1] for part in parts)
             merged[name] = torch.cat([_pad(part[name], width) if first.ndim == 2 else part[name] for part in parts])
+        elif isinstance(first, list):  # absent on a rank without any, such as `inputs` of text only
+            none = {} if name == "inputs" else None
+            merged[name] = [x for part in parts for x in part.get(name, [none] * len(part["token_ids"]))]
         else:
-            merged[name] = [x for part in parts for x in part[name]] if isinstance(first, list) else first
+            merged[name] = first
     for record in texts:
         if "media" in record:
             record["media"] = {kind: [str(Path(folder) / n) for n in names] for kind, names in record["media"].items()}

@@ -107,6 +107,8 @@ def test_ranks_are_joined(tmp_path: Path) -> None:
     for rank, width in ((0, 2), (1, 3), (10, 1)):
         tensors = {"token_ids": torch.full((2, width), rank), "group_ids": torch.tensor([0, 1]), "policy_version": 4}
         tensors["routes"] = [torch.full((width, 2, 3), rank, dtype=torch.uint8), None]
+        if rank == 1:  # the others have text only
+            tensors["inputs"] = [{"pixel_values": torch.ones(1)}, {}]
         torch.save(tensors, tmp_path / f"rank{rank}.pt")
         (tmp_path / f"rank{rank}.jsonl").write_text(f'{{"prompt": "{rank}"}}\n' * 2)
     tensors, texts = load_rollouts(tmp_path)
@@ -120,4 +122,5 @@ def test_ranks_are_joined(tmp_path: Path) -> None:
         10,
         None,
     ]
+    assert [len(inputs) for inputs in tensors["inputs"]] == [0, 0, 1, 0, 0, 0]
     assert [text["prompt"] for text in texts] == ["0", "0", "1", "1", "10", "10"]
