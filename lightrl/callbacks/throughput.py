@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
+from math import isnan
 from statistics import median
 from typing import Any
 
@@ -15,14 +16,14 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor
 
 from lightrl.compat.progress_bars import refresh_pace, show_pace, stop_bar
-from lightrl.ops.progress import brief, clock, count, evaluations_left, headline, result_line, rollouts_in_all
+from lightrl.distributed.strategies import all_reduce
+from lightrl.ops.progress import TRAINING, brief, clock, count, evaluations_left, result_line, rollouts_in_all
 from lightrl.records import Rollouts
 
 IN_PROGRESS_BAR = {"reward/mean": "reward", "kl/ref": "kl"}
-KEPT = ("first", "first_at", "last", "evaluated", "binary")
+KEPT = ("first", "last", "binary")
 TICK, LINES = 1.0, 10.0
 """Seconds between updates of the progress bar, and between log lines."""
 
@@ -65,10 +66,8 @@ class ThroughputMonitor(Callback):
         self._done, self._unit = 0, "rollout"
         self._left: float | None = None
         self._binary = True
-        self._evaluated = False
-        self._first: dict[str, float] = {}
-        self._first_at = 0
-        self._last: dict[str, float] = {}
+        self._first: dict[str, tuple[int, float]] = {}
+        self._last: dict[str, tuple[int, float]] = {}
         self._ended = threading.Event()
 
     # ---- progress ----------------------------------------------------------------------------------------------
@@ -136,21 +135,19 @@ class ThroughputMonitor(Callback):
         if not trainer.sanity_checking:
             self._evaluation = seconds
             self._left = None if self._left is None else max(self._left - seconds, 0.0)
-            self._note({k: v for k, v in trainer.callback_metrics.items() if k.startswith("eval/")})
+            self._note(trainer.callback_metrics)
 
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stores the metrics of an evaluation before training."""
         if trainer.num_sanity_val_steps == float("inf"):
-            self._note({k: v for k, v in trainer.callback_metrics.items() if k.startswith("eval/")})
+            self._note(trainer.callback_metrics)
 
     def _note(self, metrics: Mapping[str, Any]) -> None:
-        """Stores the first and last evaluation, or training rewards until the first evaluation."""
-        evaluated = any(name.startswith("eval/") for name in metrics)
-        if metrics and evaluated >= self._evaluated:
-            self._last = {name: float(value) for name, value in metrics.items()}
-            if not self._first or evaluated > self._evaluated:
-                self._first_at, self._first = self._done * evaluated, self._last
-            self._evaluated = evaluated
+        """Stores the first and last points of evaluations and training rewards."""
+        for name, value in metrics.items():
+            if (name.startswith("eval/") or name in TRAINING) and not isnan(value):
+                self._last[name] = self._done, float(value)
+                self._first.setdefault(name, self._last[name])
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -163,9 +160,9 @@ class ThroughputMonitor(Callback):
         mask = batch.get("attention_mask") if isinstance(batch, Mapping) else getattr(batch, "attention_mask", None)
         if mask is None:
             return
-        counts = torch.tensor([float(mask.sum()), float(len(mask))], device=pl_module.device)
-        tokens, samples = _reduce(trainer, counts, "sum").tolist()
-        peak = _reduce(trainer, torch.tensor(peak_memory(pl_module.device), device=pl_module.device), "max")
+        counts = torch.tensor([float(mask.sum()), float(len(mask))])
+        tokens, samples = all_reduce(trainer.strategy, counts, "sum").tolist()
+        peak = all_reduce(trainer.strategy, torch.tensor(peak_memory(pl_module.device)), "max")
         metrics = {
             "time/step": seconds,
             "throughput/tokens_per_second": tokens / seconds,
@@ -187,7 +184,7 @@ class ThroughputMonitor(Callback):
             self._warm, self._steps = True, deque(maxlen=10)  # excludes the engine's startup
         self._steps.append(seconds)
         logged = {**trainer.callback_metrics, **results}
-        self._note({name: logged[name] for name in ("reward/mean", "loss/sft") if name in logged})
+        self._note({name: logged[name] for name in TRAINING if name in logged})
         if (total := rollouts_in_all(trainer, done)) is not None:
             evaluations = evaluations_left(trainer, done - 1, total) * self._evaluation  # one may follow now
             self._left = max(total - done, 0) * median(self._steps) + evaluations
@@ -201,9 +198,7 @@ class ThroughputMonitor(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prints the result and logs it for `lightrl report`."""
         if trainer.is_global_zero and self._done:
-            first = {} if self._last is self._first else headline(self._first, self._binary)
-            last = headline(self._last, self._binary)
-            line = result_line(first, last, self._first_at, count(self._done, self._unit), self._seconds)
+            line = result_line(self._first, self._last, self._binary, count(self._done, self._unit), self._seconds)
             stop_bar(trainer.progress_bar_callback)
             print(f"Result: {line}", flush=True)
             for logger in trainer.loggers:
@@ -218,10 +213,6 @@ class ThroughputMonitor(Callback):
         """Restores the state of `state_dict`."""
         for name, value in state_dict.items():
             setattr(self, f"_{name}", value)
-
-
-def _reduce(trainer: Trainer, tensor: Tensor, how: str) -> Tensor:
-    return trainer.strategy.reduce(tensor, reduce_op=how)  # type: ignore[arg-type, return-value]
 
 
 def peak_memory(device: torch.device) -> float:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, TypeAlias
 
 SCORES = ("pass@1", "accuracy", "reward", "loss")
 """Evaluation metrics, most informative first."""
+TRAINING = {"reward/mean": "reward", "loss/sft": "loss"}
+"""Training metrics and their labels, for runs without evaluations."""
+
+Points: TypeAlias = Mapping[str, tuple[int, float]]
+"""Metric -> (number of completed rollouts, value)."""
 
 
 def clock(seconds: float) -> str:
@@ -45,43 +50,45 @@ def evaluations_left(trainer: Any, done: int, total: int) -> int:
     return int(total / every + 1e-6) - int(done / every + 1e-6)
 
 
-def headline(metrics: Mapping[str, float], binary: bool) -> dict[str, float]:
-    """Returns a run's main metrics by label: evaluations if there are any, else the training reward or loss.
+def headline(names: Collection[str], binary: bool) -> dict[str, str]:
+    """Returns a run's main metrics as label -> name: evaluations if there are any, else the training reward or loss.
 
     Args:
-        metrics: Metrics by name, as logged.
+        names: Names of logged metrics.
         binary: Whether each evaluation reward is 0 or 1, so that the mean is an accuracy.
     """
     for score in SCORES:
         label = "accuracy" if score == "pass@1" or (score == "reward" and binary) else score
-        found: dict[str, float] = {}
-        for name, value in metrics.items():
+        found: dict[str, str] = {}
+        for name in names:
             kind, *named, last = name.split("/")  # the name of a set of prompts is optional
-            if kind == "eval" and last == score and named != ["reward"] and not math.isnan(value):
-                found[" ".join(["eval", *named, label])] = value
+            if kind == "eval" and last == score and named != ["reward"]:
+                found[" ".join(["eval", *named, label])] = name
         if found:
             return found
-    training = {"reward": "reward/mean", "loss": "loss/sft"}
-    return next(({label: metrics[name]} for label, name in training.items() if name in metrics), {})
+    return next(({label: name} for name, label in TRAINING.items() if name in names), {})
 
 
-def result_line(first: Mapping[str, float], last: Mapping[str, float], at: int, done: str, seconds: float) -> str:
+def result_line(first: Points, last: Points, binary: bool, done: str, seconds: float) -> str:
     """Formats a result such as `eval accuracy 0.12 -> 0.58 in 40 rollouts, 7:12`.
 
     Args:
-        first: Metrics of `headline` at the start. Empty if there is one evaluation.
-        last: Metrics of `headline` at the end.
-        at: Number of rollouts before the first evaluation. Included unless it is 0.
+        first: First point of each metric.
+        last: Last point of each metric.
+        binary: See `headline`.
         done: Total number of rollouts, as text.
         seconds: Duration of the run.
     """
-    start = f" (after {at:,})" if at else ""
-    parts = [f"{label} {_number(first[label])}{start} -> {_number(x)}" for label, x in last.items() if label in first]
-    if parts:
-        return f"{', '.join(parts)} in {done}, {clock(seconds)}"
-    at_start = {True: start or " before training", False: ""}
-    only = ", ".join(f"{label} {_number(x)}{at_start[label.startswith('eval')]}" for label, x in last.items())
-    return f"{only}; {done}, {clock(seconds)}" if only else f"{done}, {clock(seconds)}"
+    several, single = list[str](), list[str]()
+    for label, name in headline(last, binary).items():
+        (at, start), (end, value) = first[name], last[name]
+        after = f" (after {at:,})" if at and name not in TRAINING else ""
+        if at < end:
+            several.append(f"{label} {_number(start)}{after} -> {_number(value)}")
+        else:
+            single.append(f"{label} {_number(value)}{after if at else ' before training'}")
+    told = f"{', '.join(several)} in " if several else f"{', '.join(single)}; " if single else ""
+    return f"{told}{done}, {clock(seconds)}"
 
 
 def count(number: int, unit: str) -> str:

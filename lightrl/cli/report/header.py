@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
+from lightrl.cli.report.plots import after_rollouts
 from lightrl.cli.report.read import Run
-from lightrl.ops.progress import count, headline, result_line
+from lightrl.ops.progress import count, result_line
 
 LONGEST = 160
 """Maximum length of a data source in characters."""
@@ -38,14 +39,11 @@ def result(run: Run) -> str:
         return str(run.settings["result"])
     rewards = [record.get("reward") for record in run.samples if record["phase"] == "eval"]
     binary = bool(rewards) and all(reward in (0, 1, None) for reward in rewards)
-    first, last = (
-        headline({name: list(each.values())[at] for name, each in run.metrics.items()}, binary) for at in (0, -1)
-    )
-    evaluated = {step for name, each in run.metrics.items() if name.startswith("eval/") for step in each}
-    first, at = {} if len(evaluated) == 1 else first, min(evaluated, default=-1) + 1
-    seconds = sum(x for x in run.metrics.get("time/step", {}).values() if x == x)
+    points = {name: list(each.items()) for name in run.metrics if (each := after_rollouts(run, name))}
+    first, last = ({name: each[at] for name, each in points.items()} for at in (0, -1))
+    seconds = sum(after_rollouts(run, "time/step").values())
     unit = "rollout" if "reward/mean" in run.metrics else "batch"
-    return result_line(first, last, at, count(run.num_rollouts, unit), seconds) if last else ""
+    return result_line(first, last, binary, count(run.num_rollouts, unit), seconds)
 
 
 def _facts(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
