@@ -289,7 +289,7 @@ def load_rollouts(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, An
             width = max(part[name].shape[-1] for part in parts)
             merged[name] = torch.cat([_pad(part[name], width) if first.ndim == 2 else part[name] for part in parts])
         elif isinstance(first, list):  # absent on a rank without any, such as `inputs` of text only
-            none = {} if name == "inputs" else None
+            none: Any = {} if name == "inputs" else None
             merged[name] = [x for part in parts for x in part.get(name, [none] * len(part["token_ids"]))]
         else:
             merged[name] = first
