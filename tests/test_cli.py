@@ -443,14 +443,6 @@ from lightrl.__main__ import command; command()
     assert 'lightrl = "lightrl.__main__:command"' in (ROOT / "pyproject.toml").read_text()
 
 
-def test_reward_functions_that_fail(
-    write: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "mine.py").write_text("def broken(completions): raise KeyError('gone')\n")
-    message = refused(capsys, "--config", write(data={"rewards": ["mine.py:broken"]}))
-    assert "broken" in message and "gone" in message
-
-
 class Dying(RLCallback):
     """Meets what a run meets whose engine or other rank is gone."""
 

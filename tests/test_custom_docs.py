@@ -125,11 +125,3 @@ def test_a_penalty_with_two_learning_rates_and_a_schedule(
     for name, rate in (("policy", 2e-5), ("norms", 5e-6)):
         assert float(logged(f"optim/lr_{name}", Path("run"))[0]) == pytest.approx(rate)
     assert all(float(term) > 0 for term in logged("loss/penalty", Path("run")))
-    Path("unannotated.py").write_text("def two_rates(groups):\n    return None\n")
-    settings["optimizer"] = "unannotated.two_rates"
-    Path("config.yaml").write_text(yaml.safe_dump(config))
-    with pytest.raises(SystemExit):
-        main(["fit", "--config", "config.yaml"])
-    assert "Expected 'unannotated.two_rates' to be a function with the return annotation `-> Optimizer`" in (
-        capsys.readouterr().err
-    )

@@ -56,15 +56,6 @@ def lora(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def test_exports_by_command(lora: Path, model: str, tmp_path: Path) -> None:
-    main(["export", "--checkpoint", str(lora), "--output", str(tmp_path / "model")])
-    moved = (logprobs(tmp_path / "model") - logprobs(Path(model))).abs().max()
-    assert moved > 1e-3
-    assert AutoTokenizer.from_pretrained(tmp_path / "model").decode([5]) == AutoTokenizer.from_pretrained(model).decode(
-        [5]
-    )
-
-
 def test_a_checkpoint_is_loaded_and_saved_without_a_trainer(lora: Path, model: str, tmp_path: Path) -> None:
     spec = ModelSpec(model, lora=LoraSpec(r=4))
     loaded = PPOLightningModule.load_from_checkpoint(lora, actor=spec, critic=CriticSpec(shared=True))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -100,10 +99,6 @@ def test_doctor_ends_if_a_reward_function_does_not(config: Callable[..., str], m
     assert "no result for an example after 0.5 seconds" in said(config(rewards=["rewards.py:endless"]), "problem")
 
 
-def test_doctor_names_what_cannot_be_built(config: Callable[..., str]) -> None:
-    assert "'group_sise'" in said(config(group_sise=2), "problem")
-
-
 def test_doctor_finds_what_a_run_rejects_before_it_trains(config: Callable[..., str]) -> None:
     assert "nowhere.jsonl" in said(config(evaluation={"prompts": {"path": "nowhere.jsonl"}}), "problem")
     assert "group_size=1" in said(config(group_size=1), "problem")
@@ -125,28 +120,6 @@ def test_doctor_reads_the_rows_of_supervised_runs(config: Callable[..., str], mo
         }
         (tmp_path / "sft.yaml").write_text(yaml.safe_dump(content))
         assert text in said(str(tmp_path / "sft.yaml"), kind)
-
-
-def test_doctor_rejects_prompts_without_room_for_a_completion(config: Callable[..., str], model: str) -> None:
-    longest = json.loads((Path(model) / "config.json").read_text())["max_position_embeddings"]
-    fits = {"sampling": {"max_new_tokens": longest - 4}}
-    assert said(config(**fits), "problem") == ""
-    too_long = {"sampling": {"max_new_tokens": longest - 3}}
-    assert f"exceeds the model's maximum length of {longest}" in said(config(**too_long), "problem")
-    limited = {**too_long, "prompts": {"path": "rows.jsonl", "max_prompt_tokens": 8}}
-    assert f"max_new_tokens={longest - 3}: with a prompt of 4 tokens" in said(config(**limited), "problem")
-
-
-def test_doctor_rejects_mini_batches_that_do_not_divide_the_rollout(config: Callable[..., str]) -> None:
-    file = Path(config())
-    for size, kind, text in (
-        (8, "ok", "16 completions, 2 updates; at most"),
-        (5, "problem", "minibatch_size=5: does not divide"),
-    ):
-        content = yaml.safe_load(file.read_text())
-        content["model"]["init_args"]["updates"] = {"minibatch_size": size}
-        file.write_text(yaml.safe_dump(content))
-        assert text in said(str(file), kind)
 
 
 def test_fit_rejects_sizes_before_the_engine_starts(
@@ -191,28 +164,6 @@ def test_a_wrong_model_or_directory_is_named_in_one_message(
     Path("latin.jsonl").write_bytes('{"prompt": "café"}'.encode("latin-1"))
     with pytest.raises(ValueError, match=r"latin\.jsonl: is not UTF-8 text"):
         PromptSource(path="latin.jsonl").read()
-
-
-def test_a_typo_in_a_config_is_told_once_and_without_types(
-    config: Callable[..., str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = Path(config())
-    content = yaml.safe_load(file.read_text())
-    optimizer = {"class_path": "torch.optim.AdamW", "init_args": {"learning_rate": 1e-6}}
-    for part, name, value, option in (
-        ("data", "prompts", {"pth": "rows.jsonl"}, "pth"),
-        ("data", "engine", {"class_path": "TransformersEngine", "init_args": {"thread": 1}}, "thread"),
-        ("model", "optimizer", optimizer, "learning_rate"),
-        ("trainer", "callbacks", [{"class_path": "CompletionLogger", "init_args": {"every": 1}}], "every"),
-    ):
-        changed = copy.deepcopy(content)
-        (changed[part] if part == "trainer" else changed[part]["init_args"])[name] = value
-        file.write_text(yaml.safe_dump(changed))
-        with pytest.raises(SystemExit):
-            main(["fit", "--config", str(file)])
-        said = capsys.readouterr().err
-        assert said.count(f"Option '{option}' is not accepted") == 1 and name in said, said
-        assert not re.search("typing|Namespace|class path|dict with|Errors:", said), said
 
 
 # ---- mistakes at the command line --------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 
-from lightrl.compat.arguments import DISTRIBUTION
 from lightrl.models.packaged import MODELS, packaged_model
 
 
@@ -40,50 +39,6 @@ def test_setup_does_nothing_where_it_was_done(root: Path, tmp_path: Path) -> Non
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     (tmp_path / ".lightrl-installed").write_text("of another pyproject.toml")
     assert setup(root, VENV=str(tmp_path), PYTHON="false").returncode != 0
-
-
-def test_setup_says_which_python_it_needs(root: Path, tmp_path: Path) -> None:
-    done = setup(root, VENV=str(tmp_path / "venv"), PYTHON="false")
-    assert done.returncode == 1
-    assert "requires Python 3.10 to 3.13 (found: false). Set PYTHON=" in done.stderr
-
-
-def test_every_install_line_names_our_distribution(root: Path) -> None:
-    named = re.search(r'^name = "(.+?)"', (root / "pyproject.toml").read_text(), re.MULTILINE)
-    assert named is not None and named[1] == DISTRIBUTION == "lightrl-llm"
-    extras = (root / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2]
-    installs, tests = [], root / "tests"
-    for path in root.rglob("*.*"):
-        parts = path.relative_to(root).parts
-        if (
-            path.suffix not in (".py", ".md", ".yaml", ".yml", ".ipynb", ".sh", ".toml", ".html")
-            or tests in path.parents
-        ):
-            continue
-        if (
-            parts[0] in ("site", "outputs")
-            or any(part.startswith(".") for part in parts)
-            or path.name == "CHANGELOG.md"
-        ):
-            continue
-        for line in path.read_text(encoding="utf-8").splitlines():
-            where = f"{path}: {line}"
-            assert not re.search(r"\blightrl\[[a-z]", line), where
-            assert not re.search(
-                r"\b(pip|uv|uvx|pipx)\b[^\n`#]*\b(install|add|tool)\b[^\n`#]* '?lightrl(?![-\w/])", line
-            ), where
-            if "lightrl" in parts[0] and path.suffix == ".py" and path.name != "arguments.py":
-                assert DISTRIBUTION not in line, where  # one place in code
-            installs += [
-                (where, extra)
-                for found in re.findall(r"(?:lightrl-llm|-e '\.)\[([\w,-]+)\]", line)
-                for extra in found.split(",")
-            ]
-            if parts[0] in ("README.md", "docs", "examples") and path.name != "installation.md":
-                assert "lightrl-llm[" not in line, where  # not published: pages install from the clone
-    assert len(installs) > 3
-    for where, extra in installs:
-        assert extra == "EXTRA" or re.search(rf"^{extra} = ", extras, re.MULTILINE), where
 
 
 def test_the_range_and_the_table_follow_the_recorded_runs(root: Path) -> None:

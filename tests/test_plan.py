@@ -282,18 +282,6 @@ def test_gradients_of_large_models_are_in_shards(tmp_path: Path) -> None:
     assert adapter["gradients"] == 4 * seven.lora(32) / 8 and adapter["gathered"] < fsdp2["gathered"]
 
 
-def test_table_of_the_documentation(root: Path, tmp_path: Path) -> None:
-    text = (root / "docs" / "memory.md").read_text()
-    for label in SHAPES:
-        size = size_of(label, tmp_path)
-        for algorithm in ("PPO", "GRPO"):
-            ppo = algorithm == "PPO"
-            case = Plan(size, critic=ppo, reward=size if ppo else None, engine=False)
-            strategies = ("ddp", "fsdp2", "zero2", "zero3", "zero3_offload")
-            totals = [f"{total(memory(case, strategy)) / 2**30:.1f}" for strategy in strategies]
-            assert f"| {label} | {algorithm} | {' | '.join(totals)} |" in text
-
-
 def test_command_prints_a_table_and_a_recommendation(big: str, capsys: pytest.CaptureFixture[str]) -> None:
     main(["plan", "--model", big, "--gpus", "8", "--gpu_memory", "80"])
     out = capsys.readouterr().out

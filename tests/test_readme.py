@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -49,24 +48,6 @@ def test_the_figures_of_the_pages_are_those_of_the_committed_results() -> None:
         assert f"<!-- quickstart -->{expected}<!-- /quickstart -->" in (ROOT / name).read_text(), (
             f"{name}: run python scripts/plot_quickstart.py --pages"
         )
-    text = " ".join(README.split())
-    step = json.loads((RESULTS / "vs_trl.json").read_text())["cases"]["smollm2 48/50"]
-    ours, trl = (step[name]["wall"] for name in ("lightrl, transformers", "trl, micro-batch 8"))
-    assert f"takes {ours:.1f} s on two CPU cores, and {trl:.1f} s with TRL 1.16" in text
-    longer = json.loads((RESULTS / "vs_trl.json").read_text())["cases"]["smollm2 48/500"]
-    slow, fast = sorted(longer[f"lightrl, {engine}"]["speed_ratio"] for engine in ("transformers", "vllm"))
-    assert f"[{slow:.0f}x to {fast:.0f}x as fast as TRL]" in text
-    sync = json.loads((RESULTS / "sync.json").read_text())["rows"][0]
-    assert (sync["parameters"], sync["engine"]) == ("100M", "in process")
-    assert f"A push of {sync['MB']:.0f} MB takes {sync['sync ms'] / 1000:.2f} s" in text
-    code = json.loads((RESULTS / "agent_examples.json").read_text())["runs"]["code"]
-    starts, ends = (plot_quickstart.between([100 * run["eval_reward"][i] for run in code], "%") for i in (0, 1))
-    assert f"from {starts} to {ends} of them in 8 rollouts" in text
-    systems = json.loads((RESULTS / "quality.json").read_text())["systems"]
-    ours, trl = (systems[name]["summary"]["seconds"] for name in ("grpo", "trl, 4e-05"))
-    assert f"solved after {ours:.0f} s of training, and after {trl:.0f} s with TRL" in text
-    vlm = json.loads((RESULTS / "vlm.json").read_text())["sides"]
-    assert f"{vlm['trl']['times']:.1f}x the speed of TRL 1.16" in text
 
 
 def test_the_readme_is_short_and_its_links_exist() -> None:

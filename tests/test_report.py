@@ -13,7 +13,6 @@ import pytest
 
 from lightrl.cli.report import report
 from lightrl.cli.report.read import read_run
-from tests.report.browser import open_browser, why_not
 
 
 def write_run(folder: Path, rows: list[dict[str, Any]], samples: list[dict[str, Any]] | None = None) -> Path:
@@ -49,33 +48,6 @@ def test_the_page_is_whole_and_needs_nothing_else(tmp_path: Path, capsys: pytest
     assert "<td>0.5</td><td>0.9375</td>" in text  # first and last evaluation
     assert "&lt;b&gt;2&lt;/b&gt;" in text and "<b>2</b>" not in text  # a completion is text, not HTML
     assert "before training" in text and "after rollout 6" in text and "reward 1 ↑" in text
-
-
-def test_the_page_begins_with_what_was_run_and_the_result(tmp_path: Path) -> None:
-    rows = [{"step": -1, "eval/reward": 0.125}, *({**row, "time/step": 10} for row in training(0, 4))]
-    samples = [sample(step, "eval", "p", "c", float(step)) for step in (0, 1)]
-    assert (
-        "eval accuracy 0.12 before training; 4 rollouts, 0:40" in report(write_run(tmp_path, rows, samples)).read_text()
-    )
-    run = write_run(tmp_path, [*rows, {"step": 3, "eval/reward": 0.578}], samples)
-    assert "eval accuracy 0.12 -&gt; 0.58 in 4 rollouts, 0:40" in report(run).read_text()
-    (run / "hparams.yaml").write_text(
-        "model: {class_path: lightrl.GRPOLightningModule, init_args: {actor: {path: org/SmolLM2}, "
-        "optimizer: {init_args: {lr: 2.0e-05}}}}\n"
-        "data: {init_args: {prompts: {init_args: {rows: {class_path: a.Rows, init_args: {size: 9}}}}, "
-        "group_size: 8, engine: {class_path: lightrl.VLLMEngine}, evaluation: {prompts: held_out.jsonl}}}\n"
-        "hardware: 2 cores of <EPYC>\ncommand: lightrl fit --config x.yaml\nresult: eval accuracy 0.1 -> 0.6\n"
-    )
-    page = report(run).read_text()
-    head = page[: page.index("<h2>Summary")]
-    for text in (
-        *("org/SmolLM2, GRPOLightningModule", "Rows(size=9); evaluation: held_out.jsonl", "learning rate 2e-05"),
-        *("VLLMEngine", "8 completions per prompt", "2 cores of &lt;EPYC&gt;", "lightrl fit --config x.yaml"),
-        "eval accuracy 0.1 -&gt; 0.6",
-    ):
-        assert text in head
-    (run / "hparams.yaml").write_text("model: !!python/object:x.Y {}\n")
-    assert "0.12 -&gt; 0.58" in report(run).read_text()
 
 
 def test_prompts_whose_completion_changed_come_first(tmp_path: Path) -> None:
@@ -130,10 +102,6 @@ def test_samples_of_what_a_resumed_run_repeats_are_those_of_its_last_pass(tmp_pa
 # ---- values under the mouse ---------------------------------------------------------
 
 
-def evaluated(*rewards: float) -> list[dict[str, Any]]:
-    return [{"step": 10 * i, "eval/reward": reward, "kl/ref": 0.1} for i, reward in enumerate(rewards)]
-
-
 def plotted(text: str) -> list[Any]:
     return [json.loads(data) for data in re.findall(r'<script type="application/json">(.*?)</script>', text)]
 
@@ -141,23 +109,6 @@ def plotted(text: str) -> list[Any]:
 def test_labels_do_not_end_the_script(tmp_path: Path) -> None:
     text = report(write_run(tmp_path, [{"step": 0, "eval/pass@</script><b>x": 0.5}])).read_text()
     assert "<b>x" not in text and len(plotted(text)) == 1
-
-
-@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-def test_the_values_under_the_mouse_are_shown(tmp_path: Path) -> None:
-    page = report(write_run(tmp_path / "run", evaluated(0.25, 0.5, 0.75)))
-    with open_browser() as browser:
-        browser.open(page)
-        shown = browser.run(
-            "const plot = document.querySelector('.plot'), box = plot.querySelector('img').getBoundingClientRect();"
-            "const {frame} = JSON.parse(plot.querySelector('script').textContent);"
-            "const [left, right, top, bottom, low, high] = frame;"
-            "const x = box.left + box.width * (left + (11 - low) / (high - low) * (right - left));"
-            "plot.dispatchEvent(new MouseEvent('mousemove', {clientX: x, clientY: box.top + box.height / 2}));"
-            "return plot.querySelector('.tip').innerText;"
-        )
-        assert shown.split("\n") == ["11", "reward: 0.5"]
-        assert browser.console() == []
 
 
 # ---- docs/metrics.md ---------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import doctest
 import re
@@ -24,28 +23,6 @@ SMALL = [
     *("--trainer.limit_train_batches=2", "--trainer.limit_val_batches=1"),
     *("--data.init_args.engine=TransformersEngine", "--data.init_args.sampling.max_new_tokens=4"),
 ]
-
-
-def strings_of(folder: Path) -> list[str]:
-    """Every string of the code, those of implicit concatenation joined, with … for what is filled in."""
-    found = []
-    for file in folder.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.JoinedStr):
-                found.append("".join(str(v.value) if isinstance(v, ast.Constant) else "…" for v in node.values))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.append(node.value)
-    return found
-
-
-def test_the_messages_of_the_troubleshooting_page_are_those_of_the_code(root: Path) -> None:
-    page = (root / "docs" / "troubleshooting.md").read_text().split("## It is slow")[0]
-    cells = re.findall(r"^\| (`[^|]+`) \|", page, re.MULTILINE)  # those with a remark are not of this code
-    quoted = [message for cell in cells for message in re.findall(r"`([^`]+)`", cell)]
-    code = strings_of(root / "lightrl")
-    assert len(quoted) > 10
-    missing = [message for message in quoted if not any(message in text for text in code)]
-    assert not missing, missing
 
 
 def test_the_tutorial_runs_as_written(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

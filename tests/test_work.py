@@ -89,22 +89,6 @@ def test_layouts_compute_little_more_than_the_ideal(
     assert found["packed"]["padding"] == found["shared_prefix"]["padding"] == 0
 
 
-def test_two_blocks_tell_what_all_of_them_take(work: Any, model: str) -> None:
-    some, whole = (work.measure(model, LENGTHS, "shared_prefix", 16384, each)["shared_prefix"] for each in (0, 1))
-    assert some["peak_bytes"] == pytest.approx(whole["peak_bytes"], rel=0.02)
-    assert {**some, "peak_bytes": 0} == {**whole, "peak_bytes": 0}
-
-
-def test_the_committed_work_meets_its_bars_and_is_shown(work: Any) -> None:
-    result = json.loads((RESULTS / "work.json").read_text())
-    page = (ROOT / "docs" / "work.md").read_text()
-    assert all(line in page for line in work.markdown(result).splitlines())
-    for task, found in result["tasks"].items():
-        assert found["ratios"] == work.ratios(REAL[task], found["table"])
-        assert found["ratios"]["shared_prefix"]["to_ideal"] <= BARS[task]
-        assert found["ratios"]["shared_prefix"]["reads_per_micro_batch"] == 0
-
-
 def test_plans_are_within_a_quarter_of_the_committed_peaks_of_real_runs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

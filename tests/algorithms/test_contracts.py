@@ -4,31 +4,16 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lightrl import algorithms
 from lightrl.algorithms import (
-    DistillLightningModule,
     GRPOLightningModule,
-    PPOLightningModule,
-    ReinforcePlusPlusLightningModule,
 )
 from lightrl.algorithms.run_record import FORMAT, description, require_own
-from lightrl.objectives import PassAtK, PolicyLoss
-from lightrl.rollout.learner import RolloutLearner
+from lightrl.objectives import PassAtK
 from tests.toys import quickstart_model, quiet_trainer, sums_data
-
-
-def test_data_modules_are_told_what_the_module_needs() -> None:
-    ppo, grpo = PPOLightningModule("folder"), GRPOLightningModule("folder")
-    for module in (ppo, grpo):
-        assert isinstance(module, RolloutLearner) and not module.scores_rollouts
-    assert (ppo.needs_groups, ppo.default_group_size) == (False, 1)
-    assert (grpo.needs_groups, grpo.default_group_size) == (True, 8)
-    assert ppo.needs_rewards and not DistillLightningModule("folder", {"one": "teacher"}).needs_rewards
-    assert ReinforcePlusPlusLightningModule("folder").default_group_size == 1
 
 
 def test_groups_without_k_samples_are_refused(tmp_path: Path) -> None:
@@ -48,18 +33,6 @@ def test_checkpoints_of_other_classes_and_formats_are_refused() -> None:
     del stored["format"]
     with pytest.raises(ValueError, match=f"format 1, .* reads format {FORMAT}"):
         require_own(stored, "PPOLightningModule")
-
-
-def test_a_loss_that_breaks_its_contract_is_named(tmp_path: Path) -> None:
-    """A sum would otherwise be weighed as if it were the loss of each token."""
-
-    class Own(PolicyLoss):
-        def __call__(self, given: Any) -> Any:
-            return -(given.advantages * given.logprobs * given.mask).sum(), {}
-
-    module = GRPOLightningModule(quickstart_model(tmp_path), loss=Own(), kl=None)
-    with pytest.raises(ValueError, match="loss=Own"):
-        quiet_trainer().fit(module, sums_data(rollouts_per_epoch=1))
 
 
 def test_a_run_in_which_nothing_gives_rewards_says_so(tmp_path: Path) -> None:

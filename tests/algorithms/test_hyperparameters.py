@@ -10,7 +10,6 @@ import yaml
 from lightning.pytorch.loggers import CSVLogger, Logger
 
 from lightrl import GRPOLightningModule, LoraSpec, ModelSpec
-from lightrl.algorithms.run_record import described
 from lightrl.algorithms.schedules import LRSchedule
 from lightrl.algorithms.settings import Shaping
 from lightrl.rewards.scorer import RewardScorer
@@ -70,12 +69,3 @@ def test_loggers_are_told_what_a_run_from_python_is(model: str, tmp_path: Path) 
     assert told["optimizers"][0]["class_path"].endswith("AdamW") and told["optimizers"][0]["lr"] == 3e-4
     assert told["trainer"]["max_epochs"] == 1 and set(told["versions"]) >= {"lightrl", "torch"} and told["command"]
     assert yaml.safe_load((tmp_path / "run/hparams.yaml").read_text())["model"] == told["model"]
-
-
-def test_live_models_and_functions_are_named() -> None:
-    assert described({"a": torch.nn.Linear(1, 1), "b": [abs, None], 3: torch.float32, "rows": list(range(21))}) == {
-        "a": "Linear",
-        "b": ["builtins.abs", None],
-        "3": "torch.float32",
-        "rows": "21 entries",
-    }

@@ -13,19 +13,14 @@ import lightrl.algorithms.policy_gradient as ppo_module
 from lightrl.algorithms import CriticSpec, GRPOLightningModule, PPOLightningModule
 from lightrl.algorithms.policy_gradient import policy_forward as run
 from lightrl.algorithms.settings import ExtraLosses, Updates
-from lightrl.callbacks import LinearKL, WeightSync
+from lightrl.callbacks import WeightSync
 from lightrl.models.spec import ModelSpec
-from lightrl.objectives import GroupRelative, KLInReward, PPOClip, RolloutRatio
+from lightrl.objectives import KLInReward, PPOClip, RolloutRatio
 from lightrl.records import Experience
 from tests.algorithms.toys import fit, ppo, weights
 from tests.toys import Keep, ThreadEngine, adam, model_fixture, quiet_trainer, sgd, sums_data
 
 model_path = model_fixture(num_hidden_layers=2, hidden_size=64, intermediate_size=64)
-
-
-def test_micro_batches_on_a_cpu_are_smaller_by_default() -> None:
-    assert [Updates().tokens(device) for device in ("cpu", "cuda")] == [4096, 16384]
-    assert [Updates(micro_batch_tokens=size).tokens("cpu") for size in (9000, 0)] == [9000, 0]
 
 
 @pytest.mark.parametrize("kind", [PPOLightningModule, GRPOLightningModule])
@@ -42,28 +37,9 @@ def test_micro_batches_and_layouts_do_not_change_the_update(kind: type[PPOLightn
             assert metrics[name] == pytest.approx(results[0][1][name], abs=1e-5)
 
 
-def test_hooks_are_called_once_per_rollout_and_metrics_are_documented_names(model_path: str) -> None:
+def test_hooks_are_called_once_per_rollout_and_metrics_are_those_of_its_rows(model_path: str) -> None:
     keep = fit(ppo(model_path), rollouts=2)
     assert len(keep.rollouts) == len(keep.experiences) == len(keep.metrics) == len(keep.updated) == 2
-    expected = {
-        "reward/mean",
-        "reward/std",
-        "kl/ref",
-        "kl/engine",
-        "loss/policy",
-        "loss/value",
-        "policy/entropy",
-        "policy/clip_fraction_low",
-        "policy/ratio_max",
-        "value/explained_variance",
-        "completions/length",
-        "rollout/truncated_fraction",
-        "optim/grad_norm",
-        "optim/lr_policy",
-        "time/generate",
-        "time/update",
-    }
-    assert expected <= set(keep.metrics[0])
     rewards = keep.rollouts[0].rewards
     assert keep.metrics[0]["reward/mean"] == pytest.approx(float(rewards.mean()))
     assert keep.metrics[0]["reward/std"] == pytest.approx(float(rewards.std(unbiased=False)), abs=1e-6)
@@ -121,21 +97,6 @@ def test_rows_without_gradient_are_left_out_and_still_counted(model_path: str, m
     torch.testing.assert_close(ours, reference, atol=1e-6, rtol=1e-5)
 
 
-def test_an_overridden_loss_sees_all_rows(model_path: str) -> None:
-    """It may have terms of its own; only the module's own loss is known to be 0 without an advantage."""
-
-    class Own(GRPOLightningModule):
-        rows = 0
-
-        def compute_loss(self, minibatch: Experience) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-            self.rows += len(minibatch)
-            return super().compute_loss(minibatch)
-
-    module = Own(model_path, kl=None, optimizer=sgd)
-    fit(module, rewards=[always_one])
-    assert module.rows == 32
-
-
 def test_old_logprobs_may_be_the_engines(model_path: str) -> None:
     """The engine computes in float32 as the trainer does, so the updates are the same, without the forward."""
     results = []
@@ -185,11 +146,6 @@ def test_minibatches_cover_every_row_once_and_keep_groups_together(model_path: s
         assert all(part.count(g) == 4 for part in epoch for g in part)
     assert seen[:4] != seen[4:], "each epoch has its own order"
     assert keep.metrics[0]["policy/ratio_max"] > 1.0
-
-
-def test_minibatch_size_must_divide_the_rollout(model_path: str) -> None:
-    with pytest.raises(ValueError, match="minibatch_size=7: "):
-        fit(ppo(model_path, updates=Updates(minibatch_size=7)))
 
 
 class Explodes(PPOLightningModule):
@@ -259,25 +215,6 @@ def test_critics_learn_values(shared: bool, model_path: str) -> None:
     assert names == ["policy", "critic"] and (module.critic is None) == critic.shared
 
 
-def test_a_critic_without_use_is_refused(model_path: str) -> None:
-    with pytest.raises(ValueError, match="critic"):
-        PPOLightningModule(model_path, whiten_advantages=False, advantage=GroupRelative())
-    with pytest.raises(TypeError, match="critic"):
-        GRPOLightningModule(model_path, critic=CriticSpec(warmup_rollouts=2))
-    with pytest.raises(ValueError, match="advantage=GAE"):
-        PPOLightningModule(model_path, critic=None)
-
-
-def test_runs_repeat_bit_for_bit(model_path: str) -> None:
-    ends = []
-    for _ in range(2):
-        seed_everything(0, verbose=False)  # the module takes its seed from it when it is built
-        module = ppo(model_path, ppo_epochs=2, updates=Updates(minibatch_size=16))
-        fit(module, rollouts=2)
-        ends.append([p.detach().clone() for p in module.parameters()])
-    assert all(torch.equal(first, second) for first, second in zip(*ends, strict=True))
-
-
 def test_the_runs_seed_changes_prompts_and_samples(model_path: str) -> None:
     seen = []
     for seed in (1, 2):
@@ -286,21 +223,3 @@ def test_the_runs_seed_changes_prompts_and_samples(model_path: str) -> None:
         quiet_trainer(callbacks=[WeightSync(), keep]).fit(module, sums_data(rollouts_per_epoch=1))
         seen.append(keep.rollouts[0])
     assert seen[0].prompts != seen[1].prompts and seen[0].completions != seen[1].completions
-
-
-def test_epochs_cut_short_are_all_of_the_same_length(model_path: str) -> None:
-    keep = Keep()
-    trainer = quiet_trainer(callbacks=[WeightSync(), keep], limit_train_batches=2, max_epochs=3)
-    trainer.fit(GRPOLightningModule(model_path, kl=None), sums_data(rollouts_per_epoch=3))
-    assert len(keep.metrics) == 6
-
-
-def test_linear_kl_is_hand_computed(model_path: str) -> None:
-    seen: list[float] = []
-
-    class Watch(Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
-            seen.append(module.kl.coef)
-
-    fit(ppo(model_path, ppo_epochs=1), rollouts=4, callbacks=[LinearKL(0.2, 0.0, num_rollouts=2), Watch()])
-    assert seen == pytest.approx([0.2, 0.1, 0.0, 0.0])  # 0.2 + (0 - 0.2) * min(i / 2, 1)

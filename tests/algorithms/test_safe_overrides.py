@@ -101,9 +101,15 @@ class ColumnWeights(TokenMean):
         return mask.float().mean(1, keepdim=True)
 
 
+class SumLoss(PPOClip):
+    def __call__(self, given: LossInput) -> Any:
+        return -(given.advantages * given.logprobs * given.mask).sum(), {}
+
+
 @pytest.mark.parametrize(
     ("make", "name"),
     [
+        (lambda path: GRPOLightningModule(path, kl=None, loss=SumLoss()), "loss=SumLoss"),
         (lambda path: MeanTerm(path, kl=None), "mine"),
         (lambda path: GRPOLightningModule(path, kl=ColumnKL()), "kl=ColumnKL"),
         (lambda path: GRPOLightningModule(path, kl=None, aggregation=ColumnWeights()), "aggregation=ColumnWeights"),
@@ -534,19 +540,6 @@ def test_a_resumed_run_of_another_length_has_the_rates_of_its_length(path: str, 
     assert first == pytest.approx([first[0] * (1 - i / 4) for i in range(4)])
     rates = run(4, 2, str(tmp_path / "last.ckpt"))
     assert rates == pytest.approx([first[0] * (1 - done / 8) for done in (4, 5, 6, 7)])
-
-
-class Refreshing(torch.optim.lr_scheduler.StepLR):
-    """A user's scheduler with a method of the same name as one of `NamedSchedule`."""
-
-    def refresh(self) -> None:
-        raise AssertionError("belongs to the user")
-
-
-def test_a_scheduler_of_the_user_is_stepped_whatever_its_methods(path: str) -> None:
-    module = grpo(path, lr_scheduler=lambda optimizer: Refreshing(optimizer, 1, gamma=0.5))
-    rates = [metrics["optim/lr_policy"] for metrics in fit(module, rollouts=3).metrics]
-    assert rates == pytest.approx([rates[0], rates[0] / 2, rates[0] / 4])
 
 
 def test_a_schedule_counts_the_rollouts_of_other_loaders(path: str) -> None:

@@ -20,7 +20,7 @@ from lightrl.models.spec import LoraSpec, ModelSpec
 from lightrl.objectives import KLInReward
 from tests.algorithms.toys import fit, grpo, ppo, weights
 from tests.rows import as_rows
-from tests.toys import Keep, adam, quiet_trainer, sums_data
+from tests.toys import SMALL, Keep, adam, quickstart_model, quiet_trainer, sums_data
 
 
 def test_lora_base_is_the_reference_and_only_adapters_are_saved(model_path: str) -> None:
@@ -84,26 +84,14 @@ def test_critic_warmup_keeps_the_actor_whatever_its_groups_are_called(model_path
 
 
 def test_the_aux_loss_reaches_the_router(tmp_path: Path) -> None:
-    from transformers import AutoTokenizer, Qwen2MoeConfig, Qwen2MoeForCausalLM
-
-    from tests.toys import QUICKSTART_MODEL
-
-    tokenizer = AutoTokenizer.from_pretrained(QUICKSTART_MODEL)
-    tokenizer.save_pretrained(tmp_path)
-    torch.manual_seed(0)
-    config = Qwen2MoeConfig(
-        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, moe_intermediate_size=8, num_experts=4,
-        shared_expert_intermediate_size=8, num_experts_per_tok=2, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=64, output_router_logits=True, initializer_range=0.1,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
-    Qwen2MoeForCausalLM(config).save_pretrained(tmp_path)
+    experts = {"moe_intermediate_size": 8, "num_experts": 4, "shared_expert_intermediate_size": 8}
+    path = quickstart_model(
+        tmp_path, family="Qwen2Moe", output_router_logits=True, num_experts_per_tok=2, **SMALL, **experts
+    )
     equal: list[Any] = [lambda completions, **_: [1.0] * len(completions)]
     results = []
     for coefficient in (0.0, 0.5):
-        module = grpo(
-            str(tmp_path), extra_losses=ExtraLosses(aux_loss_coef=coefficient), updates=Updates(max_grad_norm=None)
-        )
+        module = grpo(path, extra_losses=ExtraLosses(aux_loss_coef=coefficient), updates=Updates(max_grad_norm=None))
         keep = fit(module, rewards=equal, prompts_per_rollout=2)
         results.append((dict(module.actor.lm.named_parameters()), keep.metrics[0]))
     (plain, _), (balanced, metrics) = results

@@ -8,8 +8,6 @@ from lightrl.algorithms.experience import TrajectoryLayout, first_rows, trajecto
 from lightrl.algorithms.rewards import last_rows
 from lightrl.objectives import (
     GSPO,
-    AdvantageInput,
-    GroupRelative,
     LossInput,
     SequenceMean,
 )
@@ -49,14 +47,6 @@ def test_first_and_last_rows_and_lengths() -> None:
     assert last_rows(IDS).tolist() == [1, 1, 2]
     assert last_rows(torch.tensor([4, 7, 4, 4])).tolist() == [3, 1, 3, 3]
     assert trajectory_lengths(MASK, IDS).tolist() == [3, 3, 1]
-
-
-def test_a_failed_attempt_is_in_no_baseline() -> None:
-    """Rewards 1, 1, 0, 0 of which the second failed: the mean of the others is 1 / 3."""
-    rewards, mask = torch.tensor([[1.0], [float("nan")], [0.0], [0.0]]), torch.ones(4, 1).bool()
-    valid = torch.tensor([True, False, True, True])
-    advantages, _ = GroupRelative("none")(AdvantageInput(rewards, mask, torch.zeros(4).long(), valid=valid))
-    torch.testing.assert_close(advantages[:, 0], torch.tensor([2 / 3, 0.0, -1 / 3, -1 / 3]))
 
 
 def test_loss_weights_are_those_of_the_trajectory() -> None:

@@ -12,9 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.loggers.logger import DummyLogger
 from rich.console import Console
 
 from lightrl.callbacks.coefficients import RewardNormalization
@@ -83,18 +81,6 @@ def test_the_table_shows_texts_as_they_are_in_the_width_there_is(rollouts: Rollo
         assert "\x1b" not in text
     assert "[/red]33" in text and "[b]2+2=" in text  # not taken for markup
     assert "4↵" in text and r"\x1b[2J55" in text  # control characters made visible
-
-
-@pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar, None])
-def test_the_table_is_printed_beside_any_progress_bar(
-    bar: type[Callback] | None, rollouts: Rollouts, make_trainer: Callable[..., Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    bars = [] if bar is None else [bar()]
-    trainer = make_trainer(CompletionLogger(2, num_samples=1), *bars, enable_progress_bar=bar is not None)
-    trainer.fit(LoggingModule(), Loader([rollouts] * 3), Loader([rollouts]))
-    out = capsys.readouterr().out
-    assert out.count("Samples: rollout 2") == 1
-    assert out.count("Samples: evaluation after 3 rollouts") == 1
 
 
 def test_loggers_that_take_tables_or_text_get_them(
@@ -205,26 +191,3 @@ def test_a_trajectory_of_two_rows_is_one_sample() -> None:
     log.on_rollout_scored(None, None, rollouts)  # type: ignore[arg-type]
     log.on_experience_made(None, None, experience)  # type: ignore[arg-type]
     assert log._advantages is not None and log._advantages.tolist() == [2.0, 2.0, 7.0]
-
-
-class ServiceLogger(DummyLogger):
-    """As W&B's: a folder for all runs, a project, an id of the run."""
-
-    save_dir, name, version = None, "project", "4f2a"  # type: ignore[assignment]
-
-
-def test_samples_of_a_service_lie_beside_its_runs_checkpoints(
-    rollouts: Rollouts, make_trainer: Callable[..., Any], tmp_path: Path
-) -> None:
-    logger = ServiceLogger()
-    ServiceLogger.save_dir = str(tmp_path / "all")  # type: ignore[assignment]
-    checkpoint = ModelCheckpoint()
-    trainer = make_trainer(
-        CompletionLogger(every_n_rollouts=1, num_samples=1, terminal=False),
-        checkpoint,
-        logger=logger,
-        enable_checkpointing=True,
-    )
-    trainer.fit(LoggingModule(), Loader([rollouts]), Loader([rollouts]))
-    assert len(read(tmp_path / "all" / "project" / "4f2a")) == 5
-    assert checkpoint.dirpath == str(tmp_path / "all" / "project" / "4f2a" / "checkpoints")

@@ -16,7 +16,6 @@ from rich.console import Console
 
 from lightrl.callbacks.completion_logger import CompletionLogger, sample_records, samples_table
 from lightrl.callbacks.rollout_writer import RolloutWriter, load_rollouts
-from lightrl.cli.report import report
 from lightrl.records import Media, Rollouts
 from tests.callbacks.toys import Loader, LoggingModule, make_rollouts
 
@@ -72,17 +71,6 @@ def test_the_file_and_the_table_say_what_there_is(
     out = io.StringIO()
     Console(file=out, width=160).print(samples_table(sample_records(seen, 3), "x", 100))
     assert "[2 images (640x480, 56x56)]" in out.getvalue()
-
-
-def test_the_page_pairs_equal_prompts_in_order(
-    seen: Rollouts, make_trainer: Callable[..., Any], tmp_path: Path
-) -> None:
-    sampling = CompletionLogger(1, num_samples=3, terminal=False)
-    make_trainer(sampling, max_epochs=2).fit(LoggingModule(), Loader([seen]), Loader([seen]))
-    cards = report(tmp_path).read_text().split("<div class='card sample'>")[1:4]
-    assert "2 images (640x480, 56x56)" in cards[0]
-    for card, completion in zip(cards, "a2c", strict=True):
-        assert card.count(f"<pre>{completion}</pre>") == 2
 
 
 def test_trajectories_keep_the_originals(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from lightrl.callbacks import RewardNormalization
 from lightrl.records import Rollouts
 from tests.callbacks.toys import make_rollouts
+from tests.toys import on_ranks
 
 NAN = float("nan")
 
@@ -62,38 +64,16 @@ def test_equal_rewards_and_a_single_one_are_finite() -> None:
 
 
 def test_two_ranks_have_the_moments_of_both() -> None:
-    """Ranks in lock-step: each `all_sum` adds what the other rank gives at the same place."""
-    from threading import Barrier, Thread
+    callbacks = [RewardNormalization(), RewardNormalization()]
 
-    slots: list[Any] = [None, None]
-    barrier = Barrier(2)
+    def rank(callback: RewardNormalization, rewards: list[float], all_sum: Any) -> Tensor:
+        return normalize(callback, *rewards, module=SimpleNamespace(all_sum=all_sum))
 
-    class Rank:
-        def __init__(self, rank: int) -> None:
-            self.rank = rank
-
-        def all_sum(self, tensor: Tensor) -> Tensor:
-            slots[self.rank] = tensor
-            barrier.wait(60)
-            total = slots[0] + slots[1]
-            barrier.wait(60)
-            return total
-
-    callbacks, results = [RewardNormalization(), RewardNormalization()], {}
-    shares = ([1.0, 3.0], [5.0, 7.0, NAN])  # not equally many
-
-    def work(rank: int) -> None:
-        results[rank] = normalize(callbacks[rank], *shares[rank], module=Rank(rank))
-
-    threads = [Thread(target=work, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    first, second = on_ranks(rank, (callbacks[0], [1.0, 3.0]), (callbacks[1], [5.0, 7.0, NAN]))  # not equally many
     for callback in callbacks:
         assert (callback.count, callback.mean, callback.sum_squares) == (4.0, 4.0, 20.0)
-    torch.testing.assert_close(results[0], torch.tensor([-3.0, -1.0]) / (20 / 3) ** 0.5)
-    torch.testing.assert_close(results[1], torch.tensor([1.0, 3.0, NAN]) / (20 / 3) ** 0.5, equal_nan=True)
+    torch.testing.assert_close(first, torch.tensor([-3.0, -1.0]) / (20 / 3) ** 0.5)
+    torch.testing.assert_close(second, torch.tensor([1.0, 3.0, NAN]) / (20 / 3) ** 0.5, equal_nan=True)
 
 
 def test_state_goes_on() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from lightning.pytorch.loggers import CSVLogger
 from lightrl.algorithms import PPOLightningModule
 from lightrl.callbacks import RolloutCheckpoint, RolloutWriter, WeightSync
 from lightrl.checkpoints.files import StorageError, verify
-from lightrl.checkpoints.rollout_checkpoint import Preempted
 from lightrl.checkpoints.run_folder import RunGuard, is_of_another_run, last_of_runs
 from lightrl.models.spec import ModelSpec
 from tests.toys import SMALL, adam, model_fixture, quiet_trainer, sums_data
@@ -101,27 +99,6 @@ def test_two_runs_of_one_process_in_one_folder(model: str, tmp_path: Path) -> No
     for _ in range(2):
         fit(tmp_path, model, saving(tmp_path))
     assert held.tb is not None
-
-
-class Send(Callback):
-    """Sends signals to this process in the second rollout's update."""
-
-    def __init__(self, *signals: int) -> None:
-        self.signals = signals
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
-            for each in self.signals:
-                signal.raise_signal(each)
-
-
-@pytest.mark.parametrize("signals", [(signal.SIGTERM,), (signal.SIGUSR1,), (signal.SIGUSR1, signal.SIGTERM)])
-def test_preemption_saves_after_the_update_and_says_so(signals: tuple[int, ...], model: str, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit) as stop:
-        fit(tmp_path, model, Send(*signals), saving(tmp_path, every_n_rollouts=100), rollouts_per_epoch=4)
-    assert isinstance(stop.value.__context__, Preempted)
-    stored = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
-    assert stored["RolloutDataModule"]["prompt_cursor"] == 2 * 8
 
 
 def test_a_time_budget_ends_with_a_checkpoint(model: str, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from lightning.pytorch.loggers import Logger, MLFlowLogger, WandbLogger
+from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
 
 from lightrl.callbacks.completion_logger import CompletionLogger
 from lightrl.callbacks.traces import log_traces
@@ -77,19 +77,6 @@ def test_trackio_gets_traces_by_the_logger_in_the_docs(
     one = found["samples/train/0"]
     assert [turn["role"] for turn in one["messages"]] == ["system", "user", "assistant", "tool", "assistant"]
     assert one["messages"][2]["tool_calls"] == [CALL] and one["metadata"]["reward/judge"] == 0.5 and one["step"] == 0
-
-
-def test_a_logger_without_an_experiment_gets_no_traces(
-    conversations: Rollouts, make_trainer: Callable[..., Any], tmp_path: Path
-) -> None:
-    class Own(Logger):
-        name, version, save_dir = "own", "1", str(tmp_path)
-
-        def log_metrics(self, metrics: Any, step: Any = None) -> None: ...
-
-        def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None: ...
-
-    train(Own(), conversations, make_trainer)
 
 
 @pytest.fixture

@@ -24,18 +24,26 @@ SOON = 60.0
 CHARACTERS = "0123456789+-*= ?abcdefghijklmnopqrstuvwxyz\n"
 
 
+def save_tokenizer(folder: Path, characters: str) -> None:
+    """Each character is a token, after `<pad>`, `<eos>`, and `<bos>`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>"}
+    names = [*special.values(), *characters]
+    tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+
+
 def build_model(folder: Path, *, tied: bool, seed: int = 0, vocab_size: int = 50) -> torch.nn.Module:
     """A 0.1 M Qwen2 with wide weights (sharp distributions), saved with a character tokenizer.
 
     The vocabulary of 50 is no multiple of 64: vLLM pads it, and the padding must not pass for a missing weight.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    names = ["<pad>", "<eos>", "<bos>", *CHARACTERS]
-    tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.decoder = decoders.Fuse()
     config = Qwen2Config(
         vocab_size=vocab_size, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, max_position_embeddings=256, tie_word_embeddings=tied, bos_token_id=2, eos_token_id=EOS,
@@ -44,9 +52,7 @@ def build_model(folder: Path, *, tied: bool, seed: int = 0, vocab_size: int = 50
     torch.manual_seed(seed)
     model = Qwen2ForCausalLM(config).eval()
     model.save_pretrained(folder)
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>"
-    ).save_pretrained(folder)
+    save_tokenizer(folder, CHARACTERS)
     return model
 
 

@@ -340,25 +340,6 @@ def test_a_served_teacher_teaches_what_its_model_would(divergence: Divergence | 
     assert any(bool(g.any()) for g in gradient)
 
 
-def test_a_teacher_asks_again_after_an_error_and_not_after_a_refusal(tied_folder: Path) -> None:
-    server = SGLangServer(tied_folder)
-    teacher = ServerTeacher([server.start()], kind="sglang")
-    teacher.check(str(tied_folder))
-    try:
-        (first,) = teacher.scores([[3, 4, 5]])
-        server.faults = [500, 503, 500]
-        assert teacher.scores([[3, 4, 5]]) == [first]
-        server.faults = [500] * 9
-        with pytest.raises(RuntimeError, match="/generate returned 500"):
-            teacher.scores([[3, 4, 5]])
-        server.faults = [400]
-        with pytest.raises(ValueError, match=r"returned 400.*rejects a sequence of 3 tokens"):
-            teacher.scores([[3, 4, 5]])
-    finally:
-        teacher.close()
-        server.stop()
-
-
 def test_a_served_teacher_at_another_temperature_is_refused(tmp_path: Path) -> None:
     path = quickstart_model(tmp_path / "student")
     server = SGLangServer(path)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     Gemma3ForCausalLM,
@@ -22,7 +21,6 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
-    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -34,7 +32,7 @@ from lightrl.engines.transformers.decoders import CacheDecoder
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.engines.transformers.sampling import completion_uniforms, distribution, sample
 from lightrl.records import CompletionGroup, EngineContext, GenerationRequest, Prompts, SamplingParams
-from tests.engines.conftest import ask
+from tests.engines.conftest import ask, save_tokenizer
 
 CHARS = ["<pad>", "<eos>", "<bos>", *"0123456789+-*= ?abcdefghijklmnopqrstuvwxyz\n()"]
 SIZES: dict[str, Any] = {
@@ -69,12 +67,7 @@ def save(kind: str, folder: Path) -> str:
         if parameter.ndim == 1:
             parameter.data += 0.2 * torch.randn_like(parameter)
     model.save_pretrained(folder)
-    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(CHARS)}, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>"
-    ).save_pretrained(folder)
+    save_tokenizer(folder, "".join(CHARS[3:]))
     return str(folder)
 
 
@@ -262,22 +255,6 @@ def test_sample_inverts_the_cumulative_sum() -> None:
     assert torch.allclose(logprobs.exp(), torch.tensor([0.625, 0.625, 0.625, 0.375, 0.375]))
 
 
-@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(top_p=0.9, repetition_penalty=1.3)])
-def test_samples_do_not_depend_on_the_rows_computed_together(
-    monkeypatch: pytest.MonkeyPatch, sampling: SamplingParams
-) -> None:
-    logits, u = torch.randn(7, 50), torch.rand(7, dtype=torch.float64)
-    seen, forbidden = torch.rand(7, 50) < 0.3, torch.rand(7, 50) < 0.3
-    found = []
-    for elements in (1, 100, 1 << 20):  # one row, two, and all of them
-        monkeypatch.setattr("lightrl.engines.transformers.sampling._CPU_ELEMENTS", elements)
-        found.append(sample(logits, sampling, u, seen=seen, forbidden=forbidden))
-    for tokens, logprobs, kept in found[1:]:
-        assert torch.equal(tokens, found[0][0]) and torch.equal(logprobs, found[0][1])
-        assert (kept is None) == (found[0][2] is None)
-        assert all(map(torch.equal, kept or [], found[0][2] or []))
-
-
 def test_wide_nucleus_takes_the_sort() -> None:
     """4,096 equal tokens: no 1,024 of them hold the nucleus, and by the rule for ties all are kept."""
     assert (distribution(torch.zeros(2, 4096), SamplingParams(top_p=0.9)) > 0).all()
@@ -415,24 +392,6 @@ def test_load_weights(folders: dict[str, str], kind: str) -> None:
     assert {group.policy_version for group in mine} == {4}
 
 
-def test_rows_of_different_ages_end_at_the_limit(
-    engines: dict[str, TransformersEngine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where nothing but the limit ends a row, tokens are written down when the oldest row reaches it."""
-    sampling = SamplingParams(max_new_tokens=20, stop_token_ids=[30], ignore_eos=True)
-    free = SamplingParams(max_new_tokens=20, ignore_eos=True)
-    whole = {name: run(engines["qwen2"], PROMPTS, s, g=2) for name, s in (("stop", sampling), ("free", free))}
-    monkeypatch.setattr(engines["qwen2"], "max_sequences", 5)
-    assert len({len(c.token_ids) for group in whole["stop"] for c in group.completions}) > 2
-    for name, s in (("stop", sampling), ("free", free)):
-        few = run(engines["qwen2"], PROMPTS, s, g=2)
-        assert tokens_of(few) == tokens_of(whole[name])
-        for group in few:
-            for c in group.completions:
-                assert len(c.logprobs) == len(c.token_ids)
-                assert c.finish_reason == ("stop" if name == "stop" and 30 in c.token_ids else "length")
-
-
 def test_load_weights_lists_what_is_wrong(folders: dict[str, str]) -> None:
     engine = start(folders["qwen2"])
     weights = dict(engine._model.named_parameters())
@@ -466,18 +425,6 @@ def test_logprobs_equal_a_plain_forward_of_each_row(engines: dict[str, Transform
 def test_refusals(engines: dict[str, TransformersEngine], sampling: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         run(engines["qwen2"], [[5, 6, 7]], SamplingParams(**sampling), g=1)
-
-
-def test_life(folders: dict[str, str]) -> None:
-    engine = TransformersEngine(max_model_len=40)
-    engine.close()
-    with pytest.raises(RuntimeError, match="start"):
-        engine.logprobs([[1, 2]])
-    engine.start(EngineContext(folders["llama"]))
-    assert engine.started and engine.max_model_len == 40
-    engine.close()
-    engine.close()
-    assert not engine.started and engine.policy_version == -1
 
 
 def test_bfloat16(folders: dict[str, str]) -> None:

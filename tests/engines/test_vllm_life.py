@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +12,8 @@ import torch
 
 from lightrl.engines import EngineContext, VLLMEngine
 from lightrl.engines.vllm import conversion
-from lightrl.records import Prompts, SamplingParams
 from tests import forks
-from tests.engines.conftest import ask, build_model, change
+from tests.engines.conftest import build_model, change
 from tests.engines.test_vllm_sync import canary_gap, sampled_gap
 
 pytestmark = pytest.mark.vllm
@@ -61,20 +59,6 @@ def test_cycles_in_one_process(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     process = forks.Fork(__name__, str(tmp_path))
     assert process.poll(550) == 0, process.printed()[-3000:]
-
-
-def test_importing_the_package_loads_no_engine() -> None:
-    code = "import sys, lightrl.engines, lightrl.engines.vllm.engine; assert 'vllm' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
-
-
-def test_close_before_start_and_use_before_start() -> None:
-    engine = VLLMEngine()
-    engine.close()
-    engine.close()
-    assert not engine.started
-    with pytest.raises(RuntimeError, match="not started"):
-        ask(engine, Prompts([[1]], [""]), SamplingParams(), num_completions=1, seeds=[0])
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lightrl.environments import Environment, EnvironmentEpisode, EnvironmentFailedError, Reply, Step, ToolEnvironment
+from lightrl.environments import Environment, EnvironmentFailedError, Reply, Step, ToolEnvironment
 from lightrl.records import CompletionGroup, GenerationRequest, Trajectory
 from tests.environments.families import FAMILIES, make_tokenizer
 from tests.environments.scripted import (
@@ -314,25 +314,6 @@ def test_text_that_is_no_unicode_is_a_failure() -> None:
     json.dumps(trajectory.messages, ensure_ascii=False).encode()  # so that they can be saved
 
 
-def test_a_failure_has_the_lines_of_the_users_code_that_raised() -> None:
-    class Broken(Calculator):
-        def reset(self, **kwargs: Any) -> None:
-            raise KeyError("nothere")
-
-        async def get_reward(self) -> float:
-            return next(iter([]))
-
-    class Steps(Script):
-        async def step(self, reply: Reply) -> Step:
-            raise KeyError("nothere")
-
-    for make in (lambda: ToolEnvironment(Broken), lambda: Steps([])):
-        trajectory = play_one(make, [said("hello")])
-        assert trajectory.failure == "KeyError: 'nothere'"
-        first, *lines = trajectory.raised_at.strip().splitlines()
-        assert __file__ in first and [line.strip() for line in lines] == ['raise KeyError("nothere")']
-
-
 def test_a_malformed_call_is_told_ended_or_punished_as_configured() -> None:
     turns = [said("<tool_call>{", errors=["the tool call cannot be read."]), said("done")]
     told = play_one(lambda: ToolEnvironment(Calculator), turns, {"start": 1}, parse_error_reward=-0.5)
@@ -462,18 +443,6 @@ def test_an_environment_is_closed_when_its_attempt_is_cancelled() -> None:
 
     asyncio.run(cancel())
     assert closed == [True]
-
-
-def test_an_engine_that_died_is_raised_and_not_a_failed_trajectory() -> None:
-    from lightrl.engines.base import EngineDiedError
-
-    async def ask(request: GenerationRequest) -> CompletionGroup:
-        raise EngineDiedError("gone")
-
-    attempts = EnvironmentEpisode(lambda: Script([], tools=False))
-    attempts.setup(TOKENIZER)
-    with pytest.raises(EngineDiedError):
-        asyncio.run(alone(attempts, ask, {}))
 
 
 def test_rendering_a_turn_does_not_cost_more_with_more_turns_before_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
-from lightrl.environments import EnvironmentEpisode, GymnasiumEnvironment, TextArenaEnvironment
+from lightrl.environments import GymnasiumEnvironment, TextArenaEnvironment
 from lightrl.records import Trajectory
-from tests.environments.scripted import TOKENIZER, play_group, play_one, said
+from tests.environments.scripted import play_group, play_one, said
 
 
 def play(make: Any, replies: Sequence[str], row: Any = None, **settings: Any) -> Trajectory:
@@ -83,12 +82,6 @@ def test_a_reset_with_any_keywords_gets_the_seed() -> None:
         assert shown(played) == [f"Guess a digit: {number}?"]
 
 
-def test_a_factory_that_does_not_exist_is_found_before_a_game_is_played() -> None:
-    games = EnvironmentEpisode(partial(GymnasiumEnvironment, factory="json.nothing"))
-    with pytest.raises(ValueError, match="json has no .nothing."):
-        games.setup(TOKENIZER)
-
-
 def test_a_step_that_raises_or_returns_something_else_is_a_failure() -> None:
     failed = play(lambda: GymnasiumEnvironment(Guess), ["break"])
     assert failed.stop_reason == "failure" and "the dice are gone" in str(failed.failure)
@@ -145,17 +138,6 @@ def test_a_game_of_skyrl_gym_gets_the_row_and_talks_in_messages() -> None:
         ("assistant", "42"),
     ]
     assert (won.stop_reason, won.turn_rewards) == ("stop", [0.0, 1.0])
-
-
-def test_games_of_gem_repeat() -> None:
-    pytest.importorskip("gem")
-    from gem.envs.game_env.guess_the_number import GuessTheNumberEnv
-
-    turns = [said(f"\\boxed{{{n}}}") for n in (3, 9)]
-    state = random.getstate()
-    games = play_group(lambda: GymnasiumEnvironment(GuessTheNumberEnv), turns, number=2, max_turns=2)
-    assert [game.failure for game in games] == [None, None] and random.getstate() == state
-    assert "Guess The Number" in shown(games[0])[0]
 
 
 def test_a_game_of_textarena_is_played_turn_by_turn() -> None:

@@ -80,12 +80,6 @@ def test_arguments_that_no_template_can_write_are_parse_errors(value: str) -> No
     reply.errors[0].encode()
 
 
-def test_a_reply_without_a_call_has_neither_calls_nor_errors() -> None:
-    pytest.importorskip("vllm")
-    reply = chosen().parse([], spell(QWEN, "It is 3.<|im_end|>"), [ADD], truncated=False)
-    assert (reply.content, reply.tool_calls, reply.errors) == ("It is 3.", [], [])
-
-
 def test_reasoning_is_read_by_the_parser_that_is_named() -> None:
     pytest.importorskip("vllm")
     parser = chosen(reasoning_parser="deepseek_r1")

@@ -42,15 +42,6 @@ def test_a_run_plays_turns_scores_them_and_trains_what_was_sampled(path: str) ->
     assert len(keep.gaps) == 2 and max(keep.gaps) < 1e-5
 
 
-def test_reset_draws_one_task_for_a_group_one_seed_and_one_row(path: str) -> None:
-    fit(path, rollouts_per_epoch=1)
-    seeds: dict[Any, set[int]] = {}
-    for prompt, seed in Letters.seen:
-        seeds.setdefault(prompt, set()).add(seed)
-    assert len(Letters.seen) == 16 and len(seeds) == 4
-    assert all(len(of_group) == 1 for of_group in seeds.values()) and len(set.union(*seeds.values())) == 4
-
-
 def test_reward_functions_get_the_conversation_beside_the_environments_rewards(path: str) -> None:
     def polite(messages: list[Any], word: list[str], **_: Any) -> list[float]:
         assert all(said[0]["content"].startswith(f"say {w}") for said, w in zip(messages, word, strict=True))
@@ -81,11 +72,6 @@ def test_a_failed_row_is_not_in_the_baseline_and_not_in_the_loss(how: str, path:
     assert not e.advantages[failed].any() and not bool(e.response_mask[failed].any())
     assert metrics["rollout/stop_failure"] == 0.25 and metrics["rollout/retried"] == 2
     assert metrics["reward/mean"] == pytest.approx(1 / 3) and metrics["reward/scored_fraction"] == 0.75
-
-
-def test_when_too_much_fails_the_run_stops_with_the_cause(path: str) -> None:
-    with pytest.raises(RuntimeError, match=r"trajectories of a rollout failed.*the sandbox is gone"):
-        fit(path, environment=lambda: Numbered([1.0, 0.0, None]))
 
 
 def test_group_statistics_count_trajectories_and_not_rows(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from lightrl.rewards.base import RewardError
 from lightrl.rollout import Ahead, Evaluation, InFlight, OnPolicy, Schedule
 from lightrl.rollout.learner import RLCallback
 from tests.rows import as_rows
-from tests.toys import ThreadEngine, digits_reward, quiet_trainer, sums_data
+from tests.toys import ThreadEngine, digits_reward, quiet_trainer, some_flat, sums_data
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
@@ -152,10 +152,6 @@ def test_every_schedule_samples_the_same_prompts_and_no_more(
     _, watch = run(side_model, schedule=schedule, rewards=[reward])
     assert [rollouts.prompts for rollouts in watch.rollouts] == serial
     assert len(calls) == 4 * 8
-
-
-def some_flat(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-    return [float(i) if int(p[1]) % 2 == 0 else 1.0 for i, p in enumerate(prompts)]
 
 
 def test_refills_go_on_in_the_background(side_model: str) -> None:
