@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import runpy
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +13,6 @@ import pytest
 from examples.agent.make_model import make_model
 from examples.vlm.make_model import main as make_vlm
 from lightrl.cli import main
-from lightrl.cli.project import TASKS
 from tests.toys import quickstart_model
 from tests.waiting import gone, until
 
@@ -35,10 +32,6 @@ def model(tmp_path: Path) -> str:
 def _in_scratch_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["lightrl"])
-
-
-def test_every_task_has_a_template() -> None:
-    assert TASKS == ("agent", "grpo", "program", "rlhf", "sft", "vlm")
 
 
 def test_the_grpo_project_runs_with_rows_and_reward_of_ones_own(
@@ -133,27 +126,6 @@ def test_what_is_there_is_not_overwritten(model: str, tmp_path: Path, capsys: py
     assert "rewards.py" in capsys.readouterr().err
     assert (tmp_path / "mine" / "rewards.py").read_text() == "# mine"
     assert not (tmp_path / "mine" / "config.yaml").exists()
-
-
-def test_an_interrupted_quickstart_waits_for_its_step_and_says_where_it_stopped(tmp_path: Path) -> None:
-    """The step gets Ctrl-C, too, and takes its time to save: here a second of it, longer than `subprocess` grants."""
-    step = (
-        "import signal, sys, time, pathlib\n"
-        "def save(*_):\n    time.sleep(1)\n    pathlib.Path('saved').touch()\n    sys.exit(1)\n"
-        "signal.signal(signal.SIGINT, save)\npathlib.Path('begun').touch()\ntime.sleep(500)\n"
-    )
-    code = (
-        "from lightrl.cli import quickstart as q\nrun = q._run_step\n"
-        f"q._run_step = lambda command: run([command[0], '-c', {step!r}])\nq.quickstart(tiny=True)"
-    )
-    quickstart = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    assert until((tmp_path / "begun").exists)
-    os.killpg(quickstart.pid, signal.SIGINT)
-    said, _ = quickstart.communicate(timeout=550)
-    assert quickstart.returncode == 1 and (tmp_path / "saved").exists()
-    assert "Stopped in step 1/3 SFT warm start" in said
 
 
 def test_a_killed_quickstart_takes_its_step_along(tmp_path: Path) -> None:

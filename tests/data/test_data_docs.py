@@ -15,7 +15,6 @@ import lightrl.cli.lightning_cli  # noqa: F401 - its settings of the parser
 import lightrl.data
 import lightrl.rewards
 import lightrl.rollout
-from lightrl.data import RowSource
 
 DOCS = Path(__file__).parents[2] / "docs"
 BLOCKS = [
@@ -42,11 +41,3 @@ def test_yaml(block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({key: config[key] for key in ("data", "model") if key in config}))
     parsed = parser.parse_args([f"--config={tmp_path / 'run.yaml'}"])
     assert parsed.data.class_path.startswith("lightrl.")
-
-
-def test_a_slice_splits_one_file(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{n}"}}\n' for n in range(20)))
-    parts = [
-        RowSource(path=str(tmp_path / "rows.jsonl"), split=split).read() for split in ("train[:90%]", "train[90%:]")
-    ]
-    assert [len(part) for part in parts] == [18, 2]

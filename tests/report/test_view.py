@@ -1,11 +1,12 @@
-"""The page of `lightrl view`, read as a file and used in a browser."""
+"""The page of `lightrl view`, read as a file."""
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import random
-import time
-from collections.abc import Iterator
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import pytest
 from PIL import Image
 
 from lightrl.cli.report.view import view
-from tests.report.browser import Browser, open_browser, why_not
 
 HOSTILE = "</script><script>window.owned=1</script><img src=x onerror='window.owned=1'>\u2028😀 &amp; ${1}"
 WORDS = ["What ", "is ", "7 * ", "8?", " <tool>", "multiply", "(7, 8)", "</tool>", "\n", "56", "It ", "is ", "56", "."]
@@ -65,53 +65,27 @@ def write(folder: Path, records: list[dict[str, Any]], rollout: int = 10) -> Pat
     return folder
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    if (reason := why_not()) is not None:
-        pytest.skip(reason)
-    with open_browser() as opened:
-        yield opened
-
-
 def run_of(folder: Path, count: int, **kwargs: Any) -> Path:
     rng = random.Random(0)
     return write(folder, [record(i // 4, i, rng, **kwargs) for i in range(count)])
 
 
-def shown(browser: Browser) -> list[int]:
-    """Numbers of the trajectories in the list."""
-    return browser.run("return [...document.querySelectorAll('nav button')].map(b => Number(b.dataset.i))")  # type: ignore[no-any-return]
-
-
-def pick(browser: Browser, name: str, value: str) -> None:
-    script = "const n = document.getElementById(arguments[0]); n.value = arguments[1];"
-    script += "n.dispatchEvent(new Event('change')); n.dispatchEvent(new Event('input'));"
-    browser.run(script, name, value)
-    time.sleep(0.3)
-
-
-def test_hostile_text_is_shown_and_inert(browser: Browser, tmp_path: Path) -> None:
+def test_hostile_text_is_inert(tmp_path: Path) -> None:
     run = write(tmp_path / "<b>run", [record(0, i, random.Random(i), text=HOSTILE) for i in range(2)])
-    browser.open(view(run))
-    assert browser.run("return window.owned === undefined && document.querySelector('img') === null")
-    assert HOSTILE in browser.run("return document.querySelector('article pre.sampled:last-of-type').textContent")
-    assert browser.run("return document.querySelector('h1').textContent") == "<b>run"
-    pick(browser, "search", "onerror='window")
-    assert shown(browser) == [0, 1] and browser.run("return window.owned === undefined")
-    assert browser.console() == []
+    text = view(run).read_text()
+    assert not [part for part in ("<script>window", "<img src=x", "<b>run", "\u2028") if part in text]
+    assert text.count("window.owned") > 2, "it is there as text"
 
 
-def test_pictures_are_in_the_page(browser: Browser, tmp_path: Path) -> None:
+def test_pictures_of_the_run_alone_are_in_the_page(tmp_path: Path) -> None:
     one = {**record(0, 0, random.Random(0)), "media": {"images": ["media/a.png", "../../../secret.png"]}}
     run = write(tmp_path / "run", [one])
     folder = run / "rollouts" / "rollout=000010"
     (folder / "media").mkdir()
     Image.new("RGB", (800, 400), (255, 0, 0)).save(folder / "media" / "a.png")
     Image.new("RGB", (8, 8)).save(tmp_path / "secret.png")
-    browser.open(view(run))
-    sizes = browser.run("return [...document.images].map(i => [i.naturalWidth, i.naturalHeight])")
-    assert sizes == [[384, 192]]
-    assert browser.console() == []
+    found = re.findall(r"data:image/\w+;base64,([\w+/=]+)", view(run).read_text())
+    assert [Image.open(io.BytesIO(base64.b64decode(data))).size for data in found] == [(384, 192)]
 
 
 def test_nothing_is_fetched(tmp_path: Path) -> None:
@@ -127,10 +101,6 @@ def test_the_newest_rollouts_are_kept(tmp_path: Path) -> None:
     head = json.loads(text.split('id="head">')[1].split("</script>")[0])
     assert [(t["rollout"], t["trajectory"]) for t in head["list"]] == [(6, i) for i in range(8)]
     assert head["leftOut"] == 2
-
-
-def head_of(page: Path) -> dict[str, Any]:
-    return json.loads(page.read_text().split('id="head">')[1].split("</script>")[0])  # type: ignore[no-any-return]
 
 
 def test_a_picture_that_is_a_program_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

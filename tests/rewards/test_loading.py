@@ -39,11 +39,6 @@ def test_three_ways_to_name_a_function(module, path):
     assert reward_name(function) == "good"
 
 
-def test_absolute_file_is_loaded_once(module):
-    path = f"{module / 'my_rewards.py'}:good"
-    assert load_reward(path) is load_reward(path)
-
-
 def test_a_class_without_arguments_is_instantiated(module):
     reward = load_reward("my_rewards:Ready")
     assert reward(["a"]) == [2.0] and reward_name(reward) == "Ready"

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from lightrl.rewards import RemoteReward, RewardError, RewardScorer
+from lightrl.rewards import RemoteReward, RewardError
 from tests.rewards.conftest import Loopback, scored
 
 
@@ -114,21 +114,6 @@ def test_waits_double_up_to_the_bound_with_jitter(server, monkeypatch):
     server.script = [500] * 5
     scored(RemoteReward(server.url, retries=5, backoff=4.0), ["a"])
     assert waits == [6.0, 12.0, 24.0, 30.0, 30.0]  # 1.5 * 4 * 2^k, at most 30
-
-
-def test_requests_at_a_time_are_bounded(server):
-    server.gate.clear()
-    scorer = RewardScorer([RemoteReward(server.url, batch_size=1, concurrency=3)])
-    rows = {"prompts": ["p"] * 4, "completions": ["a"] * 4, "completion_ids": [[1]] * 4, "group_ids": [0, 1, 2, 3]}
-    handles = [scorer.submit(columns={}, **rows) for _ in range(3)]  # 12 requests from 3 calls
-    with server.lock:
-        assert server.lock.wait_for(lambda: server.running == 3, timeout=60)
-        assert not server.lock.wait_for(lambda: server.running > 3, timeout=0.2)
-    server.gate.set()
-    for handle in handles:
-        assert handle.result(60).total == [1.0] * 4
-    assert server.most == 3 and len(server.bodies) == 12
-    scorer.close()
 
 
 def test_what_is_sent(server, monkeypatch):

@@ -149,22 +149,6 @@ def test_equal_questions_are_asked_once_and_valid_answers_are_kept_for_later_run
     assert len(grader.bodies) == 2, "another request"
 
 
-def test_a_cache_that_is_no_database_is_named(grader, tmp_path):
-    (tmp_path / "notes.txt").write_text("not a database" * 100)
-    for cache in (tmp_path, tmp_path / "notes.txt"):
-        with pytest.raises(RewardError, match="cache=.*Use a new file"):
-            score(rubric(grader, cache=str(cache)), ["a"])
-
-
-def test_content_in_parts_and_usage_without_numbers_are_read(grader):
-    said = json.dumps({"long": {"reason": "", "score": 6}, "kind": {"reason": "", "score": 5}})
-    parts = [{"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}, {"type": "text", "text": said}]
-    grader.replies = [(200, {**completion(parts), "usage": {"prompt_tokens": None, "completion_tokens": 3}})]
-    scores = score(rubric(grader), ["abcdef"])
-    assert scores.total == [pytest.approx(1.2)] and len(grader.bodies) == 1
-    assert scores.metrics["reward/Rubric/judge/prompt_tokens"] == 0.0
-
-
 def test_a_ranking_sees_each_group_in_one_request(grader):
     completions = ["aaa", "a", "aaa", "aa", "bbbb", "b"]
     scores = score(GroupRanking(grader.url, "m"), completions, [0, 0, 0, 0, 1, 1])

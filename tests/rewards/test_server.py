@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import signal
 
 import httpx
@@ -121,18 +120,6 @@ def test_what_serve_reward_refuses(monkeypatch):
     ]:
         with pytest.raises(ValueError, match=message):
             serve_reward(**kwargs)
-
-
-@pytest.mark.parametrize("token", ["tökén", "se\ncret"])
-def test_a_token_that_no_header_can_carry_is_refused_and_not_shown(token, monkeypatch):
-    monkeypatch.setattr("os.environ", {**os.environ, "MY_TOKEN": token})  # as no shell could set it
-    for make in (
-        lambda: serve_reward(reward="no_such_module:b", token_env="MY_TOKEN"),
-        lambda: RemoteReward("http://127.0.0.1:1/score", token_env="MY_TOKEN"),
-    ):
-        with pytest.raises(ValueError, match="token") as info:
-            make()
-        assert token.strip() not in str(info.value)
 
 
 def save_model(folder, kind: str):
