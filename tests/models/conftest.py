@@ -7,15 +7,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
 
 VOCAB = 97
 SETTINGS = {
@@ -31,14 +24,14 @@ SETTINGS = {
 }
 
 
-def build(kind: str, **changes: Any) -> Any:
+def build(kind: str, head: str = "ForCausalLM", **changes: Any) -> Any:
+    """A small model of a family of transformers, such as `qwen2` and `Gemma3Text`."""
     torch.manual_seed(0)
-    settings: dict[str, Any] = {**SETTINGS, **changes}
-    if kind == "qwen2":
-        return Qwen2ForCausalLM(Qwen2Config(**settings))
-    if kind == "llama":
-        return LlamaForCausalLM(LlamaConfig(**settings))
-    return MistralForCausalLM(MistralConfig(**{"sliding_window": 6, **settings}))
+    name = kind[0].upper() + kind[1:]
+    window = {"sliding_window": 6} if kind == "mistral" else {}
+    config = getattr(transformers, f"{name}Config")(**{**SETTINGS, **window, **changes})
+    head = "LMHeadModel" if name == "GPT2" else head
+    return getattr(transformers, name.removesuffix("Text") + head)(config)
 
 
 class Batch(NamedTuple):

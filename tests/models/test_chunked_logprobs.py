@@ -41,39 +41,18 @@ def test_by_hand() -> None:
     assert logprob.item() == pytest.approx(math.log(math.sqrt(3) / (1 + math.sqrt(3))), abs=1e-6)
 
 
+@pytest.mark.parametrize("entropy", [True, False])  # without, probabilities are scaled on the narrow side of products
 @pytest.mark.parametrize("logit_map", [LogitMap(), LogitMap(1.5, 2.0)])
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_gradients_by_finite_differences(logit_map: LogitMap, with_bias: bool) -> None:
+def test_gradients_by_finite_differences(logit_map: LogitMap, with_bias: bool, entropy: bool) -> None:
     hidden, weight, bias, targets = inputs()
 
-    def both(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        logprobs, entropy = chunked_logprobs(
-            hidden, weight, bias if with_bias else None, targets,
-            Distribution(0.6, logit_map), entropy=True, chunk_elements=22,
-        )  # fmt: skip
-        assert entropy is not None
-        return logprobs, entropy
+    def found(hidden: Tensor, weight: Tensor, bias: Tensor) -> Any:
+        given = (hidden, weight, bias if with_bias else None, targets, Distribution(0.6, logit_map))
+        both = chunked_logprobs(*given, entropy=entropy, chunk_elements=22)
+        return tuple(both) if entropy else both[0]
 
-    leaves = (hidden, weight, bias if with_bias else bias.detach())
-    assert torch.autograd.gradcheck(both, leaves)
-
-
-@pytest.mark.parametrize("with_bias", [True, False])
-def test_gradients_without_entropy(with_bias: bool) -> None:
-    """Its own path: probabilities are scaled on the narrow side of the products."""
-    hidden, weight, bias, targets = inputs()
-
-    def one(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return chunked_logprobs(
-            hidden,
-            weight,
-            bias if with_bias else None,
-            targets,
-            distribution=Distribution(0.6, LogitMap(0.4)),
-            chunk_elements=22,
-        )[0]
-
-    assert torch.autograd.gradcheck(one, (hidden, weight, bias if with_bias else bias.detach()))
+    assert torch.autograd.gradcheck(found, (hidden, weight, bias if with_bias else bias.detach()))
 
 
 def test_only_what_is_trained_gets_gradients() -> None:

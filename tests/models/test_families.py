@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from lightrl.models.policy import PolicyModel
-from tests.models.conftest import SETTINGS, Batch, plain_scores
+from tests.models.conftest import Batch, build, plain_scores
 from tests.rows import as_rows
 
 PACKED: dict[str, dict[str, Any]] = {
@@ -42,16 +42,9 @@ PADDED: dict[str, dict[str, Any]] = {
 }
 
 
-def build(name: str, settings: dict[str, Any]) -> Any:
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**{**SETTINGS, **settings})
-    model = "GPT2LMHeadModel" if name == "GPT2" else f"{name.removesuffix('Text')}ForCausalLM"
-    return getattr(transformers, model)(config).eval()
-
-
 @pytest.mark.parametrize("name", PACKED)
 def test_packed_families(name: str, batch: Batch) -> None:
-    lm = build(name, PACKED[name])
+    lm = build(name, **PACKED[name]).eval()
     expected, entropy = plain_scores(lm, batch, 0.7)
     policy = PolicyModel(lm, layout="shared_prefix")
     out = policy(as_rows(*batch[:3], group_ids=batch.group_ids, temperature=0.7), entropy=True)
@@ -71,7 +64,7 @@ def test_packed_families(name: str, batch: Batch) -> None:
 
 @pytest.mark.parametrize("name", PADDED)
 def test_other_families_fall_back(name: str, batch: Batch) -> None:
-    lm = build(name, PADDED[name])
+    lm = build(name, **PADDED[name]).eval()
     expected, _ = plain_scores(lm, batch)
     with pytest.warns(UserWarning, match="padded layout"):
         policy = PolicyModel(lm)
@@ -83,10 +76,10 @@ def test_other_families_fall_back(name: str, batch: Batch) -> None:
 def test_capped_attention_is_capped(layout: Any, batch: Batch) -> None:
     """transformers' SDPA, which it takes by default, leaves the cap out; engines do not."""
     settings = {"head_dim": 8, "sliding_window": 6, "attn_logit_softcapping": 1.0, "initializer_range": 0.5}
-    expected, _ = plain_scores(build("Gemma2", {**settings, "attn_implementation": "eager"}), batch)
+    expected, _ = plain_scores(build("Gemma2", **settings, attn_implementation="eager").eval(), batch)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        got = PolicyModel(build("Gemma2", settings), layout=layout)(
+        got = PolicyModel(build("Gemma2", **settings).eval(), layout=layout)(
             as_rows(*batch[:3], group_ids=batch.group_ids)
         ).logprobs
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
@@ -94,7 +87,7 @@ def test_capped_attention_is_capped(layout: Any, batch: Batch) -> None:
 
 @pytest.mark.parametrize("layout", ["padded", "shared_prefix"])
 def test_experts_report_their_balance(layout: Any, batch: Batch) -> None:
-    lm = build("Mixtral", {"num_local_experts": 4, "output_router_logits": True})
+    lm = build("Mixtral", num_local_experts=4, output_router_logits=True).eval()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         out = PolicyModel(lm, layout=layout)(as_rows(*batch[:3], group_ids=batch.group_ids))
@@ -107,12 +100,12 @@ def test_experts_report_their_balance(layout: Any, batch: Batch) -> None:
 def test_attention_that_depends_on_the_batch_is_refused(batch: Batch) -> None:
     """DeepSeek V3.2 attends to the keys that an indexer likes best; as long as it likes all, batches are right."""
     settings = {**PACKED["DeepseekV3"], "index_n_heads": 2, "index_head_dim": 8, "n_shared_experts": 1}
-    lm = build("DeepseekV32", {**settings, "index_topk": 64})
+    lm = build("DeepseekV32", **settings, index_topk=64).eval()
     expected, _ = plain_scores(lm, batch)
     with pytest.warns(UserWarning, match="indexed_attention"):
         policy = PolicyModel(lm)
     torch.testing.assert_close(policy(as_rows(*batch[:3])).logprobs, expected, atol=1e-5, rtol=1e-5)
     with pytest.warns(UserWarning, match="indexed_attention"):
-        policy = PolicyModel(build("DeepseekV32", {**settings, "index_topk": 4}))
+        policy = PolicyModel(build("DeepseekV32", **settings, index_topk=4).eval())
     with pytest.raises(ValueError, match="best 4 keys"):
         policy(as_rows(*batch[:3]))

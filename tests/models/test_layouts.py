@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -198,17 +199,8 @@ def test_the_variable_length_kernel_gets_each_row_as_a_sequence(
 
 
 def test_unsupported_models_fall_back_once(batch: Batch) -> None:
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
-    def gemma() -> Any:
-        torch.manual_seed(0)
-        config = Gemma2Config(
-            vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=8, sliding_window=6, initializer_range=0.2, final_logit_softcapping=3.0,
-            attn_implementation="eager",
-        )  # fmt: skip
-        return Gemma2ForCausalLM(config)
-
+    settings: dict[str, Any] = {"head_dim": 8, "sliding_window": 6, "attn_implementation": "eager"}
+    gemma = partial(build, "Gemma2", final_logit_softcapping=3.0, **settings)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         policy = PolicyModel(gemma())

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightrl.models.folders import save_hf_folder
 from lightrl.models.loading import load_causal_lm
-from lightrl.models.policy import PolicyModel, named_hf_weights
+from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import ModelSpec
 from tests.models.conftest import Batch, build
 from tests.rows import as_rows
@@ -49,30 +48,3 @@ def test_random_weights_need_a_configuration_only_and_follow_the_seed(folder: st
         models.append(load_causal_lm(spec, trainable=True).model.layers[0].mlp.up_proj.weight)
     assert models[0].dtype == torch.bfloat16
     assert models[0].equal(models[1]) and not models[0].equal(models[2])
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_export_loads_again(tied: bool, tmp_path: Path, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = PolicyModel(build("llama", tie_word_embeddings=tied))
-    expected = policy(as_rows(*batch[:3])).logprobs
-    monkeypatch.setattr("lightrl.models.folders.AutoTokenizer", Tokenizers)
-    state = {name: tensor.clone() for name, tensor in named_hf_weights(policy)}
-    assert ("lm_head.weight" in state) is not tied
-    save_hf_folder(policy, state, tmp_path / "out", tokenizer_path="there")
-    assert (tmp_path / "out" / "tokenizer").read_text() == "there"
-    loaded = PolicyModel(load_causal_lm(ModelSpec(str(tmp_path / "out")), trainable=False))
-    torch.testing.assert_close(loaded(as_rows(*batch[:3])).logprobs, expected)
-
-
-class Tokenizers:
-    """Stands in for AutoTokenizer: remembers where it was loaded from."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    @classmethod
-    def from_pretrained(cls, path: str) -> Tokenizers:
-        return cls(path)
-
-    def save_pretrained(self, folder: Path) -> None:
-        (Path(folder) / "tokenizer").write_text(self.path)

@@ -8,20 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
 from lightrl.models.reward import RewardModel, RewardModelSpec
-from tests.models.conftest import VOCAB, Batch
+from tests.models.conftest import VOCAB, Batch, build
 from tests.rows import unshared
 
 
 def classifier() -> Any:
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.2, pad_token_id=0, num_labels=1,
-    )  # fmt: skip
-    return Qwen2ForSequenceClassification(config)
+    return build("qwen2", head="ForSequenceClassification", num_labels=1)
 
 
 class Letters:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from lightrl.models.loading import load_causal_lm
 from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import ModelSpec
 from lightrl.records import EngineContext
-from tests.models.conftest import SETTINGS, make_batch, plain_scores
+from tests.models.conftest import build, make_batch, plain_scores
 from tests.rows import as_rows
 
 ORIGINAL = 16
@@ -37,15 +38,13 @@ ROPES: dict[str, dict[str, Any]] = {
 
 
 def lm(kind: str, family: str = "Llama", **changes: Any) -> Any:
-    torch.manual_seed(0)
     rope = {"rope_type": kind, "rope_theta": 100.0, **ROPES[kind]}
     if family == "Phimoe":
         rope |= {"short_mscale": 1.1, "long_mscale": 1.9}
     longest = ORIGINAL if kind == "dynamic" else 64
     if family in ("Phi3", "Phimoe"):
         changes |= {"original_max_position_embeddings": ORIGINAL, "eos_token_id": 1}
-    settings = {**SETTINGS, "max_position_embeddings": longest, "rope_parameters": rope, **changes}
-    return getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**settings))
+    return build(family, max_position_embeddings=longest, rope_parameters=rope, **changes)
 
 
 def test_every_kind_of_rope_is_tried() -> None:
@@ -101,8 +100,7 @@ def test_factors_per_kind_of_layer_are_fixed() -> None:
         "sliding_attention": {"rope_type": "default", "rope_theta": 10.0},
     }
     changes = {"layer_types": [*kinds], "rope_parameters": kinds, "head_dim": 8, "max_position_embeddings": 64}
-    torch.manual_seed(0)
-    model = transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**{**SETTINGS, **changes}))
+    model = build("Gemma3Text", **changes)
     batch = make_batch([(4, [5, 3]), (8, [4])])
     policy = PolicyModel(load_causal_lm(spec(model), trainable=True), layout="padded")
     together = policy(as_rows(*batch[:3])).logprobs
@@ -137,14 +135,8 @@ def test_engines_use_the_trainers_factors(tmp_path: Path, model_dir: Path) -> No
     [("Phimoe", {"input_jitter_noise": 0.3}), ("Mixtral", {"router_jitter_noise": 0.3})],
 )
 def test_routers_choose_the_same_experts_in_training(family: str, noise: dict[str, Any]) -> None:
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "eos_token_id": 1}
+    made = partial(build, family, num_local_experts=4, num_experts_per_tok=2, eos_token_id=1, **noise)
     batch = make_batch([(4, [5, 3]), (6, [4])])
-
-    def build() -> Any:
-        torch.manual_seed(0)
-        config = getattr(transformers, f"{family}Config")(**{**SETTINGS, **experts, **noise})
-        return getattr(transformers, f"{family}ForCausalLM")(config)
-
-    model = PolicyModel(load_causal_lm(spec(build()), trainable=True)).train()
-    expected, _ = plain_scores(build().eval(), batch)
+    model = PolicyModel(load_causal_lm(spec(made()), trainable=True)).train()
+    expected, _ = plain_scores(made().eval(), batch)
     torch.testing.assert_close(model(as_rows(*batch[:3])).logprobs, expected, atol=1e-4, rtol=1e-4)

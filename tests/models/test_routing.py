@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 from torch import Tensor
 from transformers import AutoTokenizer
 
@@ -29,7 +28,7 @@ from lightrl.models.routing import Routers
 from lightrl.models.spec import ModelSpec
 from lightrl.records import GenerationRequest, Routes, SamplingParams
 from tests.algorithms.toys import fit, weights
-from tests.models.conftest import VOCAB, Batch
+from tests.models.conftest import Batch, build
 from tests.rows import as_rows
 from tests.toys import QUICKSTART_MODEL, ThreadEngine, near_ties, sgd
 
@@ -43,17 +42,9 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def moe(kind: str, **changes: Any) -> Any:
     """Two layers with experts; of a Qwen3-MoE three, the one between them without."""
-    torch.manual_seed(0)
-    settings = {
-        **{"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2},
-        **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256},
-        **{"num_experts_per_tok": K, "initializer_range": 0.2, "pad_token_id": 0},
-        **KINDS.get(kind, {}),
-        **({"num_hidden_layers": 3, "mlp_only_layers": [1]} if kind == "Qwen3Moe" else {}),
-        **changes,
-    }
-    config = getattr(transformers, f"{kind}Config")(**settings)
-    return getattr(transformers, f"{kind}ForCausalLM")(config)
+    settings = {"intermediate_size": 32, "num_experts_per_tok": K, **KINDS.get(kind, {})}
+    settings |= {"num_hidden_layers": 3, "mlp_only_layers": [1]} if kind == "Qwen3Moe" else {}
+    return build(kind, **{**settings, **changes})
 
 
 def saved(kind: str, folder: Path, by: float = 6e-8) -> str:
