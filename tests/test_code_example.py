@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
-from pathlib import Path
-
-import yaml
 
 from examples.code.tasks import HELD_OUT, TASKS, Tasks
 from lightrl.rewards import CodeTests
@@ -22,9 +18,3 @@ def test_every_task_can_be_solved_and_none_by_another_answer() -> None:
     code = "def add(a, b=1): return a + b\nplus = add_one = add"
     assert asyncio.run(reward([code] * len(sums), tests=[row["tests"] for row in sums])) == [1.0] * len(sums)
     assert all(len(row["tests"]) == 4 for row in rows)
-
-
-def test_configuration_names_what_exists(root: Path) -> None:
-    data = yaml.safe_load((root / "examples/code/grpo.yaml").read_text())["data"]["init_args"]
-    (reward,) = data["rewards"]
-    assert reward["init_args"].keys() <= inspect.signature(CodeTests).parameters.keys()

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from lightrl.environments import AgentProgram, VerifiersProgram, VerifiersRows
-from lightrl.environments.multi_turn import MultiTurn
 from tests.environments.test_endpoint import Engine, play, sound
 
 
@@ -33,16 +29,3 @@ def test_the_langgraph_agent_scores_the_number_of_its_second_turn(root: Path) ->
         assert played.failure is None and sum(played.turn_rewards) == reward
         sound(played, engine)
         assert [message["role"] for message in played.messages] == ["user", "assistant"] * 2
-
-
-@pytest.mark.parametrize("name", ["langgraph", "verifiers"])
-def test_the_configurations_name_what_exists(root: Path, name: str) -> None:
-    data = yaml.safe_load((root / "examples" / name / "grpo.yaml").read_text())["data"]["init_args"]
-    program = data["episode"]["init_args"]
-    known = [inspect.signature(each).parameters for each in (AgentProgram, VerifiersProgram, MultiTurn)]
-    assert program.keys() <= {name for each in known for name in each} and data["rewards"] == []
-    if name == "verifiers":
-        for rows in (data["prompts"]["rows"], data["evaluation"]["prompts"]["rows"]):
-            assert rows["init_args"].keys() <= inspect.signature(VerifiersRows).parameters.keys()
-            assert rows["init_args"]["taskset"]["id"] == program["taskset"] == "sums-taskset"
-        assert (root / "examples" / name / "sums_taskset.py").is_file()

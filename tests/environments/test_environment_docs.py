@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import inspect
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from lightrl.environments import AgentProgram, EnvironmentEpisode, ToolEnvironment
 from tests.environments.scripted import TOKENIZER, ScriptedEngine, alone, call, play_one, said
@@ -49,26 +45,3 @@ def test_every_code_block_of_the_guide_runs(root: Path) -> None:
         (answered,) = asyncio.run(alone(agent, ScriptedEngine([said("6")]), {**row, "answer": "6"}))
         asyncio.run(agent.close())
         assert (answered.stop_reason, answered.turn_rewards) == ("stop", [1.0])
-
-
-def test_every_configuration_of_the_guide_names_arguments_that_are_there(root: Path) -> None:
-    import lightrl.algorithms
-    import lightrl.environments
-    import lightrl.rollout
-
-    def classes(node: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-        if isinstance(node, dict):
-            if "class_path" in node:
-                yield node["class_path"].rpartition(".")[2], node.get("init_args", {})
-            for value in node.values():
-                yield from classes(value)
-
-    found = [pair for block in blocks(root, "yaml") for pair in classes(yaml.safe_load(block))]
-    for name, arguments in found:
-        homes = (lightrl.environments, lightrl.rollout, lightrl.algorithms)
-        kind = next(getattr(home, name) for home in homes if hasattr(home, name))
-        names = {parameter for base in kind.__mro__ for parameter in inspect.signature(base.__init__).parameters}
-        assert set(arguments) <= names, name
-    wanted = {"RolloutDataModule", "EnvironmentEpisode", "AgentProgram", "ToolEnvironment", "MCPEnvironment"}
-    wanted |= {"GRPOLightningModule", "OpenEnvironment", "GymnasiumEnvironment"}
-    assert wanted == {name for name, _ in found}
