@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
-import inspect
 import json
 import subprocess
 import sys
@@ -16,27 +16,19 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks.progress.progress_bar import get_standard_metrics
 
-import lightrl.algorithms
-import lightrl.callbacks
-import lightrl.data
-import lightrl.engines
-import lightrl.objectives
-import lightrl.rewards
-import lightrl.rollout
 from lightrl.algorithms import LRSchedule
 from lightrl.checkpoints.redaction import remember_secret
 from lightrl.cli import main, run
 from lightrl.cli.lightning_cli import redacted
 from lightrl.cli.report.read import read_run
 from lightrl.data import PromptSource
-from lightrl.engines import EngineContext, EngineDiedError
+from lightrl.engines import EngineDiedError
 from lightrl.rollout.collector import RolloutStalledError
 from lightrl.rollout.learner import RLCallback
-from tests.toys import model_fixture
+from tests.toys import model_fixture, write_run
 
 ROOT = Path(__file__).resolve().parent.parent
 ARITHMETIC = {"class_path": "lightrl.data.ArithmeticRows"}
@@ -55,23 +47,7 @@ def _in_scratch_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture()
 def write(tmp_path: Path, model: str) -> Callable[..., str]:
     """Writes a small run as YAML: short class names throughout. Keyword arguments change what they name."""
-
-    def config(module: str = "GRPOLightningModule", **changes: Any) -> str:
-        trainer = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "enable_progress_bar": False, "logger": False}
-        trainer |= {"enable_model_summary": False, "enable_checkpointing": False, "callbacks": ["WeightSync"]}
-        data = {"prompts": {"rows": ARITHMETIC}, "rewards": ["ExactAnswer"], "engine": "TransformersEngine"}
-        data |= {"sampling": {"max_new_tokens": 3}, "group_size": 2, "prompts_per_rollout": 4, "rollouts_per_epoch": 1}
-        content = {
-            "trainer": trainer | changes.get("trainer", {}),
-            "model": {"class_path": module, "init_args": {"actor": {"path": model}} | changes.get("model", {})},
-            "data": {"class_path": "RolloutDataModule", "init_args": data | changes.get("data", {})},
-        }
-        content |= {name: value for name, value in changes.items() if name not in content}
-        path = tmp_path / "run.yaml"
-        path.write_text(yaml.safe_dump(content))
-        return str(path)
-
-    return config
+    return functools.partial(write_run, tmp_path / "run.yaml", model)
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -86,49 +62,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return message[start:]
 
 
-# ---- help --------------------------------------------------------------------------------------------------------
-
-
-def configurable_classes() -> list[type]:
-    """Every concrete class that YAML can name."""
-    packages = (
-        lightrl.algorithms,
-        lightrl.objectives,
-        lightrl.rollout,
-        lightrl.data,
-        lightrl.engines,
-        lightrl.rewards,
-        lightrl.callbacks,
-    )
-    found = [getattr(package, name) for package in packages for name in {*dir(package), *package.__all__}]
-    classes = {c for c in found if inspect.isclass(c) and c.__module__.startswith("lightrl.")}
-    internal = {EngineContext, lightrl.rewards.RewardScorer}
-    kept = [c for c in classes if c not in internal and not inspect.isabstract(c) and not issubclass(c, BaseException)]
-    return sorted((c for c in kept if c.__name__ != "KLPenalty"), key=lambda c: c.__name__)
-
-
-@pytest.mark.parametrize("cls", configurable_classes(), ids=lambda c: c.__name__)
-def test_every_argument_is_explained(cls: type) -> None:
-    parser = ArgumentParser()
-    parser.add_class_arguments(cls, "it")
-    unexplained = [a.dest for a in parser._actions if a.dest.startswith("it.") and not (a.help or "").strip(" .")]
-    assert unexplained == []
-
-
 # ---- running -----------------------------------------------------------------------------------------------------
-
-
-def test_short_names_reach_the_classes(write: Callable[..., str], model: str) -> None:
-    config = write("PPOLightningModule", model={"advantage": "Reinforce", "critic": None, "kl": "KLInLoss"})
-    cli = run(["--config", config, "--trainer.callbacks+=ThroughputMonitor"], run=False)
-    assert [type(x).__name__ for x in (cli.model, cli.datamodule, cli.datamodule.engine, cli.model.advantage)] == [
-        "PPOLightningModule",
-        "RolloutDataModule",
-        "TransformersEngine",
-        "Reinforce",
-    ]
-    assert {"WeightSync", "ThroughputMonitor"} <= {type(c).__name__ for c in cli.trainer.callbacks}
-    assert cli.trainer.num_sanity_val_steps == 0 and cli.model.actor_spec.path == model
 
 
 def test_every_logger_gets_the_whole_configuration_versions_and_command(

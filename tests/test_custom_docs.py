@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from lightrl.cli import main
-from tests.toys import SMALL, quickstart_model
+from tests.toys import SMALL, quickstart_model, write_run
 
 
 @pytest.fixture
@@ -37,6 +37,16 @@ def test_the_first_example_trains(root: Path, model: str) -> None:
     assert len(logged("reward/mean", Path("outputs/custom"))) == 2
 
 
+def fit(monkeypatch: pytest.MonkeyPatch, model: str, module: str, settings: dict[str, Any], **trainer: Any) -> None:
+    """Two rollouts of a module by the command line, logged in `run`."""
+    data = {"prompts": {"path": "rows.jsonl"}, "rewards": ["rewards.py:correct"], "rollouts_per_epoch": 2}
+    data |= {"sampling": {"max_new_tokens": 4}, "prompts_per_rollout": 2, "group_size": 8}
+    trainer |= {"logger": True}
+    write_run(Path("config.yaml"), model, module, model=settings, trainer=trainer, data=data, run_dir="run")
+    monkeypatch.setattr("sys.argv", ["lightrl"])
+    main(["fit", "--config", "config.yaml"])
+
+
 def logged(name: str, folder: Path) -> list[str]:
     with (folder / "metrics.csv").open() as file:
         return [row[name] for row in csv.DictReader(file) if row[name]]
@@ -50,21 +60,8 @@ def test_a_subclass_and_a_callback_run_from_yaml(root: Path, model: str, monkeyp
     Path("my_parts.py").write_text("\n".join(["from lightrl import GRPOLightningModule", *parts]))
     (block,) = (x for x in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if "EntropyFloor" in x)
     config = yaml.safe_load(block.replace("MODEL", model))
-    config["trainer"] |= {"accelerator": "cpu", "devices": 1, "max_epochs": 1}
-    config["data"] = {
-        "class_path": "RolloutDataModule",
-        "init_args": {
-            "prompts": {"path": "rows.jsonl"},
-            "rewards": ["rewards.py:correct"],
-            "engine": {"class_path": "TransformersEngine"},
-            "sampling": {"max_new_tokens": 4},
-            "prompts_per_rollout": 2,
-            "rollouts_per_epoch": 2,
-        },
-    }
-    Path("config.yaml").write_text(yaml.safe_dump({"run_dir": "run", **config}))
-    monkeypatch.setattr("sys.argv", ["lightrl"])
-    main(["fit", "--config", "config.yaml"])
+    own = config["model"]
+    fit(monkeypatch, model, own["class_path"], own["init_args"], callbacks=config["trainer"]["callbacks"])
     assert all(1 <= float(length) <= 4 for length in logged("custom/solved_length", Path("run")))
     assert len(logged("custom/solved_length", Path("run"))) == 2
 
@@ -104,24 +101,8 @@ def test_a_penalty_with_two_learning_rates_and_a_schedule(
     monkeypatch.syspath_prepend(Path.cwd())
     monkeypatch.delitem(sys.modules, "my_parts", raising=False)
     schedule = {"name": "cosine", "warmup": 0.1}
-    settings = {
-        "actor": {"path": model},
-        "kl": None,
-        "optimizer": "my_parts.two_rates",
-        "lr_scheduler": schedule,
-        "penalty": 0.1,
-    }
-    small = {"sampling": {"max_new_tokens": 2}, "prompts_per_rollout": 2, "rollouts_per_epoch": 2}
-    data = {"prompts": {"path": "rows.jsonl"}, "rewards": ["rewards.py:correct"], "engine": "TransformersEngine"}
-    config = {
-        "run_dir": "run",
-        "trainer": {"accelerator": "cpu", "devices": 1, "max_epochs": 1},
-        "model": {"class_path": "my_parts.ConfidencePenalty", "init_args": settings},
-        "data": {"class_path": "RolloutDataModule", "init_args": {**data, **small}},
-    }
-    Path("config.yaml").write_text(yaml.safe_dump(config))
-    monkeypatch.setattr("sys.argv", ["lightrl"])
-    main(["fit", "--config", "config.yaml"])
+    settings = {"kl": None, "optimizer": "my_parts.two_rates", "lr_scheduler": schedule, "penalty": 0.1}
+    fit(monkeypatch, model, "my_parts.ConfidencePenalty", settings)
     for name, rate in (("policy", 2e-5), ("norms", 5e-6)):
         assert float(logged(f"optim/lr_{name}", Path("run"))[0]) == pytest.approx(rate)
     assert all(float(term) > 0 for term in logged("loss/penalty", Path("run")))

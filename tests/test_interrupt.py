@@ -12,7 +12,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-import yaml
 from lightning.pytorch.callbacks import EarlyStopping
 
 from lightrl.callbacks import RolloutCheckpoint
@@ -20,7 +19,7 @@ from lightrl.rollout import Evaluation
 from lightrl.rollout.learner import RLCallback
 from tests import forks
 from tests.test_resume import Reward, assert_same, rows, run
-from tests.toys import model_fixture, quickstart_model, quiet_trainer
+from tests.toys import model_fixture, quickstart_model, quiet_trainer, write_run
 from tests.waiting import until
 
 
@@ -137,18 +136,14 @@ def test_ctrl_c_on_the_command_with_an_engine_of_its_own(tmp_path: Path) -> None
     callbacks = [{"class_path": name} for name in ("WeightSync", "RolloutCheckpoint")]
     logger = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "logs", "name": "run"}}
     data = {
-        "prompts": {"rows": [{"prompt": f"{a}+{b}="} for a in range(4) for b in range(4)]},
         "rewards": ["signals:reward"],
         "engine": {"class_path": "VLLMEngine", "init_args": {"in_process": False}},
-        "sampling": {"max_new_tokens": 4},
         "prompts_per_rollout": 8,
+        "rollouts_per_epoch": 4,
     }
-    config = {
-        "trainer": {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "callbacks": callbacks, "logger": logger},
-        "model": {"class_path": "PPOLightningModule", "init_args": {"actor": quickstart_model(tmp_path / "model")}},
-        "data": {"class_path": "RolloutDataModule", "init_args": data},
-    }
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    trainer = {"callbacks": callbacks, "logger": logger, "enable_checkpointing": True}
+    model = quickstart_model(tmp_path / "model")
+    write_run(tmp_path / "run.yaml", model, "PPOLightningModule", trainer=trainer, data=data)
     process = forks.Fork("lightrl", "fit", "--config", "run.yaml", cwd=tmp_path)
     status, said = process.poll(550), process.printed()
     assert status == 1, said[-3000:]

@@ -7,10 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
-import yaml
 
 from lightrl.cli import run
-from tests.toys import SMALL, quickstart_model
+from tests.toys import SMALL, quickstart_model, write_run
 
 
 def test_every_feature_is_reached_from_yaml(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,25 +20,13 @@ def test_every_feature_is_reached_from_yaml(root: Path, tmp_path: Path, monkeypa
     demonstrations = [{"prompt": f"{a}+1=", "completion": str(a + 1)} for a in range(4)]
     (tmp_path / "demonstrations.jsonl").write_text("\n".join(map(json.dumps, demonstrations)))
     model = quickstart_model(tmp_path / "model", **SMALL)
-    trainer = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "logger": False, "enable_checkpointing": False}
-    base = {
-        "trainer": {**trainer, "enable_progress_bar": False, "callbacks": [{"class_path": "WeightSync"}]},
-        "model": {"class_path": "PPOLightningModule", "init_args": {"actor": {"path": model}, "ppo_epochs": 1}},
-        "data": {
-            "class_path": "RolloutDataModule",
-            "init_args": {
-                "prompts": {"rows": [{"prompt": f"{a}+{b}=", "answer": "1"} for a in range(4) for b in range(4)]},
-                "rewards": [{"class_path": "SoftOverlong", "init_args": {"max_tokens": 6, "buffer_tokens": 6}}],
-                "engine": {"class_path": "TransformersEngine"},
-                "sampling": {"max_new_tokens": 6},
-                "group_size": 4,
-                "prompts_per_rollout": 4,
-                "rollouts_per_epoch": 2,
-            },
-        },
-    }
-    (tmp_path / "base.yaml").write_text(yaml.safe_dump(base))
-    cli = run(["fit", f"--config={tmp_path / 'base.yaml'}", f"--config={tmp_path / 'features.yaml'}"])
+    data = {
+        "prompts": {"rows": [{"prompt": f"{a}+{b}=", "answer": "1"} for a in range(4) for b in range(4)]},
+        "rewards": [{"class_path": "SoftOverlong", "init_args": {"max_tokens": 6, "buffer_tokens": 6}}],
+        "sampling": {"max_new_tokens": 6}, "group_size": 4, "rollouts_per_epoch": 2,
+    }  # fmt: skip
+    base = write_run(tmp_path / "base.yaml", model, "PPOLightningModule", model={"ppo_epochs": 1}, data=data)
+    cli = run(["fit", f"--config={base}", f"--config={tmp_path / 'features.yaml'}"])
     metrics = cli.trainer.callback_metrics
     for name in ("rollout/refills", "policy/top_entropy", "policy/entropy_coef", "loss/ptx", "rollout/prompts_dropped"):
         assert name in metrics, name

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import transformers
+import yaml
 from lightning.pytorch import Trainer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -222,6 +223,22 @@ def quiet_trainer(**kwargs: Any) -> Trainer:
         "callbacks": [WeightSync()],
     }
     return Trainer(**{**arguments, **kwargs})
+
+
+def write_run(file: Path, model: str, module: str = "GRPOLightningModule", **changes: Any) -> str:
+    """Writes a small run as YAML and returns its path; `trainer`, `model`, and `data` add to what these have."""
+    trainer = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "enable_progress_bar": False, "logger": False}
+    trainer |= {"enable_model_summary": False, "enable_checkpointing": False, "callbacks": ["WeightSync"]}
+    data = {"prompts": {"rows": {"class_path": "lightrl.data.ArithmeticRows"}}, "rewards": ["ExactAnswer"]}
+    data |= {"engine": "TransformersEngine", "sampling": {"max_new_tokens": 3}, "group_size": 2}
+    data |= {"prompts_per_rollout": 4, "rollouts_per_epoch": 1}
+    content = {
+        "trainer": trainer | changes.pop("trainer", {}),
+        "model": {"class_path": module, "init_args": {"actor": {"path": model}} | changes.pop("model", {})},
+        "data": {"class_path": "RolloutDataModule", "init_args": data | changes.pop("data", {})},
+    }
+    file.write_text(yaml.safe_dump(changes | content))
+    return str(file)
 
 
 def run_example(config: str, folder: Path, *options: str) -> Any:

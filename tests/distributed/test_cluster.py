@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 pytest.importorskip("uvicorn")
 
 from tests.engines.sglang_server import SGLangServer
 from tests.ports import held_port
-from tests.toys import quickstart_model
+from tests.toys import quickstart_model, write_run
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -43,35 +42,20 @@ class Probe(Callback):
 '''
 
 
-def config(model: str) -> dict[str, Any]:
-    trainer = {"accelerator": "cpu", "strategy": "ddp", "max_epochs": 1, "logger": False, "enable_checkpointing": False}
-    trainer |= {"enable_progress_bar": False}
-    trainer["callbacks"] = [{"class_path": "WeightSync"}, {"class_path": "probe.Probe"}]
-    engine = {"class_path": "ServerEngine", "init_args": {"urls": ["http://none:1"], "kind": "sglang"}}
-    engine["init_args"] |= {"shared_folder": "weights"}  # type: ignore[operator]
-    data = {
-        "prompts": {"rows": [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]},
-        "rewards": [{"class_path": "ExactAnswer"}, "tests.toys:digits_reward"],
-        "engine": engine,
-        "sampling": {"max_new_tokens": 4},
-        "group_size": 2,
-        "prompts_per_rollout": 4,
-        "rollouts_per_epoch": 2,
-    }
-    module = {"actor": {"path": model}, "kl": None, "optimizer": {"class_path": "AdamW", "init_args": {"lr": 1e-2}}}
-    return {
-        "trainer": trainer,
-        "model": {"class_path": "GRPOLightningModule", "init_args": module},
-        "data": {"class_path": "RolloutDataModule", "init_args": data},
-    }
-
-
 @pytest.mark.long
 def test_two_machines_train_together_on_shared_servers(tmp_path: Path, root: Path) -> None:
     """Rank 0 pushes, both ranks sample their own prompts on both servers with the same version of the weights."""
     model = quickstart_model(tmp_path / "model")
     (tmp_path / "probe.py").write_text(PROBE)
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config(model)))
+    engine = {"urls": ["http://none:1"], "kind": "sglang", "shared_folder": "weights"}
+    data = {
+        "rewards": [{"class_path": "ExactAnswer"}, "tests.toys:digits_reward"],
+        "engine": {"class_path": "ServerEngine", "init_args": engine},
+        "sampling": {"max_new_tokens": 4}, "rollouts_per_epoch": 2,
+    }  # fmt: skip
+    optimizer = {"optimizer": {"class_path": "AdamW", "init_args": {"lr": 1e-2}}}
+    trainer = {"strategy": "ddp", "callbacks": [{"class_path": "WeightSync"}, {"class_path": "probe.Probe"}]}
+    write_run(tmp_path / "run.yaml", model, trainer=trainer, model={"kl": None, **optimizer}, data=data)
     servers = [SGLangServer(tmp_path / "model") for _ in range(2)]
     urls = [server.start() for server in servers]
     holder = held_port()

@@ -20,6 +20,7 @@ from lightrl.records import SamplingParams
 from tests.environments import plain_program, programs
 from tests.environments.families import FAMILIES, make_tokenizer
 from tests.rollout.tasks import chat_model
+from tests.toys import write_run
 from tests.waiting import until
 
 
@@ -180,23 +181,11 @@ def written(tmp_path: Path, environment: str, **arguments: Any) -> str:
     if not (tmp_path / "model").exists():
         chat_model(tmp_path / "model")
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "add 1 and 2"}) + "\n")
-    path = tmp_path / "run.yaml"
-    content = arguments | {
-        "trainer": {"accelerator": "cpu", "devices": 1} | ({} if arguments else {"logger": False}),
-        "model": {"class_path": "GRPOLightningModule", "init_args": {"actor": str(tmp_path / "model")}},
-        "data": {
-            "class_path": "RolloutDataModule",
-            "init_args": {
-                "prompts": {"path": str(tmp_path / "rows.jsonl")},
-                "episode": {
-                    "class_path": "EnvironmentEpisode",
-                    "init_args": {"environment": {"class_path": f"{__name__}.{environment}"}, "max_turns": 2},
-                },
-            },
-        },
-    }
-    path.write_text(yaml.safe_dump(content))
-    return str(path)
+    played = {"environment": {"class_path": f"{__name__}.{environment}"}, "max_turns": 2}
+    episode = {"class_path": "EnvironmentEpisode", "init_args": played}
+    data = {"prompts": {"path": str(tmp_path / "rows.jsonl")}, "episode": episode, "rewards": []}
+    trainer = {"logger": bool(arguments)}
+    return write_run(tmp_path / "run.yaml", str(tmp_path / "model"), trainer=trainer, data=data, **arguments)
 
 
 def test_the_command_reads_the_class_from_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
