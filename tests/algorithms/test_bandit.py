@@ -20,12 +20,11 @@ from lightning.pytorch import seed_everything
 from lightrl.algorithms import CriticSpec, GRPOLightningModule, PPOLightningModule, RLOOLightningModule
 from lightrl.algorithms.settings import Updates
 from lightrl.data.prompts import PromptSource
-from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives import GroupRelative, KLInLoss, KLInReward, KLPenalty
 from lightrl.records import SamplingParams
 from lightrl.rollout.datamodule import RolloutDataModule
-from tests.toys import bandit_model, quiet_trainer
+from tests.toys import bandit_model, quiet_trainer, sums_data
 
 pytestmark = pytest.mark.slow
 
@@ -49,9 +48,9 @@ def optimizer(params: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(params, lr=0.02)
 
 
-def schedule(opt: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+def schedule(opt: torch.optim.Optimizer, rollouts: int = 60) -> torch.optim.lr_scheduler.LRScheduler:
     """Decays, so that the noise of the last updates averages out."""
-    return torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 0.01 ** min(step / NUM_ROLLOUTS, 1.0))
+    return torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 0.01 ** min(step / rollouts, 1.0))
 
 
 NUM_ROLLOUTS = 60
@@ -87,20 +86,19 @@ def tv(p: torch.Tensor, q: torch.Tensor) -> float:
     return 0.5 * float((p - q).abs().sum())
 
 
+def bandit(**kwargs: Any) -> RolloutDataModule:
+    """Rollouts of 16 times 64 actions after the one prompt."""
+    prompts = PromptSource(rows=[{"prompt": "a0"}], chat_template=False)
+    one = SamplingParams(max_new_tokens=1)
+    arguments = {"prompts": prompts, "rewards": [reward], "sampling": one, "group_size": 64, "prompts_per_rollout": 16}
+    return sums_data(**{**arguments, "rollouts_per_epoch": NUM_ROLLOUTS, **kwargs})
+
+
 def learned(make: Make, path: Path) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Policy after training; reference; the reverse-KL optimum."""
     seed_everything(0, verbose=False)
     module = make(ModelSpec(bandit_model(path, K), layout="padded"))
-    data = RolloutDataModule(
-        prompts=PromptSource(rows=[{"prompt": "a0"}], chat_template=False),
-        rewards=[reward],
-        engine=TransformersEngine(),
-        sampling=SamplingParams(max_new_tokens=1),
-        group_size=64,
-        prompts_per_rollout=16,
-        rollouts_per_epoch=NUM_ROLLOUTS,
-    )
-    quiet_trainer().fit(module, data)
+    quiet_trainer().fit(module, bandit())
     logits = module.reference.lm(torch.zeros(1, 1, dtype=torch.long)).logits[0, -1].detach()
     return policy(module), logits.softmax(-1), (logits + REWARDS / BETA).softmax(-1)
 
@@ -126,16 +124,7 @@ def test_cut_sampling_leads_to_the_optimum_over_what_was_kept(tmp_path: Path) ->
     # Only the head learns: no logit moves with another one's.
     spec = ModelSpec(bandit_model(tmp_path, K, seed=8), layout="padded", freeze=["model"])
     module = rloo(KLInReward(coef=BETA))(spec)
-    data = RolloutDataModule(
-        prompts=PromptSource(rows=[{"prompt": "a0"}], chat_template=False),
-        rewards=[reward],
-        engine=TransformersEngine(),
-        sampling=SamplingParams(max_new_tokens=1, top_k=3),
-        group_size=64,
-        prompts_per_rollout=16,
-        rollouts_per_epoch=NUM_ROLLOUTS,
-    )
-    quiet_trainer().fit(module, data)
+    quiet_trainer().fit(module, bandit(sampling=SamplingParams(max_new_tokens=1, top_k=3)))
     logits = module.reference.lm(torch.zeros(1, 1, dtype=torch.long)).logits[0, -1].detach()
     pi = policy(module)
     kept = pi.topk(3).indices

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import json
+import functools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,35 +15,15 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightrl.algorithms import DistillLightningModule, SFTLightningModule
+from lightrl.algorithms import DistillLightningModule
 from lightrl.algorithms.settings import Updates
-from lightrl.callbacks import PredictionWriter, WeightSync
 from lightrl.data.prompts import PromptSource
-from lightrl.data.sft import SFTDataModule, SFTSource
 from lightrl.engines.server.teacher import ServerTeacher
-from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives import Divergence, ForwardKL, JensenShannon, KLInReward, Reinforce, ReverseKL
 from lightrl.records import Experience, Rollouts, SamplingParams
-from lightrl.rollout import Evaluation
-from lightrl.rollout.datamodule import RolloutDataModule
-from tests.algorithms.test_bandit import REWARDS, policy, reward, tv
+from tests.algorithms.test_bandit import REWARDS, K, bandit, policy, schedule, tv
 from tests.toys import bandit_model, quickstart_model, quiet_trainer, sums_data
-
-K, NUM_ROLLOUTS = 5, 40
-
-
-def bandit(**kwargs: Any) -> RolloutDataModule:
-    arguments: dict[str, Any] = {
-        "prompts": PromptSource(rows=[{"prompt": "a0"}], chat_template=False),
-        "rewards": [reward],
-        "engine": TransformersEngine(),
-        "sampling": SamplingParams(max_new_tokens=1),
-        "group_size": 64,
-        "prompts_per_rollout": 16,
-        "rollouts_per_epoch": NUM_ROLLOUTS,
-    }
-    return RolloutDataModule(**{**arguments, **kwargs})
 
 
 def probabilities(path: str) -> Tensor:
@@ -51,10 +31,6 @@ def probabilities(path: str) -> Tensor:
     with torch.no_grad():
         logits: Tensor = AutoModelForCausalLM.from_pretrained(path)(torch.zeros(1, 1, dtype=torch.long)).logits[0, -1]
     return logits.softmax(-1)
-
-
-def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.01 ** min(step / NUM_ROLLOUTS, 1.0))
 
 
 @pytest.mark.slow
@@ -76,9 +52,9 @@ def test_the_minimiser_is_the_teacher_and_with_a_reward_the_mixture(
         advantage=Reinforce() if with_reward else None, coef=0.5 if with_reward else 1.0,
         gamma=float(with_reward), divergence=divergence, divergence_top_k=top,
         optimizer=lambda params: torch.optim.Adam(params, lr=0.03),
-        lr_scheduler=schedule, updates=Updates(max_grad_norm=None),
+        lr_scheduler=functools.partial(schedule, rollouts=40), updates=Updates(max_grad_norm=None),
     )  # fmt: skip
-    rest: dict[str, Any] = {} if with_reward else {"rewards": None}
+    rest: dict[str, Any] = {"rollouts_per_epoch": 40, **({} if with_reward else {"rewards": None})}
     if divergence is not None and not with_reward:  # without noise a few samples do
         rest |= {"group_size": 1, "prompts_per_rollout": 2}
     quiet_trainer().fit(module, bandit(**rest))
@@ -113,15 +89,8 @@ def test_the_gradient_is_that_of_the_reverse_kl(tmp_path: Path) -> None:
     # of the actions that were sampled: -1/B sum (log pi_T - log pi) grad log pi
     actions = module.kept.token_ids[:, 1]
     sampled = -((log_t - fixed)[actions] * log_pi[actions]).mean()
-    expected = torch.autograd.grad(sampled, parameters, retain_graph=True)
+    expected = torch.autograd.grad(sampled, parameters)
     for got, want in zip(module.gradient, expected, strict=True):
-        torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-4)
-    # over all actions, each as often as the policy takes it: the gradient of KL(pi || pi_T)
-    enumerated = -(fixed.exp() * (log_t - fixed) * log_pi).sum()
-    kl = (log_pi.exp() * (log_pi - log_t)).sum()
-    for got, want in zip(
-        torch.autograd.grad(enumerated, parameters, retain_graph=True), torch.autograd.grad(kl, parameters), strict=True
-    ):
         torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-4)
 
 
@@ -213,26 +182,3 @@ def test_teachers_that_cannot_score_the_samples_are_rejected(tmp_path: Path) -> 
 def test_a_served_teacher_with_a_divergence_needs_its_number_of_tokens() -> None:
     with pytest.raises(ValueError, match="divergence_top_k=None"):
         DistillLightningModule("student", {"far": ServerTeacher(["http://127.0.0.1:1"])}, divergence=ReverseKL())
-
-
-def test_stored_completions_of_a_teacher_are_supervised_rows(tmp_path: Path) -> None:
-    """What `lightrl predict` writes is read by the supervised data module, token for token, and learnt from."""
-    teacher, student = quickstart_model(tmp_path / "teacher", seed=1), quickstart_model(tmp_path / "student")
-    rows, file = [{"prompt": f"{i}+{i}="} for i in range(8)], tmp_path / "predictions.jsonl"
-    data = sums_data(evaluation=Evaluation(predict_prompts=rows, sampling=SamplingParams(max_new_tokens=4)))
-    trainer = quiet_trainer(callbacks=[WeightSync(), PredictionWriter(str(file))])
-    trainer.predict(DistillLightningModule(teacher, {"unused": teacher}), data, return_predictions=False)
-    stored = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [record["prompt"] for record in stored] == [row["prompt"] for row in rows]
-    tokenizer = AutoTokenizer.from_pretrained(student)
-    source = SFTSource(path=str(file), chat_template=False)
-    for (prompt, completion), record in zip(source.tokenized(tokenizer), stored, strict=True):
-        assert prompt == tokenizer(record["prompt"])["input_ids"]
-        assert completion == [*tokenizer(record["completion"])["input_ids"], tokenizer.eos_token_id]
-    module = SFTLightningModule(student, optimizer=lambda params: torch.optim.Adam(params, lr=1e-2))
-    losses = []
-    for epochs in (1, 20):
-        fit = quiet_trainer(max_epochs=epochs, callbacks=[])
-        fit.fit(module, SFTDataModule(train=source, tokenizer=student, batch_size=8))
-        losses.append(fit.callback_metrics["loss/sft"].item())
-    assert losses[1] < 0.5 * losses[0]

@@ -14,59 +14,15 @@ from lightning.pytorch import seed_everything
 from lightrl.algorithms import CriticSpec, PPOLightningModule
 from lightrl.algorithms.settings import Updates
 from lightrl.callbacks import WeightSync
-from lightrl.objectives import (
-    CISPO,
-    CPG,
-    DPPO,
-    GAE,
-    GDPO,
-    GMPO,
-    GSPO,
-    OPO,
-    RLOO,
-    SAPO,
-    VESPO,
-    AdvantageEstimator,
-    Aggregation,
-    ConstantLength,
-    GiGPO,
-    GroupRelative,
-    KLInLoss,
-    KLInReward,
-    KLPenalty,
-    MaxRL,
-    OffPolicyCorrection,
-    OffPolicySequenceMask,
-    PassAtK,
-    PolicyLoss,
-    PPOClip,
-    Reinforce,
-    ReinforcePlusPlus,
-    ReinforcePlusPlusBaseline,
-    RLOOSequence,
-    SequenceMean,
-    SequenceSum,
-    TokenMean,
-    TurnGAE,
-    TurnReturns,
-)
+from lightrl.objectives import RLOO, AdvantageEstimator, GroupRelative, KLInLoss, KLInReward, KLPenalty
 from lightrl.records import Rollouts
+from tests.pairs import features
 from tests.toys import quickstart_model, quiet_trainer, sums_data
 
-ESTIMATORS: list[Callable[[], AdvantageEstimator]] = [
-    *(GAE, GDPO, OPO, RLOO, GroupRelative, MaxRL, Reinforce, ReinforcePlusPlus, ReinforcePlusPlusBaseline),
-    *(lambda: PassAtK(2), lambda: GroupRelative("batch"), lambda: GroupRelative("none"), lambda: RLOO(normalize=True)),
-    *(TurnReturns, TurnGAE, GiGPO),
-]
-LOSSES: list[Callable[[], PolicyLoss]] = [
-    *(PPOClip, CISPO, CPG, DPPO, GMPO, GSPO, SAPO, RLOOSequence, VESPO),
-    *(lambda: OffPolicyCorrection(PPOClip()), lambda: OffPolicySequenceMask(PPOClip())),
-]
-AGGREGATIONS: list[Callable[[], Aggregation]] = [TokenMean, SequenceMean, SequenceSum, lambda: ConstantLength(6)]
-KLS: list[Callable[[], KLPenalty | None]] = [
-    *(lambda: None, lambda: KLInReward("k1"), lambda: KLInLoss("k2"), lambda: KLInLoss("k3")),
-    lambda: KLInLoss("k3", ratio_correction=True),
-]
+ESTIMATORS = [*features.ESTIMATORS.values(), lambda: GroupRelative("none"), lambda: RLOO(normalize=True)]
+LOSSES = [*features.LOSSES.values()]
+AGGREGATIONS = [*features.AGGREGATIONS.values()]
+KLS = [*features.KLS.values(), lambda: KLInLoss("k3")]
 
 
 def allowed(advantage: AdvantageEstimator, kl: KLPenalty | None) -> bool:
