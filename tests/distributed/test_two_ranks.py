@@ -5,6 +5,7 @@ Run as a module, the file is what each of the two does.
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,23 @@ from lightrl.callbacks import EMA, ReferenceSync, WeightSync
 from lightrl.distributed.fsdp2 import FSDP2Strategy
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives import GroupRelative, KLInLoss
+from lightrl.rollout import Ahead
 from lightrl.rollout.learner import RLCallback
 from lightrl.rollout.ptx import PTXSource
 from tests import forks
-from tests.toys import OtherExperts, digits_reward, quickstart_model, quiet_trainer, some_flat, sums_data
+from tests.toys import OtherExperts, ThreadEngine, digits_reward, quickstart_model, quiet_trainer, some_flat, sums_data
 
 TIMES = ("time/", "optim/lr")
+
+
+class Uneven(ThreadEngine):
+    """Hands groups out at different times on different ranks, so that ranks learn from different pieces."""
+
+    async def generate(self, request: Any) -> Any:
+        group = await super().generate(request)
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        await asyncio.sleep(0.05 * ((request.seed + rank) % 2))
+        return group
 
 
 class Record(RLCallback):
@@ -84,6 +96,8 @@ def run(kind: str, path: str, devices: int, strategy: str = "auto") -> Record:
         data = {"rewards": [some_flat], "dynamic_sampling_rounds": 8, **ptx}
     if kind == "experts":
         data["engine"] = OtherExperts()
+    if kind == "ahead":
+        data |= {"engine": Uneven(), "schedule": Ahead()}
     record = Record()
     callbacks = [WeightSync(), record, EMA(0.9), ReferenceSync(every_n_rollouts=1, alpha=0.5)]
     sharded: dict[str, Any] = {
@@ -103,6 +117,7 @@ def run(kind: str, path: str, devices: int, strategy: str = "auto") -> Record:
     [
         ("ppo", "ddp"),
         ("ppo", "context"),  # under FSDP2
+        ("ahead", "ddp"),
         *(pytest.param(*case, marks=pytest.mark.long) for case in (("grpo", "ddp"), ("experts", "context"))),
     ],
 )
@@ -132,8 +147,10 @@ def test_two_ranks_equal_one(kind: str, strategy: str, tmp_path: Path) -> None:
         assert ours.keys() == expected.keys()
         for name in expected.keys() - per_rank:
             assert ours[name] == pytest.approx(expected[name], abs=2e-6, rel=1e-5), name
-    if kind == "grpo":
+    if kind in ("grpo", "ahead"):
         assert any(m["rollout/dropped_groups"] > 0 for m in one.metrics), "the toy must refill"
+    if kind == "ahead":
+        assert [m["rollout/staleness"] for m in one.metrics] == [0, 1]
 
 
 def main(kind: str, path: str, folder: Path, strategy: str) -> None:
