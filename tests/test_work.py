@@ -60,18 +60,6 @@ def test_the_ideal_is_what_a_walk_over_all_tokens_counts(work: Any, model: str) 
     assert found["head"] == 6 * WORDS * HIDDEN * int(response.sum())
 
 
-def test_a_padded_batch_counts_what_its_closed_form_says(work: Any, model: str) -> None:
-    """Every product: a block's linear layers, attention over the rectangle, and the head."""
-    found = work.measure(model, LENGTHS, "padded", 16384, whole=True)["padded"]
-    ids, _, response, _ = work.rows_of(LENGTHS, WORDS)
-    rows, width = ids.shape
-    scores = 14 * HEADS * WIDTH * LAYERS * rows * width**2  # two products forward and five backward
-    assert found["attention_kernels"] == scores
-    linear, head = 6 * LAYERS * BLOCK * rows * width, 6 * WORDS * HIDDEN * int(response.sum())
-    assert found["flops"] == scores + linear + head
-    assert found["tokens"] == rows * width
-
-
 @pytest.mark.parametrize("task", REAL)
 def test_layouts_compute_little_more_than_the_ideal(
     work: Any, model: str, task: str, monkeypatch: pytest.MonkeyPatch

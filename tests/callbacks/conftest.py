@@ -12,6 +12,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightrl.records import Rollouts
 from tests.callbacks.toys import make_rollouts
+from tests.toys import quiet_trainer
 
 
 @pytest.fixture()
@@ -24,18 +25,7 @@ def rollouts() -> Rollouts:
 @pytest.fixture()
 def make_trainer(tmp_path: Path) -> Callable[..., Trainer]:
     def make(*callbacks: Any, **arguments: Any) -> Trainer:
-        defaults = {
-            "accelerator": "cpu",
-            "devices": 1,
-            "max_epochs": 1,
-            "logger": CSVLogger(tmp_path, name="", version=""),
-            "log_every_n_steps": 1,
-            "num_sanity_val_steps": 0,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "use_distributed_sampler": False,
-        }
-        return Trainer(callbacks=list(callbacks), **(defaults | arguments))
+        logged = {"logger": CSVLogger(tmp_path, name="", version=""), "log_every_n_steps": 1}
+        return quiet_trainer(callbacks=list(callbacks), **(logged | arguments))
 
     return make

@@ -83,27 +83,6 @@ def test_the_table_shows_texts_as_they_are_in_the_width_there_is(rollouts: Rollo
     assert "4↵" in text and r"\x1b[2J55" in text  # control characters made visible
 
 
-def test_loggers_that_take_tables_or_text_get_them(
-    rollouts: Rollouts, make_trainer: Callable[..., Any], tmp_path: Path
-) -> None:
-    class TableLogger(CSVLogger):
-        """A logger with W&B's method."""
-
-        log_table = mock.Mock()
-
-    loggers = [CSVLogger(tmp_path / "a"), TableLogger(tmp_path / "b"), TensorBoardLogger(tmp_path / "c")]
-    trainer = make_trainer(CompletionLogger(1, num_samples=1, terminal=False), logger=loggers)
-    with mock.patch.object(loggers[2].experiment, "add_text") as add_text:
-        trainer.fit(LoggingModule(), Loader([rollouts]))
-    TableLogger.log_table.assert_called_once_with(
-        "samples/train",
-        columns=["prompt", "completion", "reward", "advantage", "num_tokens"],
-        data=[["1+1=", "2", 1.0, 4.0, 1]],
-        step=0,
-    )
-    assert add_text.call_args.args[0] == "samples/train" and "| 1+1= | 2 | 1 | 4 | 1 |" in add_text.call_args.args[1]
-
-
 def test_parts_of_the_reward_and_what_functions_logged_are_shown_everywhere(
     rollouts: Rollouts, make_trainer: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -113,7 +92,9 @@ def test_parts_of_the_reward_and_what_functions_logged_are_shown_everywhere(
     rollouts.reward_parts = {"exact": rollouts.rewards, "Judge": torch.tensor([0.5, 0.25, 0.0, 0.0])}
     rollouts.columns = {"answer": [2, 2, 4, 4], "Judge/verdict": ["well done", None, None, None]}
     logger = TableLogger(tmp_path, name="", version="")
-    make_trainer(CompletionLogger(1, num_samples=2), logger=logger).fit(LoggingModule(), Loader([rollouts]))
+    make_trainer(CompletionLogger(1, num_samples=2), logger=[logger, TensorBoardLogger(tmp_path)]).fit(
+        LoggingModule(), Loader([rollouts])
+    )
     table = TableLogger.log_table.call_args.kwargs
     assert table["columns"][5:] == ["reward/exact", "reward/Judge", "Judge/verdict"]
     assert [row[5:] for row in table["data"]] == [[1.0, 0.5, "well done"], [1.0, 0.0, None]]
@@ -124,34 +105,15 @@ def test_parts_of_the_reward_and_what_functions_logged_are_shown_everywhere(
     assert "<span>Judge/verdict</span><span>well done</span>" in page and "<span>Judge</span><span>0.5</span>" in page
 
 
-CHAT = [
-    {"role": "system", "content": "You are a helpful AI assistant named SmolLM"},
-    {"role": "user", "content": "first"},
-    {"role": "assistant", "content": "an answer"},
-    {"role": "user", "content": "What is 47 + 98?"},
-]
-
-
-@pytest.mark.parametrize(
-    ("raw", "want"),
-    [
-        (CHAT, "What is 47 + 98?"),
-        ([*CHAT, {"role": "assistant", "content": "It is"}], "What is 47 + 98?"),
-        ([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}], "[image]\nWhat?"),
-        ([{"role": "system", "content": "Only a system prompt"}], "Only a system prompt"),
-        ("few-shot text", "few-shot text"),
-        (None, "<|im_start|>system..."),
-    ],
-)  # fmt: skip
-def test_the_table_shows_the_last_user_message(raw: Any, want: str) -> None:
-    rollouts = make_rollouts(["<|im_start|>system..."], [["145", "1"]], [[1.0, 0.0]])
-    rollouts.raw_prompts = [] if raw is None else [raw, raw]
-    records = sample_records(rollouts, 1)
-    assert records[0]["question"] == want and records[0]["prompt"] == "<|im_start|>system..."
-    for full, shown in ((False, want), (True, "<|im_start|>system...")):
-        out = io.StringIO()
-        Console(file=out, width=200).print(samples_table(records, "x", 300, full))
-        assert shown.replace("\n", "↵") in out.getvalue()
+def test_the_question_of_a_sample_is_the_last_user_message() -> None:
+    chat = [{"role": "user", "content": text} for text in ("first", "What is 47 + 98?")]
+    parts = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}]
+    system = [{"role": "system", "content": "Only a system prompt"}]
+    for raw, want in ((chat, "What is 47 + 98?"), (parts, "[image]\nWhat?"), (system, "Only a system prompt")):
+        rollouts = make_rollouts(["<|im_start|>system..."], [["145", "1"]], [[1.0, 0.0]])
+        rollouts.raw_prompts = [raw, raw]
+        records = sample_records(rollouts, 1)
+        assert records[0]["question"] == want and records[0]["prompt"] == "<|im_start|>system..."
 
 
 def test_the_evaluation_before_training_is_logged_at_step_minus_one(

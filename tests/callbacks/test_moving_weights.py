@@ -18,7 +18,7 @@ from lightrl.models.spec import LoraSpec, ModelSpec
 from lightrl.objectives import KLInLoss
 from lightrl.rollout import Evaluation
 from lightrl.rollout.ptx import PTXSource
-from tests.toys import SMALL, adam, model_fixture, quiet_trainer, sgd, sums_data
+from tests.toys import SMALL, adam, model_fixture, quiet_trainer, sgd, some_flat, sums_data
 
 model_path = model_fixture(**SMALL)
 
@@ -111,20 +111,12 @@ def test_a_lora_policy_moves_a_reference_of_its_own(model_path: str) -> None:
         torch.testing.assert_close(parameter, merged[name])
 
 
-class SomeFlat:
-    """Groups of prompts with an odd second digit have no spread, so that refills happen."""
-
-    def __call__(self, prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-        score = [sum(c in "02468" for c in text) + i for i, text in enumerate(completions)]
-        return [s if int(p[1]) % 2 == 0 else 1.0 for p, s in zip(prompts, score, strict=True)]
-
-
 @pytest.mark.parametrize("lora", [False, True])
 def test_a_resumed_run_with_every_moving_part_goes_on_exactly(lora: bool, model_path: str, tmp_path: Path) -> None:
     if lora:
         pytest.importorskip("peft")
     rows = [{"prompt": f"{a:02d}+01=", "completion": str(a + 1)} for a in range(10)]
-    data = {"ptx": PTXSource(rows=rows, batch_size=4), "rewards": [SomeFlat()], "dynamic_sampling_rounds": 3}
+    data = {"ptx": PTXSource(rows=rows, batch_size=4), "rewards": [some_flat], "dynamic_sampling_rounds": 3}
 
     def parts() -> tuple[PPOLightningModule, list[Any]]:
         spec = ModelSpec(model_path, lora=LoraSpec(r=2)) if lora else model_path

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.machinery
-import re
 import sys
 import types
 from collections.abc import Callable
@@ -60,23 +59,6 @@ def test_mlflow_gets_a_trace_of_the_run_with_turns_and_feedback(
     assert second.inputs["messages"] == [CONVERSATION[3]] and root.attributes["advantage"] in (4.0, 7.5)
     values = {each.name: each.value for each in one.info.assessments}
     assert values["reward"] == 1.0 and values["reward/judge"] in (0.5, 0.0)
-
-
-def test_trackio_gets_traces_by_the_logger_in_the_docs(
-    conversations: Rollouts, make_trainer: Callable[..., Any], tmp_path: Path, monkeypatch: Any
-) -> None:
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    pytest.importorskip("trackio")
-    storage = pytest.importorskip("trackio.sqlite_storage").SQLiteStorage
-    scope: dict[str, Any] = {}
-    page = (Path(__file__).parents[2] / "docs" / "logging.md").read_text()
-    exec(next(code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "class Trackio" in code), scope)
-    train(scope["TrackioLogger"]("lightrl-tests", tmp_path.name), conversations, make_trainer)
-    found = {one["key"]: one for one in storage.get_traces("lightrl-tests", tmp_path.name)}
-    assert set(found) == {"samples/train/0", "samples/train/1"}
-    one = found["samples/train/0"]
-    assert [turn["role"] for turn in one["messages"]] == ["system", "user", "assistant", "tool", "assistant"]
-    assert one["messages"][2]["tool_calls"] == [CALL] and one["metadata"]["reward/judge"] == 0.5 and one["step"] == 0
 
 
 @pytest.fixture

@@ -9,12 +9,9 @@ import torch
 
 from lightrl.data.preferences import PreferenceLoader, PreferenceSource
 from lightrl.data.prompts import PromptSource
+from tests.data.test_sft import TEMPLATE
 
 ROWS = [{"prompt": "1+1=", "chosen": "2", "rejected": "23"}, {"prompt": "9=", "chosen": "009", "rejected": "5"}]
-TEMPLATE = (
-    "{% for m in messages %}{% if m['role'] == 'assistant' %}>{{ m['content'] }}<eos>\n{% else %}"
-    "({{ m['content'] }}){% endif %}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
-)
 
 
 def loader(pairs: Any, batch_size: int, **kwargs: Any) -> PreferenceLoader:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -140,12 +138,6 @@ def test_any_decoder_works(tmp_path: Path, kind: str) -> None:
     assert engine._cpu_model is None
     groups = run(engine, PROMPTS, SamplingParams(max_new_tokens=16, stop_token_ids=[30, 31, 32]))
     check_logprobs(engine._model, PROMPTS, groups, 1.0, 2e-5)
-
-
-def test_lean_decoder_serves_plain_models(engines: dict[str, TransformersEngine]) -> None:
-    assert {kind: engine._cpu_model is not None for kind, engine in engines.items()} == {
-        "qwen2": True, "llama": True, "qwen3": True, "sliding": False
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "sliding"])
@@ -440,25 +432,6 @@ def test_bfloat16(folders: dict[str, str]) -> None:
 # ------------------------------------------------------------------------------------------- requests join and leave
 
 
-def driven(
-    engine: TransformersEngine,
-    requests: list[GenerationRequest],
-    then: Callable[[CompletionGroup], list[GenerationRequest]] = lambda group: [],
-) -> list[CompletionGroup]:
-    """The groups of requests as they finish, and of those that each finished group leads to, step by step."""
-    engine.add(requests)
-    left, done = len(requests), list[CompletionGroup]()
-    while left:
-        for group in engine.step():
-            done.append(group)
-            following = then(group)
-            if following:
-                engine.add(following)
-            left += len(following) - 1
-    engine.sleep()
-    return done
-
-
 def completions_of(engine: TransformersEngine, request: GenerationRequest) -> list[list[int]]:
     (group,) = engine.generate_all([request])
     assert group.request is request
@@ -486,22 +459,6 @@ def test_requests_of_different_settings_go_together(
         assert [c.token_ids for c in groups[request].completions] == completions_of(engines[kind], request)
     assert {len(c.token_ids) for c in groups[requests[3]].completions} == {12}
     assert min(len(c.token_ids) for c in groups[requests[4]].completions) >= 9
-
-
-@pytest.mark.parametrize("kind", ["qwen2", "sliding"])
-def test_requests_join_while_others_run(engines: dict[str, TransformersEngine], kind: str) -> None:
-    """Each answer asks for the next turn, of another length; all turns are what they would be alone."""
-    sampling = SamplingParams(max_new_tokens=6)
-    turns = itertools.count()
-
-    def then(group: CompletionGroup) -> list[GenerationRequest]:
-        longer = group.request.token_ids + group.completions[0].token_ids + [7]
-        return [GenerationRequest(longer, sampling, seed=100 + turn)] if (turn := next(turns)) < 10 else []
-
-    done = driven(engines[kind], [GenerationRequest(ids, sampling, seed=i) for i, ids in enumerate(PROMPTS)], then)
-    assert len(done) == 15
-    for group in done:
-        assert [c.token_ids for c in group.completions] == completions_of(engines[kind], group.request)
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "sliding"])

@@ -11,7 +11,6 @@ from lightrl.environments.endpoint.anthropic_messages import Messages
 from lightrl.environments.endpoint.openai_apis import ChatCompletions
 from lightrl.environments.endpoint.requests import RefusedError
 from lightrl.environments.endpoint.responses import Responses
-from lightrl.records import SamplingParams
 from tests.environments.test_endpoint import ASK, Engine, play
 
 APIS: Any = {
@@ -70,26 +69,3 @@ def test_the_chat_templates_variables_are_those_of_the_run() -> None:
 
     assert asked({"enable_thinking": False}, template_kwargs={"enable_thinking": False}) is None
     assert "episode.template_kwargs" in asked({"enable_thinking": False})
-
-
-def test_rejected_requests_are_counted_and_told_and_ignored_parameters_are_named_once() -> None:
-    def main(row: Any, base_url: str, api_key: str) -> float:
-        client = openai.OpenAI(base_url=base_url, api_key=api_key)
-        asks: dict[str, Any] = {"model": "m", "messages": ASK}
-        for more in ({"audio": {"format": "wav"}}, {"messages": []}):
-            with pytest.raises(openai.BadRequestError):
-                client.chat.completions.create(**{**asks, **more})
-        client.chat.completions.create(**asks, temperature=0.2, logit_bias={"5": 1}, max_completion_tokens=20)
-        client.chat.completions.create(**asks, temperature=0.2)
-        return 1.0
-
-    engine = Engine("Hi")
-    with pytest.warns(UserWarning) as warned:
-        trajectories = play(main, engine, number=2)
-    said = [str(warning.message) for warning in warned]
-    for trajectory in trajectories:
-        assert trajectory.metrics["refused_requests"] == 2
-        assert trajectory.metrics["ignored_parameters"] == 3
-    for cause in ("audio=", "messages: must not be empty", "temperature", "logit_bias"):
-        assert len([text for text in said if cause in text]) == 1, (cause, said)
-    assert all(request.sampling in (SamplingParams(max_new_tokens=n) for n in (20, 300)) for request in engine.asked)

@@ -43,11 +43,6 @@ def by_module_settings(base_url: str, api_key: str) -> Callable[[Any], Any]:
     return lambda messages: chat(openai, messages)
 
 
-def by_environment(base_url: str, api_key: str) -> Callable[[Any], Any]:
-    os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"] = base_url, api_key
-    return lambda messages: chat(openai.OpenAI(), messages)
-
-
 class Default:
     client: Any = None
 
@@ -62,14 +57,10 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openai, "api_key", None)
     monkeypatch.setattr(openai, "base_url", None)
     monkeypatch.setattr(openai, "_client", None, raising=False)
-    monkeypatch.setenv("OPENAI_API_KEY", "")
-    monkeypatch.setenv("OPENAI_BASE_URL", "")
 
 
 @pytest.mark.usefixtures("restored")
-@pytest.mark.parametrize(
-    ("configure", "late"), [(by_module_settings, False), (by_environment, True), (by_default_client, True)]
-)
+@pytest.mark.parametrize(("configure", "late"), [(by_module_settings, False), (by_default_client, True)])
 def test_programs_that_set_a_client_of_the_whole_process_end_the_run(configure: Any, late: bool) -> None:
     everyone = threading.Barrier(3)
 

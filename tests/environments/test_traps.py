@@ -7,16 +7,13 @@ import re
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM
 
-from lightrl.algorithms import TrajectoryLayout
 from lightrl.callbacks.logprob_checks import LedgerMismatchError, TrajectoryLogprobCheck, logprob_mismatches
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.environments import Ledger, Reply
 from lightrl.environments.bridges import TemplateBridge
 from lightrl.environments.renderers import make_renderer
-from lightrl.objectives import ConstantLength, SequenceMean, SequenceSum, TokenMean
 from lightrl.records import Completion, CompletionGroup, EngineContext, GenerationRequest, SamplingParams, Trajectory
 from tests.environments.families import FAMILIES, make_tokenizer
 from tests.environments.scripted import Script, ScriptedAttempts, Turn, alone, call, mismatches, play, spell
@@ -88,15 +85,6 @@ def test_renderers_of_known_families_keep_every_id(family: str, renderer: str, l
 def test_a_folders_model_has_no_renderer_unless_it_is_named() -> None:
     pytest.importorskip("renderers")
     assert make_renderer(QWEN, None) is None  # a folder's tokenizer has no name that the package knows
-
-
-def test_dividing_by_a_trajectorys_tokens_is_done_by_the_one_aggregation_that_says_so() -> None:
-    """Where it is, a failure of four tokens counts a quarter per token of what one of a single token does."""
-    layout = TrajectoryLayout(torch.tensor([0, 0, 1]), torch.tensor([[1, 1, 0], [1, 1, 0], [0, 1, 0]]).bool())
-    for aggregation in (TokenMean(), ConstantLength(4), SequenceSum()):
-        weights = layout.split(aggregation.weights(layout.mask))
-        assert len(set(weights[weights != 0].tolist())) == 1, type(aggregation).__name__
-    assert layout.split(SequenceMean().weights(layout.mask))[:, 1].tolist() == [0.25, 0.25, 1.0]
 
 
 @pytest.fixture(scope="module")

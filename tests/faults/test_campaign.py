@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.campaign import OPEN, SPACING, WORST, Campaign, Verdict, cases, judged, table
+from tests.faults.campaign import Campaign, Verdict, judged, table
 from tests.faults.injection import Case
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -51,16 +51,6 @@ contained(work)
         start = time.monotonic()
         run.kill()
         assert run.stdout.read() == b"" and time.monotonic() - start < 60, "someone still holds it open"
-
-
-def test_the_slow_engines_cases_are_spread_and_the_worst_come_first() -> None:
-    drawn = cases(317, seed=0)
-    cores = [number for number, case in enumerate(drawn) if case.victim == "core"]
-    assert cores[:3] == [SPACING - 1, 2 * SPACING - 1, 3 * SPACING - 1]
-    assert {(drawn[n].fault, drawn[n].place) for n in cores[: len(WORST) * len(OPEN)]} == {
-        (fault, place) for fault in WORST for place in OPEN
-    }
-    assert len({case.kind for case in drawn}) == len(drawn), "no kind twice before all were had"
 
 
 def test_a_fault_that_was_not_injected_is_named_and_does_not_count(tmp_path: Path) -> None:

@@ -9,11 +9,9 @@ import math
 import time
 
 import pytest
-import yaml
-from jsonargparse import ArgumentParser
 from PIL import Image
 
-from lightrl.rewards import Criterion, GroupRanking, RegexFormat, RewardError, RewardScorer, Rubric
+from lightrl.rewards import Criterion, GroupRanking, RegexFormat, RewardError, Rubric
 from lightrl.rewards.chat import read_json
 from tests.rewards.conftest import Loopback, scored
 
@@ -243,27 +241,6 @@ def test_any_address_and_any_request_body(grader):
     extra = {"max_tokens": None, "max_completion_tokens": 9, "response_format": None, "temperature": None}
     score(GroupRanking(base, "m", extra=extra), ["a"])
     assert set(grader.bodies[0]) == {"model", "messages", "max_completion_tokens"}
-
-
-def test_a_rubric_in_yaml(grader):
-    text = f"""
-    functions:
-      - class_path: Rubric
-        init_args:
-          url: {grader.url}
-          model: judge
-          price: [2.0, 10.0]
-          retries: 1
-          criteria:
-            long: {{question: "Is it long?"}}
-            format: {{weight: 0.5, reward: {{class_path: RegexFormat, init_args: {{pattern: "a+"}}}}}}
-            own: {{weight: 0, reward: "{__file__}:short"}}
-    """
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(RewardScorer, "scorer")
-    scorer = parser.instantiate(parser.parse_object({"scorer": yaml.safe_load(text)})).scorer
-    rubric = scorer._functions[0].function
-    assert score(rubric, ["aaa"]).total == [pytest.approx(0.3 + 0.5)]
 
 
 def test_a_criterion_without_a_source_or_a_judge_is_rejected():
