@@ -28,7 +28,9 @@ QUICKSTART_MODEL = Path(__file__).parent.parent / "configs" / "quickstart" / "mo
 SMALL: dict[str, Any] = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32}
 
 
-def quickstart_model(folder: Path, seed: int = 0, family: str = "Qwen2", **config: Any) -> str:
+def quickstart_model(
+    folder: Path, seed: int = 0, family: str = "Qwen2", head: str = "ForCausalLM", **config: Any
+) -> str:
     """The quickstart's tokenizer and sizes with random weights, wide enough that answers differ."""
     torch.manual_seed(seed)
     if "num_hidden_layers" in config:
@@ -37,7 +39,7 @@ def quickstart_model(folder: Path, seed: int = 0, family: str = "Qwen2", **confi
     if family != "Qwen2":
         sizes = {name: value for name, value in cfg.to_dict().items() if name not in ("model_type", "architectures")}
         cfg = getattr(transformers, f"{family}Config")(**sizes | config)  # what a Qwen2 has not, too
-    getattr(transformers, f"{family}ForCausalLM")(cfg).save_pretrained(folder)
+    getattr(transformers, family + head)(cfg).save_pretrained(folder)
     AutoTokenizer.from_pretrained(QUICKSTART_MODEL).save_pretrained(folder)
     return str(folder)
 

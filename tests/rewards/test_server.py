@@ -122,54 +122,42 @@ def test_what_serve_reward_refuses(monkeypatch):
             serve_reward(**kwargs)
 
 
-def save_model(folder, kind: str):
-    """A tiny model of a class of transformers with its tokenizer, saved; returns the model."""
-    tokenizers = pytest.importorskip("tokenizers")
-    import torch
-    import transformers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config
+@pytest.fixture
+def scores(tmp_path):
+    """The folder of a reward model."""
+    from tests.toys import SMALL, quickstart_model
 
-    vocabulary = {"[PAD]": 0, "[UNK]": 1, "pp": 2, "a": 3, "b": 4}
-    core = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
-    core.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=core, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(folder)
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = Qwen2Config(vocab_size=6, num_key_value_heads=2, num_labels=1, pad_token_id=0, **sizes)
-    torch.manual_seed(0)
-    model = getattr(transformers, kind)(config).eval()
-    model.save_pretrained(folder)
-    return model
+    return quickstart_model(tmp_path, head="ForSequenceClassification", num_labels=1, **SMALL)
 
 
-def test_texts_without_tokens_are_not_scored_and_a_broken_model_is_an_error(tmp_path):
+def test_texts_without_tokens_are_not_scored_and_a_broken_model_is_an_error(scores):
     from lightrl.rewards.server import ModelReward
 
-    save_model(tmp_path, "Qwen2ForSequenceClassification")
-    reward = ModelReward(str(tmp_path))
-    (alone,) = reward(["pp"], [" a"])
-    assert reward(["", "pp", " "], ["", " a", ""]) == [None, pytest.approx(alone), None]
+    reward = ModelReward(scores)
+    (alone,) = reward(["12"], ["3"])
+    assert reward(["", "12"], ["", "3"]) == [None, pytest.approx(alone)]
     assert reward([""], [""]) == [None]
     reward.model.model.score.weight.data.fill_(math.nan)
-    values = reward(["pp", ""], [" a", ""])
+    values = reward(["12", ""], ["3", ""])
     assert math.isnan(values[0]) and values[1] is None  # the scorer refuses the former
 
 
 @pytest.mark.slow
-def test_a_sequence_classification_model_is_served(serve, tmp_path):
+def test_a_sequence_classification_model_is_served(serve, scores):
     import torch
-    from transformers import AutoTokenizer
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     from lightrl.rewards.server import ModelReward
 
-    model = save_model(tmp_path, "Qwen2ForSequenceClassification")
-    completions = [" a", " a b b", " b"]
-    tokens = [AutoTokenizer.from_pretrained(tmp_path)("pp" + text)["input_ids"] for text in completions]
+    model = AutoModelForSequenceClassification.from_pretrained(scores)
+    completions = ["3", "345", "6"]
+    tokens = [AutoTokenizer.from_pretrained(scores)("12" + text)["input_ids"] for text in completions]
     expected = [model(torch.tensor([row])).logits.item() for row in tokens]  # each alone, without padding
     assert len(set(expected)) == 3
-    reward = ModelReward(str(tmp_path))  # unequal lengths share a batch
-    assert reward(["pp"] * 3, completions) == pytest.approx(expected, abs=1e-6)
-    short = ModelReward(str(tmp_path), max_length=2)(["pp"], completions[1:2])  # loses its start
-    assert len(tokens[1]) > 2
+    reward = ModelReward(scores)  # unequal lengths share a batch
+    assert reward(["12"] * 3, completions) == pytest.approx(expected, abs=1e-6)
+    short = ModelReward(scores, max_length=2)(["12"], completions[1:2])  # loses its start
     assert short == pytest.approx([model(torch.tensor([tokens[1][-2:]])).logits.item()], abs=1e-6)
-    server = serve("length", reward=None, model=str(tmp_path))
-    assert scored(RemoteReward(server.url), completions).total == pytest.approx(expected, abs=1e-6)
+    server = serve("length", reward=None, model=scores)
+    found = scored(RemoteReward(server.url), completions, prompts=["12"] * 3)
+    assert found.total == pytest.approx(expected, abs=1e-6)

@@ -20,7 +20,6 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from lightning.pytorch import Callback, seed_everything
-from transformers import AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassification
 
 from lightrl import algorithms, callbacks, objectives
 from lightrl.algorithms import (
@@ -39,7 +38,7 @@ from lightrl.models.spec import LoraSpec, ModelSpec
 from lightrl.rollout import Evaluation
 from tests.sim.device import HOST_READS, on_sim
 from tests.sim.names import KINDS, NAMED
-from tests.toys import QUICKSTART_MODEL, SMALL, adam, quickstart_model, quiet_trainer, sums_data
+from tests.toys import SMALL, adam, quickstart_model, quiet_trainer, sums_data
 
 CASES: dict[str, Callable[[Path], None]] = {}
 
@@ -68,14 +67,6 @@ class Reads(Callback):
 @functools.cache
 def model_path() -> str:
     return quickstart_model(Path(tempfile.mkdtemp()), **SMALL)
-
-
-def scalar_model(folder: Path) -> str:
-    """A reward model of the quickstart's sizes."""
-    config = Qwen2Config.from_pretrained(QUICKSTART_MODEL, num_labels=1, layer_types=["full_attention"], **SMALL)
-    Qwen2ForSequenceClassification(config).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(QUICKSTART_MODEL).save_pretrained(folder)
-    return str(folder)
 
 
 def half_right(completions: list[str], **_: Any) -> list[float]:
@@ -156,51 +147,26 @@ for _layout in ("padded", "packed", "shared_prefix"):
 # ---- models --------------------------------------------------------------------------------------------------------
 
 
-@case("lora")
-def _(folder: Path) -> None:
-    fit(grpo(ModelSpec(model_path(), lora=LoraSpec(r=2))))
-
-
-@case("gradient checkpointing")
-def _(folder: Path) -> None:
-    fit(ppo(ModelSpec(model_path(), gradient_checkpointing=True)))
-
-
-@case("shared critic")
-def _(folder: Path) -> None:
-    fit(ppo(critic=CriticSpec(shared=True)))
+SHAPING = Shaping(advantage_clip=1.0, reward_clip=1.0, mask_truncated=True, top_entropy_fraction=0.5)
+CASES |= {
+    "lora": lambda _: fit(grpo(ModelSpec(model_path(), lora=LoraSpec(r=2)))),
+    "gradient checkpointing": lambda _: fit(ppo(ModelSpec(model_path(), gradient_checkpointing=True))),
+    "shared critic": lambda _: fit(ppo(critic=CriticSpec(shared=True))),
+    "frozen reference in bfloat16": lambda _: fit(grpo(reference=ModelSpec(model_path(), dtype="bfloat16"))),
+    "bf16-mixed": lambda _: fit(ppo(), precision="bf16-mixed"),
+    "bf16-true": lambda _: fit(grpo(ModelSpec(model_path(), dtype="bfloat16")), precision="bf16-true"),
+    "masks, clips and an entropy bonus": lambda _: fit(
+        ppo(extra_losses=ExtraLosses(entropy_coef=0.01), shaping=SHAPING, updates=Updates(max_grad_norm=0.1))
+    ),
+    "adaptive KL": lambda _: fit(ppo(kl=objectives.KLInReward("k1")), more=[callbacks.AdaptiveKL()]),
+    "linear KL": lambda _: fit(grpo(kl=objectives.KLInLoss()), more=[callbacks.LinearKL(0.1, 0.0, 4)]),
+}
 
 
 @case("critic and reference of their own")
 def _(folder: Path) -> None:
     spec = ModelSpec(quickstart_model(folder, seed=1, **SMALL))
     fit(ppo(critic=CriticSpec(spec), reference=spec, kl=objectives.KLInReward("k1")))
-
-
-@case("frozen reference in bfloat16")
-def _(folder: Path) -> None:
-    fit(grpo(reference=ModelSpec(model_path(), dtype="bfloat16")))
-
-
-@case("bf16-mixed")
-def _(folder: Path) -> None:
-    fit(ppo(), precision="bf16-mixed", sync=True)
-
-
-@case("bf16-true")
-def _(folder: Path) -> None:
-    fit(grpo(ModelSpec(model_path(), dtype="bfloat16")), precision="bf16-true")
-
-
-@case("masks, clips and an entropy bonus")
-def _(folder: Path) -> None:
-    fit(
-        ppo(
-            extra_losses=ExtraLosses(entropy_coef=0.01),
-            shaping=Shaping(advantage_clip=1.0, reward_clip=1.0, mask_truncated=True, top_entropy_fraction=0.5),
-            updates=Updates(max_grad_norm=0.1),
-        )
-    )
 
 
 @case("vision")
@@ -273,7 +239,7 @@ def _(folder: Path) -> None:
         quiet_trainer(**on_sim(), callbacks=own).fit(module, sums_data(rollouts_per_epoch=3, rewards=[sampled], **data))
         return module
 
-    judge = scalar_model(folder)
+    judge = quickstart_model(folder, head="ForSequenceClassification", num_labels=1, **SMALL)
     plain = run()
     assert seen == {phase: {"sim"} for phase in ("sampled", "updated", "not updated", "evaluated")}
     seen.clear()
@@ -281,16 +247,6 @@ def _(folder: Path) -> None:
     assert seen == {"sampled": {"cpu"}, "updated": {"sim"}, "not updated": {"cpu"}, "evaluated": {"sim"}}
     for a, b in zip(plain.parameters(), moved.parameters(), strict=True):
         assert torch.equal(a.cpu(), b.cpu())
-
-
-@case("adaptive KL")
-def _(folder: Path) -> None:
-    fit(ppo(kl=objectives.KLInReward("k1")), more=[callbacks.AdaptiveKL()])
-
-
-@case("linear KL")
-def _(folder: Path) -> None:
-    fit(grpo(kl=objectives.KLInLoss()), more=[callbacks.LinearKL(0.1, 0.0, 4)])
 
 
 @case("checkpoint and resume")
