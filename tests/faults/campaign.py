@@ -43,13 +43,12 @@ from typing import Any
 
 import psutil
 import torch
-import yaml
 
 from lightrl.checkpoints.files import verify
 from tests.faults.containment import adopt_orphans, contained, die_with_parent, libc_call
 from tests.faults.injection import Case, be_the_run
 from tests.ports import held_port
-from tests.toys import SMALL, quickstart_model
+from tests.toys import SMALL, quickstart_model, write_run
 
 ROLLOUTS, PROMPTS = 4, 4
 BOUND = 90.0
@@ -162,17 +161,10 @@ def write_config(folder: Path, kept: Path, model: str, victim: str, *, patience:
         },
     ]
     logger = {"class_path": "CSVLogger", "init_args": {"save_dir": "logs", "name": "", "version": "run"}}
-    trainer = {"accelerator": "cpu", "devices": 1, "max_epochs": 2, "logger": logger, "callbacks": callbacks}
-    trainer |= {"enable_progress_bar": False, "enable_model_summary": False}
-    data = {
-        "prompts": {"rows": [{"prompt": f"{a}+{b}="} for a in range(4) for b in range(4)]},
-        "rewards": [{"class_path": f"{name}.Reward"}],
-        "engine": "TransformersEngine",
-        "sampling": {"max_new_tokens": 3},
-        "group_size": 2,
-        "prompts_per_rollout": PROMPTS,
-        "rollouts_per_epoch": ROLLOUTS // 2,
-    }
+    trainer = {"max_epochs": 2, "logger": logger, "callbacks": callbacks, "enable_checkpointing": True}
+    rows = [{"prompt": f"{a}+{b}="} for a in range(4) for b in range(4)]
+    data = {"prompts": {"rows": rows}, "rewards": [{"class_path": f"{name}.Reward"}]}
+    data |= {"prompts_per_rollout": PROMPTS, "rollouts_per_epoch": ROLLOUTS // 2}
     if victim.startswith("rank"):
         strategy = {"class_path": "DDPStrategy", "init_args": {"timeout": "0:00:10"}}
         trainer |= {"devices": 2, "strategy": strategy}
@@ -188,15 +180,8 @@ def write_config(folder: Path, kept: Path, model: str, victim: str, *, patience:
         arguments = {"url": f"http://127.0.0.1:{_port(kept, 'reward')}/score", "timeout": 3.0, "retries": 5}
         data["rewards"].append({"class_path": "RemoteReward", "init_args": arguments | {"backoff": 0.2}})
     optimizer = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-3, "weight_decay": 0.0}}
-    config = {
-        "trainer": trainer,
-        "model": {
-            "class_path": "PPOLightningModule",
-            "init_args": {"actor": model, "ppo_epochs": 1, "optimizer": optimizer},
-        },
-        "data": {"class_path": "RolloutDataModule", "init_args": data},
-    }
-    (folder / "run.yaml").write_text(yaml.safe_dump(config))
+    learner = {"actor": model, "ppo_epochs": 1, "optimizer": optimizer}
+    write_run(folder / "run.yaml", model, "PPOLightningModule", trainer=trainer, model=learner, data=data)
 
 
 def _port(kept: Path, name: str) -> int:
