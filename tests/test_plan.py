@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightrl.algorithms import CriticSpec, GRPOLightningModule, PPOLightningModule
 from lightrl.callbacks import WeightSync
@@ -21,7 +19,6 @@ from lightrl.cli import main
 from lightrl.cli.plan.memory import (
     ModelSize,
     Plan,
-    activations,
     host_memory,
     measure_model,
     memory,
@@ -29,10 +26,7 @@ from lightrl.cli.plan.memory import (
     trained_parameters,
 )
 from lightrl.cli.plan.time import step_seconds
-from lightrl.models.loading import load_causal_lm
-from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import LoraSpec, ModelSpec
-from tests.rows import as_rows
 from tests.toys import quickstart_model, quiet_trainer, sums_data
 
 QWEN_1_5B = {
@@ -83,55 +77,6 @@ def test_weights_gradients_and_optimizer_are_those_of_a_run(algorithm: str, tmp_
     for name in ("weights", "gradients", "optimizer"):
         assert parts[name] == pytest.approx(getattr(held, name), rel=0.01), name
     assert parts["reference"] == held.frozen
-
-
-@contextmanager
-def saved_bytes(model: nn.Module) -> Iterator[dict[int, int]]:
-    """Storage -> bytes of what autograd keeps, weights left out."""
-    own = {p.untyped_storage()._cdata for p in model.parameters()}
-    saved: dict[int, int] = {}
-    kept = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept.append(tensor)  # a storage that is freed could lend its address to another
-        if tensor.untyped_storage()._cdata not in own:
-            saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        yield saved
-
-
-@pytest.mark.parametrize(
-    ("precision", "checkpointing", "family"),
-    [
-        *[(p, c, "Qwen2") for p in ("32-true", "bf16-mixed") for c in (False, True)],
-        *[(p, False, "Olmoe") for p in ("32-true", "bf16-mixed")],
-    ],
-)
-def test_activations_are_about_those_of_a_forward(
-    precision: Any, checkpointing: bool, family: str, tmp_path: Path
-) -> None:
-    """Within a quarter: the layouts keep some index tensors, and checkpointing a block's arguments."""
-    experts = {"num_experts": 4, "num_experts_per_tok": 2} if family == "Olmoe" else {}
-    path = quickstart_model(tmp_path, family=family, **experts)
-    mixed = precision == "bf16-mixed"
-    model = PolicyModel(
-        load_causal_lm(ModelSpec(path, gradient_checkpointing=checkpointing), trainable=True), layout="packed"
-    )
-    rows, length = 16, 64
-    ids = torch.randint(3, 20, (rows, length))
-    mask = torch.ones(rows, length, dtype=torch.bool)
-    response = mask.clone()
-    response[:, :8] = False
-    with saved_bytes(model) as saved, torch.autocast("cpu", torch.bfloat16, enabled=mixed, cache_enabled=False):
-        out = model(as_rows(ids, mask, response))
-    assert out.logprobs.requires_grad
-    size = measure_model(path, compute=torch.bfloat16 if mixed else torch.float32)
-    case = Plan(size, critic=False, precision=precision, micro_batch_tokens=rows * length, checkpointing=checkpointing)
-    block = size.saved_per_token * rows * length + size.saved_weights
-    expected = activations(case) - block * checkpointing  # the block at work comes in the backward only
-    assert sum(saved.values()) == pytest.approx(expected, rel=0.25)
 
 
 def test_parts_under_each_strategy(big: str) -> None:

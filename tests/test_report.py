@@ -50,17 +50,6 @@ def test_the_page_is_whole_and_needs_nothing_else(tmp_path: Path, capsys: pytest
     assert "before training" in text and "after rollout 6" in text and "reward 1 ↑" in text
 
 
-def test_prompts_whose_completion_changed_come_first(tmp_path: Path) -> None:
-    same = [sample(step, "eval", f"same {i}", "c", 0.0) for step in (0, 9) for i in range(20)]
-    moved = [sample(0, "eval", "better", "7", 0.0), sample(9, "eval", "better", "2", 1.0)]
-    asked = [{**each, "question": "1+1=?", "prompt": f"<|user|>{each['prompt']}"} for each in moved]
-    samples = sorted([*same, *asked], key=lambda record: record["step"])
-    page = report(write_run(tmp_path, training(0, 10), samples)).read_text()
-    assert "1 of 21 completions changed: 1 have a higher reward, 0 a lower reward" in page
-    assert "<pre>1+1=?</pre>" in page and "<summary>full prompt</summary><pre>&lt;|user|&gt;better" in page
-    assert "same 1" not in page
-
-
 def test_a_run_cut_short_is_read_up_to_the_cut(tmp_path: Path) -> None:
     write_run(tmp_path, training(0, 3), [sample(0, "train", "p", "c", None)])
     with (tmp_path / "metrics.csv").open("a") as file:

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
+from lightning.pytorch.loggers import WandbLogger
 
 from lightrl.callbacks.completion_logger import CompletionLogger
 from lightrl.callbacks.traces import log_traces
@@ -41,24 +41,6 @@ def conversations(rollouts: Rollouts) -> Rollouts:
 def train(logger: Any, rollouts: Rollouts, make_trainer: Callable[..., Any]) -> None:
     callback = CompletionLogger(1, num_samples=2, terminal=False)
     make_trainer(callback, logger=logger).fit(LoggingModule(), Loader([rollouts]))
-
-
-def test_mlflow_gets_a_trace_of_the_run_with_turns_and_feedback(
-    conversations: Rollouts, make_trainer: Callable[..., Any], tmp_path: Path
-) -> None:
-    mlflow = pytest.importorskip("mlflow", minversion="3.0")
-    logger = MLFlowLogger("tests", tracking_uri=f"sqlite:///{tmp_path}/mlflow.db", save_dir=str(tmp_path / "mlruns"))
-    train(logger, conversations, make_trainer)
-    found = mlflow.search_traces(locations=[logger.experiment_id], return_type="list")
-    assert len(found) == 2 and {one.info.trace_metadata["mlflow.sourceRun"] for one in found} == {logger.run_id}
-    one = next(one for one in found if one.info.tags["reward"] == "1.0")
-    root, first, second = one.data.spans
-    assert [turn["content"] for turn in root.inputs["messages"]] == ["Be brief.", "[image]\n1+1? <|im_end|> 😀"]
-    assert [turn["role"] for turn in root.outputs["messages"]] == ["assistant", "tool", "assistant"]
-    assert first.outputs["choices"][0]["message"]["tool_calls"] == [CALL]
-    assert second.inputs["messages"] == [CONVERSATION[3]] and root.attributes["advantage"] in (4.0, 7.5)
-    values = {each.name: each.value for each in one.info.assessments}
-    assert values["reward"] == 1.0 and values["reward/judge"] in (0.5, 0.0)
 
 
 @pytest.fixture

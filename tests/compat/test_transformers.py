@@ -12,10 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from transformers import (
-    AutoModel,
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    Idefics3Config,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaModel,
@@ -31,13 +28,6 @@ def llama(**settings: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**SIZES, intermediate_size=8, num_attention_heads=2, **settings))
 
 
-def test_the_attention_that_was_set_is_the_one_that_is_read() -> None:
-    model = llama()
-    for name in ("eager", "sdpa"):
-        model.set_attn_implementation(name)
-        assert compat.attention_implementation(model.config) == name
-
-
 def test_renamed_parts_have_the_names_of_this_release() -> None:
     model, ids = llama(), torch.tensor([[1, 2, 3]])
     with warnings.catch_warnings():
@@ -48,13 +38,6 @@ def test_renamed_parts_have_the_names_of_this_release() -> None:
         compat.checkpoint_activations(model, {"use_reentrant": False})
     torch.testing.assert_close(last, model(ids).logits[0, -1])
     assert any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-
-
-def test_the_class_that_an_auto_class_makes() -> None:
-    config = llama().config
-    assert compat.model_class(AutoModel, config) is LlamaModel
-    assert compat.model_class(AutoModelForCausalLM, config) is LlamaForCausalLM
-    assert compat.model_class(AutoModelForSequenceClassification, Idefics3Config()) is None
 
 
 def test_a_class_made_here_has_from_config() -> None:
