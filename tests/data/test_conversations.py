@@ -13,12 +13,9 @@ from lightrl.data.preferences import PreferenceSource
 from lightrl.data.prompts import PromptMixture, PromptSource, rendered_like
 from lightrl.data.sft import SFTDataModule, SFTLoader, SFTRows, SFTSource
 from lightrl.data.templates import as_messages, render_prompt
-from lightrl.engines.transformers.engine import TransformersEngine
-from lightrl.records import SamplingParams
 from lightrl.rollout import Evaluation
-from lightrl.rollout.datamodule import RolloutDataModule
 from tests.environments.families import FAMILIES, make_tokenizer
-from tests.toys import digits_reward
+from tests.toys import sums_data
 
 NUMBERS = {"a": {"type": "integer"}, "b": {"type": "integer"}}
 ADD = {"name": "add", "parameters": {"type": "object", "properties": NUMBERS}}
@@ -362,23 +359,10 @@ def test_keys_of_other_rows_reach_no_template(kind: str, tmp_path: Path) -> None
 # ---- names and settings of the data module -----------------------------------------------------------------------
 
 
-def data_module(**arguments: Any) -> RolloutDataModule:
-    engine = TransformersEngine()
-    return RolloutDataModule(
-        **{
-            "prompts": [{"prompt": "1+1="}],
-            "rewards": [digits_reward],
-            "engine": engine,
-            "sampling": SamplingParams(max_new_tokens=8),
-            **arguments,
-        }
-    )
-
-
 def test_evaluation_and_prediction_get_the_settings_of_prompts() -> None:
     prompts = PromptSource(rows=[{"prompt": "?"}], template_kwargs={"enable_thinking": False})
     others: dict[str, Any] = {"a": PromptSource(rows=[{"prompt": "?"}]), "b": [{"prompt": "?"}]}
-    data = data_module(prompts=prompts, evaluation=Evaluation(others, predict_prompts=[{"prompt": "?"}]))
+    data = sums_data(prompts=prompts, evaluation=Evaluation(others, predict_prompts=[{"prompt": "?"}]))
     assert len(data.eval_sources) == 3
     for source in data.eval_sources.values():
         assert source.template_kwargs == {"enable_thinking": False}  # type: ignore[union-attr]
