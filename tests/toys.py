@@ -13,7 +13,7 @@ import transformers
 import yaml
 from lightning.pytorch import Trainer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config
 
 from lightrl.callbacks import WeightSync
 from lightrl.compat.transformers import router_modules
@@ -26,6 +26,24 @@ from lightrl.rollout.learner import RLCallback
 
 QUICKSTART_MODEL = Path(__file__).parent.parent / "configs" / "quickstart" / "model"
 SMALL: dict[str, Any] = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32}
+
+
+VOCAB = 97
+SIZES: dict[str, Any] = {
+    **{"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256},
+    **{"initializer_range": 0.2, "pad_token_id": 0},
+}
+
+
+def build(kind: str, head: str = "ForCausalLM", seed: int = 0, **changes: Any) -> Any:
+    """A small model of a family of transformers, such as `qwen2` and `Gemma3Text`, with wide random weights."""
+    torch.manual_seed(seed)
+    name = kind[0].upper() + kind[1:]
+    window = {"sliding_window": 6} if kind == "mistral" else {}
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **window, **changes})
+    head = "LMHeadModel" if name == "GPT2" else head
+    return getattr(transformers, name.removesuffix("Text") + head)(config)
 
 
 def quickstart_model(
@@ -72,22 +90,11 @@ def bandit_model(folder: Path, num_actions: int, seed: int = 0) -> str:
     tokenizer.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="a0", eos_token="a0", unk_token="a0")
     fast.save_pretrained(folder)
-    torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=num_actions,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=16,
-        tie_word_embeddings=False,
-        initializer_range=0.3,
-        pad_token_id=None,  # else its embedding, which is the prompt here, would be zero
-        eos_token_id=0,
-        bos_token_id=0,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 1, "max_position_embeddings": 16}
+    # With a pad token its embedding, which is the prompt here, would be zero.
+    ends: dict[str, Any] = {"pad_token_id": None, "eos_token_id": 0, "bos_token_id": 0, "tie_word_embeddings": False}
+    build("qwen2", seed=seed, vocab_size=num_actions, initializer_range=0.3, **sizes, **ends).save_pretrained(folder)
     return str(folder)
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from lightrl.records import Prompts, SamplingParams
+from tests.toys import build
 
 torch.set_num_threads(1)
 
@@ -42,15 +43,9 @@ def build_model(folder: Path, *, tied: bool, seed: int = 0, vocab_size: int = 50
 
     The vocabulary of 50 is no multiple of 64: vLLM pads it, and the padding must not pass for a missing weight.
     """
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    config = Qwen2Config(
-        vocab_size=vocab_size, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=256, tie_word_embeddings=tied, bos_token_id=2, eos_token_id=EOS,
-        pad_token_id=0, initializer_range=0.2,
-    )  # fmt: skip
-    torch.manual_seed(seed)
-    model = Qwen2ForCausalLM(config).eval()
+    sizes = {"vocab_size": vocab_size, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 1, "bos_token_id": 2, "eos_token_id": EOS}
+    model: torch.nn.Module = build("qwen2", seed=seed, tie_word_embeddings=tied, **sizes).eval()
     model.save_pretrained(folder)
     save_tokenizer(folder, CHARACTERS)
     return model

@@ -7,23 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
-    Lfm2Config,
-    Lfm2ForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoModelForCausalLM
 
 from lightrl.engines.transformers.cpu_decoder import CPUDecoder
 from lightrl.engines.transformers.decoders import CacheDecoder
@@ -31,6 +15,7 @@ from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.engines.transformers.sampling import completion_uniforms, distribution, sample
 from lightrl.records import CompletionGroup, EngineContext, GenerationRequest, Prompts, SamplingParams
 from tests.engines.conftest import ask, save_tokenizer
+from tests.toys import build
 
 CHARS = ["<pad>", "<eos>", "<bos>", *"0123456789+-*= ?abcdefghijklmnopqrstuvwxyz\n()"]
 SIZES: dict[str, Any] = {
@@ -38,29 +23,23 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0,
     "initializer_range": 0.3,
 }  # fmt: skip
-KINDS: dict[str, tuple[Any, Any]] = {
-    "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SIZES, tie_word_embeddings=True)),
-    "llama": (LlamaForCausalLM, LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True)),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SIZES, head_dim=16)),
-    "sliding": (MistralForCausalLM, MistralConfig(**SIZES, sliding_window=7)),
+KINDS: dict[str, dict[str, Any]] = {
+    "qwen2": {"tie_word_embeddings": True},
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "qwen3": {"head_dim": 16},
+    "sliding": {"sliding_window": 7},
 }
+OTHERS: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "gemma3": {"head_dim": 16, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+}
+FAMILIES = {"sliding": "mistral", "gpt2": "GPT2", "gemma3": "Gemma3Text"}
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15], [16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26], [5, 6, 8]]
-
-GPT2_SIZES: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "initializer_range": 0.3}
-IDS: dict[str, Any] = {"vocab_size": 48, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
-MIXED = {"head_dim": 16, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
-CONVOLUTIONS = {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}
-OTHERS: dict[str, tuple[Any, Any]] = {
-    "gpt2": (GPT2LMHeadModel, GPT2Config(**IDS, **GPT2_SIZES)),
-    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig(**SIZES, **MIXED)),
-    "lfm2": (Lfm2ForCausalLM, Lfm2Config(**SIZES, **CONVOLUTIONS)),
-}
 
 
 def save(kind: str, folder: Path) -> str:
-    torch.manual_seed(0)
-    model_class, config = {**KINDS, **OTHERS}[kind]
-    model = model_class(config)
+    model = build(FAMILIES.get(kind, kind), **SIZES, **(KINDS | OTHERS)[kind])
     for parameter in model.parameters():  # biases and norms would otherwise be zeros and ones
         if parameter.ndim == 1:
             parameter.data += 0.2 * torch.randn_like(parameter)

@@ -7,31 +7,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import transformers
 from torch import Tensor
 
-VOCAB = 97
-SETTINGS = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-}
-
-
-def build(kind: str, head: str = "ForCausalLM", **changes: Any) -> Any:
-    """A small model of a family of transformers, such as `qwen2` and `Gemma3Text`."""
-    torch.manual_seed(0)
-    name = kind[0].upper() + kind[1:]
-    window = {"sliding_window": 6} if kind == "mistral" else {}
-    config = getattr(transformers, f"{name}Config")(**{**SETTINGS, **window, **changes})
-    head = "LMHeadModel" if name == "GPT2" else head
-    return getattr(transformers, name.removesuffix("Text") + head)(config)
+from tests.toys import VOCAB
 
 
 class Batch(NamedTuple):

@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightrl.models import logprobs
 from lightrl.models.logprobs import Distribution, LogitMap, TokenHead, chunked_logprobs, install_head
 from lightrl.models.policy import PolicyModel
-from tests.models.conftest import Batch, build
+from tests.models.conftest import Batch
 from tests.rows import as_rows
+from tests.toys import build
 
 
 def inputs(m: int = 7, d: int = 5, v: int = 11, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:

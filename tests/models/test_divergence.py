@@ -23,8 +23,9 @@ from lightrl.models.teachers import (
 )
 from lightrl.objectives import Divergence, ForwardKL, JensenShannon, ReverseKL
 from lightrl.records import Experience, Support
-from tests.models.conftest import Batch, build
+from tests.models.conftest import Batch
 from tests.rows import as_rows
+from tests.toys import build
 
 DIVERGENCES = [ReverseKL(), ForwardKL(), JensenShannon(0.3)]
 

@@ -10,8 +10,9 @@ import torch
 import transformers
 
 from lightrl.models.policy import PolicyModel
-from tests.models.conftest import Batch, build, plain_scores
+from tests.models.conftest import Batch, plain_scores
 from tests.rows import as_rows
+from tests.toys import build
 
 PACKED: dict[str, dict[str, Any]] = {
     "Qwen3": {"head_dim": 8},

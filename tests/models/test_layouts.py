@@ -15,8 +15,9 @@ from lightrl.models.critic import ValueModel, new_value_head
 from lightrl.models.packing import attention, cuda_attention
 from lightrl.models.packing.streams import TokenStream, make_stream
 from lightrl.models.policy import PolicyModel
-from tests.models.conftest import Batch, build, make_batch, plain_scores
+from tests.models.conftest import Batch, make_batch, plain_scores
 from tests.rows import as_rows
+from tests.toys import build
 
 LAYOUTS = ("padded", "packed", "shared_prefix")
 FAMILIES = [("qwen2", True), ("llama", False), ("mistral", True)]

@@ -10,8 +10,9 @@ import torch
 from lightrl.models.loading import load_causal_lm
 from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import ModelSpec
-from tests.models.conftest import Batch, build
+from tests.models.conftest import Batch
 from tests.rows import as_rows
+from tests.toys import build
 
 
 @pytest.fixture

@@ -14,9 +14,10 @@ from torch import Tensor
 from lightrl.models.lora import add_lora
 from lightrl.models.policy import PolicyModel, named_hf_weights
 from lightrl.models.spec import LoraSpec
-from tests.models.conftest import Batch, build
+from tests.models.conftest import Batch
 from tests.models.test_routing import moe
 from tests.rows import as_rows
+from tests.toys import build
 
 pytest.importorskip("peft")
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from lightrl.models.reward import RewardModel, RewardModelSpec
-from tests.models.conftest import VOCAB, Batch, build
+from tests.models.conftest import Batch
 from tests.rows import unshared
+from tests.toys import VOCAB, build
 
 
 def classifier() -> Any:

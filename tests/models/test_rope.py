@@ -18,8 +18,9 @@ from lightrl.models.loading import load_causal_lm
 from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import ModelSpec
 from lightrl.records import EngineContext
-from tests.models.conftest import build, make_batch, plain_scores
+from tests.models.conftest import make_batch, plain_scores
 from tests.rows import as_rows
+from tests.toys import build
 
 ORIGINAL = 16
 SHORT, LONG = [1.0, 1.0, 1.0, 1.0], [1.5, 4.0, 9.0, 20.0]

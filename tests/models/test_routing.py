@@ -28,9 +28,9 @@ from lightrl.models.routing import Routers
 from lightrl.models.spec import ModelSpec
 from lightrl.records import GenerationRequest, Routes, SamplingParams
 from tests.algorithms.toys import fit, weights
-from tests.models.conftest import Batch, build
+from tests.models.conftest import Batch
 from tests.rows import as_rows
-from tests.toys import QUICKSTART_MODEL, ThreadEngine, near_ties, sgd
+from tests.toys import QUICKSTART_MODEL, ThreadEngine, build, near_ties, sgd
 
 LAYOUTS = ("padded", "packed", "shared_prefix")
 EXPERTS, K = 4, 3  # of two pairs that tie one is taken whole, and of the other one expert

@@ -19,9 +19,9 @@ from lightrl.models.logprobs import Distribution, LogitMap, chunked_logprobs
 from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import ModelSpec
 from lightrl.records import Completion, GenerationRequest, SamplingParams, Support
-from tests.models.conftest import Batch, build
+from tests.models.conftest import Batch
 from tests.rows import as_rows
-from tests.toys import quickstart_model
+from tests.toys import build, quickstart_model
 
 LAYOUTS = ("padded", "packed", "shared_prefix")
 

@@ -11,9 +11,10 @@ from torch import Tensor
 from lightrl.models.packing import attention, cuda_attention
 from lightrl.models.packing.streams import TokenStream, make_stream
 from lightrl.models.policy import PolicyModel
-from tests.models.conftest import Batch, build, make_batch, make_tree
+from tests.models.conftest import Batch, make_batch, make_tree
 from tests.models.test_layouts import assert_close, gradients, loss_of
 from tests.rows import as_rows
+from tests.toys import build
 
 SEEDS = range(6)
 

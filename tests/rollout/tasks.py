@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import seed_everything
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from lightrl.algorithms import GRPOLightningModule
 from lightrl.callbacks import TrajectoryLogprobCheck, WeightSync
@@ -23,7 +22,7 @@ from lightrl.rollout import RolloutDataModule
 from lightrl.rollout.learner import RLCallback
 from tests.environments.families import FAMILIES, make_tokenizer
 from tests.rows import as_rows
-from tests.toys import near_ties, quiet_trainer, sgd
+from tests.toys import build, near_ties, quiet_trainer, sgd
 
 
 def chat_model(
@@ -32,25 +31,15 @@ def chat_model(
     """A model with a family's chat template and random weights; or a mixture of experts whose routers nearly tie."""
     tokenizer = make_tokenizer(FAMILIES[family])
     tokenizer.save_pretrained(folder)
-    torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,  # heads of 32, which vLLM can do
-        num_key_value_heads=1,
-        max_position_embeddings=positions,
-        initializer_range=0.1,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-    )
-    lm: Any = Qwen2ForCausalLM(config)
+    sizes: dict[str, Any] = {"vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 64}
+    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}  # heads of 32, for vLLM
+    sizes |= {"max_position_embeddings": positions, "initializer_range": 0.1, "bos_token_id": None}
+    sizes |= {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     if experts:
-        sizes = {name: value for name, value in config.to_dict().items() if name not in ("model_type", "architectures")}
-        of_experts = {"num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 32}
-        lm = near_ties(Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **of_experts)))
+        sizes |= {"num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 32}
+        lm = near_ties(build("Qwen3Moe", seed=seed, **sizes))
+    else:
+        lm = build("qwen2", seed=seed, **sizes)
     lm.save_pretrained(folder)
     return str(folder)
 
