@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from examples.agent.make_model import make_model
-from examples.vlm.make_model import main as make_vlm
-from lightrl.cli import main
+from lightrl.cli import main, run
 from tests.toys import quickstart_model
 from tests.waiting import gone, until
 
@@ -89,33 +88,18 @@ def test_the_program_project_is_checked_and_runs_as_written(
     assert (tmp_path / "mine/outputs/program/model/model.safetensors").is_file()
 
 
-def test_the_rlhf_project_goes_through_its_three_steps(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("task", ["rlhf", "sft", "vlm"])
+def test_the_configurations_of_a_project_name_what_exists(
+    task: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    main(["init", "mine", "--task", "rlhf", "--model", model])
+    main(["init", "mine", "--task", task, "--model", model])
     monkeypatch.chdir(tmp_path / "mine")
-    for step in ("sft", "reward"):
-        main(["fit", "--config", f"{step}.yaml", *SMALL])
-    main(["fit", "--config", "ppo.yaml", *SMALL, *ROLLOUTS])
-    assert (tmp_path / "mine/outputs/ppo/model/model.safetensors").is_file()
-
-
-def test_the_sft_project_runs(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    main(["init", "mine", "--task", "sft", "--model", model])
-    monkeypatch.chdir(tmp_path / "mine")
-    main(["fit", "--config", "config.yaml", *SMALL])
-    assert (tmp_path / "mine/outputs/sft/model/model.safetensors").is_file()
-
-
-def test_the_vlm_project_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("torchvision", reason="Qwen2-VL's processor needs torchvision (scripts/setup.sh)")
-    make_vlm(str(tmp_path / "model"))
-    main(["init", "mine", "--task", "vlm", "--model", str(tmp_path / "model")])
-    monkeypatch.chdir(tmp_path / "mine")
-    sizes = ["--data.init_args.group_size=2", "--data.init_args.prompts_per_rollout=2"]
-    random_init = "--model.init_args.actor.random_init=true"
-    main(["fit", "--config", "config.yaml", random_init, *sizes, *SMALL, *ROLLOUTS])
-    assert (tmp_path / "mine/outputs/vlm/model/preprocessor_config.json").is_file()
+    files = sorted(Path().glob("*.yaml"))
+    assert len(files) == (3 if task == "rlhf" else 1)
+    for file in files:
+        cli = run(["--config", str(file), "--trainer.accelerator=cpu"], run=False)
+        sources = [getattr(cli.datamodule, name, None) for name in ("prompts", "train")]
+        assert [Path(source.path).is_file() for source in sources if source is not None] == [True]
 
 
 def test_what_is_there_is_not_overwritten(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
