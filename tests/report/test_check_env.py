@@ -173,6 +173,7 @@ def written(tmp_path: Path, environment: str, **arguments: Any) -> str:
     played = {"environment": {"class_path": f"{__name__}.{environment}"}, "max_turns": 2}
     episode = {"class_path": "EnvironmentEpisode", "init_args": played}
     data = {"prompts": {"path": str(tmp_path / "rows.jsonl")}, "episode": episode, "rewards": []}
+    data |= {"sampling": {"max_new_tokens": 200}}
     trainer = {"logger": bool(arguments)}
     return write_run(tmp_path / "run.yaml", str(tmp_path / "model"), trainer=trainer, data=data, **arguments)
 
