@@ -268,18 +268,14 @@ def test_two_ranks_equal_one(estimator: AdvantageEstimator) -> None:
     [
         (GAE(0.9), GAE(1.0)),
         (GAE(lam=0.5), GAE(lam=0.95)),
-        (Reinforce(0.9), Reinforce(1.0)),
-        (GroupRelative("group"), GroupRelative("none")),
-        (GroupRelative("group"), GroupRelative("batch")),
-        (GroupRelative(eps=1e-4), GroupRelative(eps=1.0)),
-        (RLOO(), RLOO(normalize=True)),
-        (PassAtK(1), PassAtK(3)),
         (PassAtK(2, threshold=0.5), PassAtK(2, threshold=-1.0)),
         (GDPO(), GDPO(eps=1.0)),
         (ReinforcePlusPlus(0.9), ReinforcePlusPlus(1.0)),
     ],
 )
-def test_every_argument_has_an_effect(one: AdvantageEstimator, other: AdvantageEstimator) -> None:
+def test_arguments_that_are_not_varied_by_hand_have_an_effect(
+    one: AdvantageEstimator, other: AdvantageEstimator
+) -> None:
     assert not torch.allclose(run(one, batch()), run(other, batch()), atol=1e-3)
 
 
