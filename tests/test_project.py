@@ -83,7 +83,7 @@ def test_the_program_project_is_checked_by_its_own_tests(
     assert "calls calculate(" in said and "tool: 2" in said and "No problems found." in said
 
 
-@pytest.mark.parametrize("task", ["program", "rlhf", "sft", "vlm"])
+@pytest.mark.parametrize("task", ["rlhf", "sft", "vlm"])
 def test_the_configurations_of_a_project_name_what_exists(
     task: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
