@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from datasets import Dataset
 
-from lightrl.rewards.rules import gym_dataset
+from lightrl.rewards.gym import gym_dataset
 
 ATTEMPTS = 20
 """Maximum number of generated items per training example, since evaluation questions are skipped."""
@@ -77,7 +77,9 @@ class ReasoningGymRows:
 
     def __call__(self) -> Dataset:
         """Generates the examples, the same ones at each call."""
-        rows = [row for task, held_out in self._eval_rows() for row in held_out]
+        seed = int(_digest(f"{self.seed}/eval"), 16) % 2**31  # generators seed item i with seed + i
+        counts = self._shares(self.num_eval)
+        rows = [_row(task, seed, n, i) for task, n in zip(self.tasks, counts, strict=True) for i in range(n)]
         if self.split == "train":
             questions = {row["prompt"] for row in rows}
             counts = self._shares(self.size)
@@ -92,11 +94,6 @@ class ReasoningGymRows:
             passed += task.weight
             bounds.append(round(size * passed / total))
         return [end - start for start, end in pairwise(bounds)]
-
-    def _eval_rows(self) -> list[tuple[ReasoningGymTask, list[dict[str, Any]]]]:
-        seed = int(_digest(f"{self.seed}/eval"), 16) % 2**31  # generators seed item i with seed + i
-        counts = zip(self.tasks, self._shares(self.num_eval), strict=True)
-        return [(task, [_row(task, seed, n, i) for i in range(n)]) for task, n in counts]
 
     def _new(self, task: ReasoningGymTask, count: int, held_out: set[str]) -> list[dict[str, Any]]:
         """Returns examples whose questions are not held out."""

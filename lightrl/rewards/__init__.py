@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lightrl.rewards.answers import extract_boxed, extract_gsm8k, extract_number
     from lightrl.rewards.base import Reward, RewardError, RewardFn, RewardSpec, RewardValues, load_reward, reward_name
     from lightrl.rewards.code import CodeTests
+    from lightrl.rewards.gym import ReasoningGymReward
     from lightrl.rewards.judges import GroupRanking
     from lightrl.rewards.maths import MathVerify
     from lightrl.rewards.remote import RemoteReward
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
         CosineLength,
         ExactAnswer,
         LengthReward,
-        ReasoningGymReward,
         RegexFormat,
         RepetitionPenalty,
         SoftOverlong,
@@ -61,7 +61,7 @@ __all__ = [
     "reward_name",
 ]
 
-_MODULES = ("base", "answers", "rules", "maths", "remote", "sandbox", "code", "judges", "rubrics", "server")
+_MODULES = ("base", "answers", "rules", "gym", "maths", "remote", "sandbox", "code", "judges", "rubrics", "server")
 
 
 def __getattr__(name: str) -> Any:

@@ -40,13 +40,11 @@ def extract_boxed(text: str) -> str | None:
     start = text.rfind("\\boxed{")
     if start < 0:
         return None
-    start += len("\\boxed{")
-    depth = 1
-    for end in range(start, len(text)):
-        escaped = text[end - 1] == "\\"  # \{ and \} are literal braces
-        depth += 0 if escaped else (text[end] == "{") - (text[end] == "}")
+    text, depth = text[start + len("\\boxed{") :], 1
+    for found in re.finditer(r"\\.|[{}]", text):  # \{ and \} are literal braces
+        depth += (found[0] == "{") - (found[0] == "}")
         if depth == 0:
-            return text[start:end].strip()
+            return text[: found.start()].strip()
     return None
 
 

@@ -10,7 +10,7 @@ import os
 import traceback
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any, TypeAlias, Union
+from typing import Any, NamedTuple, TypeAlias, Union
 
 from lightrl.compat.arguments import MAX_REWARD, imported
 from lightrl.engines.background import BackgroundLoop, in_thread, outcome_of
@@ -122,26 +122,15 @@ def load_reward(path: RewardSpec) -> RewardFn:
     return found() if isinstance(found, type) else found  # type: ignore[no-any-return]
 
 
-class CallLog:
-    """Values logged by one call. Not shared between calls, so a timed-out call can't affect later ones."""
+class Call(NamedTuple):
+    """Result of a call for n completions."""
 
-    def __init__(self, function: str, num_rows: int) -> None:
-        self.function = function
-        self.num_rows = num_rows
-        self.metrics: dict[str, list[float]] = {}
-        self.extra: dict[str, list[Any]] = {}
-
-    def log_metric(self, name: str, value: float) -> None:
-        """Logs a number. Repeated values of a name are averaged."""
-        self.metrics.setdefault(f"reward/{self.function}/{name}", []).append(float(value))
-
-    def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """Logs one value per completion. Values that JSON doesn't support become text."""
-        if len(values) != self.num_rows:
-            raise ValueError(
-                f"log_extra({column!r}): got {len(values)} values for {self.num_rows} completions. Pass one each."
-            )
-        self.extra[f"{self.function}/{column}"] = [json.loads(json.dumps(value, default=_plain)) for value in values]
+    values: list[float]
+    """n rewards, NaN for None."""
+    metrics: dict[str, float]
+    """Means of logged numbers."""
+    extra: dict[str, list[Any]]
+    """n logged values by column."""
 
 
 def _plain(value: Any) -> Any:
@@ -166,23 +155,31 @@ class RewardFunction:
         """Required arguments other than the given names, `log_metric`, and `log_extra`."""
         return sorted(self.needs - set(names) - {"log_metric", "log_extra"})
 
-    async def run(self, rows: Mapping[str, Sequence[Any]], timeout: float | None) -> tuple[list[float], CallLog]:
+    async def run(self, rows: Mapping[str, Sequence[Any]], timeout: float | None = None) -> Call:
         """Calls the function.
 
         Args:
             rows: Name -> n values: prompts, completions, completion_ids, group_ids, and the dataset's columns.
             timeout: Time limit for the call in seconds. None means no limit.
 
-        Returns:
-            (n floats, NaN for None; the values logged by the function).
-
         Raises:
             CallFailed: The function raised or timed out.
             RewardError: The function returned invalid rewards, lacks a column, or raised a RewardError itself.
         """
         num_rows = len(rows["completions"])
-        log = CallLog(self.name, num_rows)
-        offered = {**rows, "log_metric": log.log_metric, "log_extra": log.log_extra}
+        numbers: dict[str, list[float]] = {}  # of this call only: a late one must not affect others
+        extra: dict[str, list[Any]] = {}
+
+        def log_metric(name: str, value: float) -> None:
+            numbers.setdefault(f"reward/{self.name}/{name}", []).append(float(value))
+
+        def log_extra(column: str, values: Sequence[Any]) -> None:
+            if len(values) != num_rows:
+                count = f"{len(values)} values for {num_rows} completions"
+                raise ValueError(f"log_extra({column!r}): got {count}. Pass one each.")
+            extra[f"{self.name}/{column}"] = [json.loads(json.dumps(value, default=_plain)) for value in values]
+
+        offered = {**rows, "log_metric": log_metric, "log_extra": log_extra}
         if missing := self.missing(offered):
             raise RewardError(
                 f"reward function {self.name!r}: requires {', '.join(missing)}, which is not a column of the dataset. "
@@ -201,7 +198,8 @@ class RewardFunction:
             said = f"reward function {self.name!r} raised {type(error).__name__}: {message_of(error)}"
             lines = "" if isinstance(error, CallFailed) else users_lines(error)  # nested functions already added them
             raise CallFailed(said + lines) from error
-        return check_values(self.name, value, num_rows), log
+        values = check_values(self.name, value, num_rows)
+        return Call(values, {name: mean(found) for name, found in numbers.items()}, extra)
 
     async def close(self) -> None:
         """Calls the function's `close`, if it has one, on the event loop of its calls."""
@@ -249,22 +247,19 @@ def check_values(name: str, values: Any, num_rows: int) -> list[float]:
             f"reward function {name!r}: returned {values!r:.80} for {num_rows} completions. Return a list with one "
             "number each, or None to leave a completion unscored."
         )
-    return [_number(name, index, value) for index, value in enumerate(values)]
-
-
-def _number(name: str, index: int, value: Any) -> float:
-    if value is None:
-        return math.nan
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not abs(number) <= MAX_REWARD:  # float32 or its squares would overflow, which leaves rows unscored
-        raise RewardError(
-            f"reward function {name!r}: value {index} is {value!r:.80}. Return a finite number, or None to leave the "
-            "completion unscored."
-        )
-    return number
+    numbers = []
+    for index, value in enumerate(values):
+        try:
+            number = math.nan if value is None else float(value)
+        except (TypeError, ValueError, OverflowError):
+            number = math.inf
+        if value is not None and not abs(number) <= MAX_REWARD:  # float32 or its squares would overflow: no score
+            raise RewardError(
+                f"reward function {name!r}: value {index} is {value!r:.80}. Return a finite number, or None to leave "
+                "the completion unscored."
+            )
+        numbers.append(number)
+    return numbers
 
 
 def copied(value: Any) -> Any:

@@ -5,13 +5,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from decimal import MAX_EMAX, MIN_EMIN, Context
 from typing import Any, Literal
 
-from lightrl.compat.arguments import require_packages
 from lightrl.engines.background import all_of
 from lightrl.rewards.answers import EXTRACTORS, Extract, TimedPattern, to_number
 from lightrl.rewards.base import (
@@ -22,8 +20,9 @@ from lightrl.rewards.base import (
     RewardSpec,
     extracted_answer,
     load_reward,
-    mean,
 )
+
+_CONTEXT = Context(Emax=MAX_EMAX, Emin=MIN_EMIN)  # numbers of any size
 
 
 class ExactAnswer(Reward):
@@ -82,7 +81,7 @@ class ExactAnswer(Reward):
             return None
         number = to_number(found) if self.numeric and found is not None else None
         if number is not None:
-            return f"{number.normalize():f}"
+            return str(number.normalize(_CONTEXT))  # "1E+9": the digits of 1e999999999 would fill the memory
         return None if found is None else self._normal(found)
 
     def _reference(self, reference: Any) -> str:
@@ -150,6 +149,8 @@ class LengthReward(Reward):
     """
 
     def __init__(self, target: int | None = None, column: str | None = None, alpha: float = 0.0003) -> None:
+        if (target is None) == (column is None):
+            raise ValueError(f"LengthReward.target={target}, column={column!r}: set exactly one of them.")
         self.target = target
         self.column = column
         self.needed_columns = () if column is None else (column,)
@@ -234,12 +235,12 @@ class NestedReward(Reward):
         log_extra: Callable[[str, Sequence[Any]], None],
     ) -> list[list[float | None]]:
         """Returns each function's values. Logs their means and values, and what the functions log."""
-        ran = await all_of(part.run(rows, timeout=None) for part in self.parts)
+        calls = await all_of(part.run(rows) for part in self.parts)
         found = []
-        for part, (values, logged) in zip(self.parts, ran, strict=True):
-            for name, numbers in logged.metrics.items():
-                log_metric(name.removeprefix("reward/"), mean(numbers))
-            for name, shown in logged.extra.items():
+        for part, (values, metrics, extra) in zip(self.parts, calls, strict=True):
+            for name, number in metrics.items():
+                log_metric(name.removeprefix("reward/"), number)
+            for name, shown in extra.items():
                 log_extra(name, shown)
             found.append([None if math.isnan(value) else value for value in values])
             log_values(part.name, found[-1], log_metric, log_extra)
@@ -305,8 +306,8 @@ class CosineLength(NestedReward):
         self.wrong = (wrong_at_zero, wrong_at_max)
 
     async def __call__(self, completion_ids: Sequence[Sequence[int]], **rows: Any) -> list[float | None]:
-        values, _ = await self.parts[0].run({**rows, "completion_ids": completion_ids}, timeout=None)
-        return [self._shape(value, len(ids)) for value, ids in zip(values, completion_ids, strict=True)]
+        call = await self.parts[0].run({**rows, "completion_ids": completion_ids})
+        return [self._shape(value, len(ids)) for value, ids in zip(call.values, completion_ids, strict=True)]
 
     def _shape(self, value: float, length: int) -> float | None:
         if math.isnan(value):
@@ -315,62 +316,6 @@ class CosineLength(NestedReward):
             return self.exceed
         at_zero, at_max = self.right if value >= 0.5 else self.wrong
         return at_max + (at_zero - at_max) / 2 * (1 + math.cos(math.pi * length / self.max_tokens))
-
-
-class ReasoningGymReward(Reward):
-    """Scores the answer with the example's reasoning-gym generator, in [0, 1]; 0 if the completion has no answer.
-
-    Use it with `ReasoningGymRows`. Generators may give partial credit, so the mean reward is not an
-    accuracy. The metric `reward/ReasoningGymReward/solved` is: the fraction of completions with a score of 1.
-
-    Args:
-        extract: How to find the answer in the completion: "tags" (last `<answer>` tags, as in reasoning-gym's system
-            prompts), "boxed" (last `\\boxed{}`), "number" (last number), "last_line", or "text" (entire text).
-
-    Source: https://github.com/open-thought/reasoning-gym (`score_answer`). Unlike its training scripts, adds no format
-        bonus; use `RegexFormat` for that.
-    """
-
-    needed_columns = ("gym",)
-
-    def __init__(self, extract: Extract = "tags") -> None:
-        self.extract = extract
-
-    def __call__(
-        self,
-        completions: Sequence[str],
-        gym: Sequence[str],
-        log_metric: Callable[[str, float], None] | None = None,
-        **columns: Any,
-    ) -> list[float]:
-        scores = [self._score(text, made) for text, made in zip(completions, gym, strict=True)]
-        if log_metric is not None and scores:
-            log_metric("solved", scores.count(1.0) / len(scores))
-        return scores
-
-    def extract_answer(self, completion: str) -> str | None:
-        return EXTRACTORS[self.extract](completion)
-
-    def _score(self, completion: str, made: str) -> float:
-        answer = self.extract_answer(completion)
-        if answer is None:
-            return 0.0
-        row = json.loads(made)
-        items = gym_dataset(row["name"], json.dumps(row["settings"], sort_keys=True), row["seed"], row["size"])
-        return float(items.score_answer(answer, items[row["index"]]))
-
-
-@lru_cache(maxsize=64)
-def gym_dataset(name: str, settings: str, seed: int, size: int) -> Any:
-    """Returns the lazy dataset of a reasoning-gym generator. `settings` is JSON.
-
-    Raises:
-        ValueError: If `reasoning-gym` is not installed or has no such generator.
-    """
-    require_packages("ReasoningGymRows", "reasoning-gym", "reasoning_gym")
-    import reasoning_gym
-
-    return reasoning_gym.create_dataset(name, seed=seed, size=size, **json.loads(settings))
 
 
 def column_of(columns: dict[str, Any], name: str) -> Sequence[Any]:

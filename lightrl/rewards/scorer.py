@@ -16,13 +16,12 @@ from lightrl.engines.background import BackgroundLoop, all_of
 from lightrl.records import Scores
 from lightrl.rewards.base import (
     OFFERED,
+    Call,
     CallFailed,
-    CallLog,
     RewardFunction,
     RewardSpec,
     extracted_answer,
     load_reward,
-    mean,
     reward_name,
 )
 
@@ -181,14 +180,9 @@ class RewardScorer:
 
     async def _close_functions(self) -> None:
         """Closes all functions, then raises the first error."""
-        errors = []
-        for function in self._functions:
-            try:
-                await function.close()
-            except Exception as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
+        closed = await asyncio.gather(*(function.close() for function in self._functions), return_exceptions=True)
+        for error in filter(None, closed):
+            raise error
 
     async def _score(self, rows: Mapping[str, Sequence[Any]], weights: list[dict[str, float]]) -> Scores:
         parts = await all_of(self._part(index, rows, weights) for index in range(len(self._functions)))
@@ -210,19 +204,18 @@ class RewardScorer:
         if not asked:
             return Scores([], {}).spread([], len(weights))
         chosen = {name: [values[row] for row in asked] for name, values in rows.items()}
-        calls, failed = CallLog(function.name, len(asked)), 0.0
+        failed = 0.0
         try:
             async with self._slots[index]:
-                values, calls = await function.run(chosen, self.timeout)
+                call = await function.run(chosen, self.timeout)
         except CallFailed as error:
             if self.on_reward_error == "error":
                 raise
-            values, failed = [math.nan] * len(asked), 1.0
+            call, failed = Call([math.nan] * len(asked), {}, {}), 1.0
             log.warning("%s Left its completions unscored (on_reward_error: skip).", error)
-        metrics = {name: mean(numbers) for name, numbers in calls.metrics.items()}
         if self.on_reward_error == "skip":
-            metrics[f"reward/{function.name}/failed"] = failed
-        return Scores(values, {}, metrics, dict(calls.extra)).spread(asked, len(weights))
+            call.metrics[f"reward/{function.name}/failed"] = failed
+        return Scores(call.values, {}, call.metrics, call.extra).spread(asked, len(weights))
 
 
 def _weights(

@@ -186,7 +186,7 @@ def create_app(function: RewardFunction, *, token: str | None, max_concurrency: 
             if wrong is not None or rows is None:
                 raise HTTPException(422, str(wrong))
             try:
-                values, _ = await function.run(rows, timeout)
+                values = (await function.run(rows, timeout)).values
             except RewardError as error:
                 log.exception("Scoring failed")
                 # Clients retry failed calls (500); a configuration error (422) stops the client's run.

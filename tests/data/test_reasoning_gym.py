@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,21 @@ from lightrl.data.curriculum import PromptCurriculum
 from lightrl.data.prompts import PromptSource
 from lightrl.data.reasoning_gym import ReasoningGymRows, ReasoningGymTask
 from lightrl.rewards import ReasoningGymReward
+
+
+@pytest.fixture
+def scored() -> Iterator[Any]:
+    """`scored(extract, texts, gym)` -> scores."""
+    made: list[ReasoningGymReward] = []
+
+    def score(extract: Any, texts: list[str], gym: list[str], **options: Any) -> list[float | None]:
+        made.append(ReasoningGymReward(extract, timeout=2.0))
+        return made[-1](texts, gym, **options)
+
+    yield score
+    for reward in made:
+        reward.close()
+
 
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
 
@@ -27,24 +44,35 @@ def test_no_question_is_in_both_splits() -> None:
 
 
 @pytest.mark.parametrize("task", ["chain_sum", "letter_counting", "number_sorting", "countdown", "maze"])
-def test_a_reference_is_scored_as_right_and_nonsense_is_not(task: str) -> None:
+def test_a_reference_is_scored_as_right_and_nonsense_is_not(task: str, scored: Any) -> None:
     rows = ReasoningGymRows(task, size=4)()
-    reward = ReasoningGymReward("text")
-    good, bad = (reward(completions=texts, gym=rows["gym"]) for texts in (rows["answer"], ["qwertz"] * 4))
+    good, bad = (scored("text", texts, rows["gym"]) for texts in (rows["answer"], ["qwertz"] * 4))
     assert all(score < 1 for score in bad)
     if task != "countdown":  # whose reference is one expression of many
         assert good == [1.0] * 4
 
 
-def test_solved_leaves_out_partial_credit() -> None:
+def test_answers_that_run_code_or_never_end_harm_nothing(scored: Any, tmp_path: Path) -> None:
+    """`binary_matrix` calls `eval` on an answer, and `polynomial_multiplication` sympy's parser, which does."""
+    file = str(tmp_path / "new")
+    for task in ("binary_matrix", "polynomial_multiplication"):
+        row = ReasoningGymRows(task, size=1)()[0]
+        attacks = [f"__import__('os').system('touch {file}')", f"open({file!r}, 'w')"]
+        attacks += ["__import__('os')._exit(0)", "9**9**9**9", "(" * 5000]
+        scores = scored("text", [*attacks, row["answer"]], [row["gym"]] * 6)
+        assert scores[-1] == 1.0 and not any(scores[:-1]), task
+        assert scores[2:4] == [None, None] and not Path(file).exists()
+
+
+def test_solved_leaves_out_partial_credit(scored: Any) -> None:
     row, logged = ReasoningGymRows({"chain_sum": SUMS}, size=1)()[0], dict[str, float]()
     texts = [row["answer"], f"{row['answer']}0", "no", row["answer"]]
-    scores = ReasoningGymReward("number")(texts, [row["gym"]] * 4, log_metric=logged.__setitem__)  # type: ignore[arg-type]
+    scores = scored("number", texts, [row["gym"]] * 4, log_metric=logged.__setitem__)
     assert 0 < scores[1] < 1 and sum(scores) > 2
-    assert logged == {"solved": 0.5}
+    assert logged == {"solved": 0.5, "timeouts": 0.0}
 
 
-def test_where_the_answer_is_found() -> None:
+def test_where_the_answer_is_found(scored: Any) -> None:
     row = ReasoningGymRows({"chain_sum": SUMS}, size=1)()[0]
     answer = row["answer"]
     texts = {
@@ -55,7 +83,7 @@ def test_where_the_answer_is_found() -> None:
         "text": f" {answer}",
     }
     for extract, text in texts.items():
-        assert ReasoningGymReward(extract)(completions=[text, "no"], gym=[row["gym"]] * 2) == [1.0, 0.0]  # type: ignore[arg-type]
+        assert scored(extract, [text, "no"], [row["gym"]] * 2) == [1.0, 0.0]
 
 
 def test_a_mixture_holds_its_weights_and_levels(tokenizer) -> None:

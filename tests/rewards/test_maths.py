@@ -61,8 +61,8 @@ def test_an_unreadable_reference_is_not_applicable(reward):
 
 def test_a_killed_worker_is_replaced(reward):
     reward(["1"], answer=["1"])
-    reward._workers[0]._process.kill()
-    reward._workers[0]._process.wait()
+    reward._workers.all[0]._process.kill()
+    reward._workers.all[0]._process.wait()
     assert reward(["1"], answer=["1"]) == [1.0]
 
 
@@ -72,7 +72,7 @@ def test_in_a_scorer_several_workers_and_no_process_after_close():
     rows = {"prompts": ["p"], "completions": ["2"], "completion_ids": [[1]], "group_ids": [0]}
     handles = [scorer.submit(columns={"answer": ["2"]}, **rows) for _ in range(6)]
     assert [handle.result(240).total for handle in handles] == [[1.0]] * 6
-    processes = [worker._process for worker in reward._workers if worker._process is not None]
+    processes = [worker._process for worker in reward._workers.all if worker._process is not None]
     assert processes and all(process.poll() is None for process in processes)
     scorer.close()
     assert all(process.poll() is not None for process in processes)
@@ -84,7 +84,7 @@ import os, signal
 from lightrl.rewards import MathVerify
 reward = MathVerify()
 reward(["1"], answer=["1"])
-pid = reward._workers[0]._process.pid
+pid = reward._workers.all[0]._process.pid
 print(pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -52,6 +52,7 @@ def test_extract_gsm8k(text, answer):
         (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
         (r"\boxed{\left\{ x }", r"\left\{ x"),  # an escaped brace is text
         (r"\boxed{ 3 }", "3"),
+        (r"\boxed{1 \\}", r"1 \\"),  # a line break, not an escaped brace
         (r"\boxed{3", None),  # cut off
         ("boxed 3", None),
     ],
@@ -93,6 +94,8 @@ def test_each_option_of_exact_answer_changes_a_reward():
     tagged = ExactAnswer(pattern=r"<answer>(.*?)</answer>")
     assert tagged(["<answer>1</answer><answer>2</answer>", "2"], answer=["2", "2"]) == [1.0, 0.0]
     assert ExactAnswer(pattern=r"\d+")(["a 1 b 2"], answer=["2"]) == [1.0]  # without group: the whole last match
+    numeric = [ExactAnswer(numeric=True).extract_answer(text) for text in ("1,000", "1000.0", "1e3", "9e99999999999")]
+    assert len({*numeric[:3]}) == 1 and len(str(numeric[3])) < 20  # all digits of the last one fill the memory
     with pytest.raises(RewardError, match=r"reference_extract='gsm8k': finds no answer in '42'"):
         ExactAnswer(reference_extract="gsm8k")(["1"], answer=["42"])
 
@@ -113,6 +116,9 @@ def test_length_reward():
     # -0.5 * |n - 4|: n = 2 -> -1, n = 4 -> 0, n = 7 -> -1.5
     assert LengthReward(target=4, alpha=0.5)(ids(2, 4, 7)) == [-1.0, 0.0, -1.5]
     assert LengthReward(column="want", alpha=0.5)(ids(2, 2), want=[4, None]) == [-1.0, None]
+    for both in ({}, {"target": 4, "column": "want"}):  # nothing would be scored, or one of them ignored
+        with pytest.raises(ValueError, match="LengthReward.target"):
+            LengthReward(**both)
 
 
 def test_repetition_penalty():
