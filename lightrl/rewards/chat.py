@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import logging
@@ -298,15 +299,13 @@ def read_json(text: str) -> dict[str, Any]:
     Raises:
         ValueError: The response contains other text; a JSON object in it might be quoted from a completion.
     """
-    text = text.rpartition("</think>")[2].strip()
-    text = fenced[1] if (fenced := re.fullmatch(r"```(?:json)?\s*(.*?)\s*```", text, re.DOTALL)) else text
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError("It is not one JSON object.") from error
-    if not isinstance(value, dict):
-        raise ValueError("It is not one JSON object.")
-    return value
+    for part in (text, text.rpartition("</think>")[2]):  # the whole text may quote the tag from a completion
+        fenced = re.fullmatch(r"```(?:json)?\s*(.*?)\s*```", part.strip(), re.DOTALL)
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(fenced[1] if fenced else part)
+            if isinstance(value, dict):
+                return value
+    raise ValueError("It is not one JSON object.")
 
 
 def read_score(entry: Any, scale: int) -> float:

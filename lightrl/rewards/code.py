@@ -174,8 +174,11 @@ def parse_tests(cell: Any) -> list[Any] | None:
     if isinstance(cell, Sequence) and cell:
         if all(isinstance(test, str) for test in cell):
             return list(cell) if all(_snippets(test) for test in cell) else None
-        if all(isinstance(test, Mapping) and {"input", "output"} <= test.keys() for test in cell):
-            return [(str(test["input"]), str(test["output"])) for test in cell]
+        if all(isinstance(test, Mapping) for test in cell):
+            pairs = [(test.get("input"), test.get("output")) for test in cell]
+            texts = all(isinstance(text, str | int | float) for pair in pairs for text in pair)
+            if texts:  # not lists, the arguments of a call
+                return [(str(text), str(output)) for text, output in pairs]
     raise RewardError(
         f"tests={str(cell)[:80]!r}: must be test code, a list of it, or pairs of input and output. "
         'Write ["assert add(1, 2) == 3"] or [{"input": "1 2", "output": "3"}].'

@@ -7,24 +7,9 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+"""Formats to read. PostScript would be executed by Ghostscript."""
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
-
-
-def open_image(file: Any) -> Any:
-    """Opens a path or a binary file as a PIL image, in any format that PIL supports except PostScript (EPS).
-
-    PIL executes PostScript with Ghostscript.
-
-    Raises:
-        ValueError: The file is PostScript. PIL raises many other error types for corrupt files.
-    """
-    from PIL import Image
-
-    image = Image.open(file)
-    if image.format == "EPS":
-        image.close()
-        raise ValueError("PostScript (EPS) images are not supported. Convert the image, for example to PNG.")
-    return image
 
 
 def png(image: Any) -> bytes:
@@ -39,14 +24,10 @@ def png(image: Any) -> bytes:
 
 
 def encode_media(value: Any) -> Any:
-    """Encodes bytes, PIL images, arrays, and lists of them (a video is a list of frames) as base64. Keeps text."""
+    """Encodes PIL images, arrays, and lists of them (a video is a list of frames) as base64."""
     if isinstance(value, (list, tuple)) or getattr(value, "ndim", 0) == 4:
         return [encode_media(item) for item in value]
-    if isinstance(value, bytes):
-        return base64.b64encode(value).decode()
-    if hasattr(value, "save") or getattr(value, "ndim", 0) in (2, 3):
-        return base64.b64encode(png(value)).decode()
-    return value
+    return base64.b64encode(png(value)).decode()
 
 
 def encode_rows(rows: Sequence[Any]) -> list[Any]:
@@ -64,8 +45,11 @@ def decode_image(text: str) -> Any:
     Raises:
         ValueError: The value is not a base64 image.
     """
+    from PIL import Image
+
     try:
-        image = open_image(io.BytesIO(base64.b64decode(text.rpartition(",")[2], validate=True)))
+        data = io.BytesIO(base64.b64decode(text.rpartition(",")[2], validate=True))
+        image = Image.open(data, formats=IMAGE_FORMATS)
         image.load()
     except Exception as error:  # PIL raises many types for broken files
         raise ValueError(f"{str(text)[:40]!r} is not a base64 image.") from error

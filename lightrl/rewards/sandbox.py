@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib.util
 import json
+import os
 import selectors
 import shutil
 import socket
@@ -71,7 +72,8 @@ class Sandbox:
         max_processes: Maximum number of concurrent processes.
         disk_mib: Maximum size of the scratch directory in MiB.
         output_kib: Maximum size of stdout and stderr together in KiB. Exceeding it stops the program.
-        python: Python interpreter for Python programs. Defaults to the trainer's, including its packages.
+        python: Python interpreter for Python programs, a path or a name on the `PATH`. Defaults to the trainer's,
+            including its packages.
         readable: Additional files and directories that programs can read.
 
     Raises:
@@ -93,9 +95,11 @@ class Sandbox:
         self.max_processes = max_processes
         self.disk_mib = disk_mib
         self.output_kib = output_kib
-        self.python = python or sys.executable
-        roots = (sys.prefix, sys.base_prefix) if python is None else (Path(python).parent.parent,)
-        self._readable = [str(path) for path in (*roots, *readable)]
+        self.python = os.path.abspath(shutil.which(python or sys.executable) or python or sys.executable)
+        roots = {sys.prefix, sys.base_prefix}
+        if python is not None:  # also that of a virtual environment's base
+            roots = {str(Path(path).parent.parent) for path in (self.python, os.path.realpath(self.python))}
+        self._readable = [os.path.abspath(path) for path in (*sorted(roots - {"/"}), *readable)]
         self._mechanism = mechanism()
 
     def run_python(self, code: str, stdin: str = "") -> SandboxResult:

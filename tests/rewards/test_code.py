@@ -208,7 +208,8 @@ def test_metrics_and_rows_without_usable_tests(reward: CodeTests) -> None:
     values = asyncio.run(reward([code] * 3, tests=[ADD, None, "assert add("], log_metric=logged.__setitem__))
     assert values == [1.0, None, None]
     assert logged == {"all_passed": 1 / 3, "unusable": 2 / 3}
-    for wrong in (3, [], [1], [{"input": "1"}], {"tests": []}):
+    calls = {"fn_name": "add", "inputs": [[1, 2]], "outputs": [[3]]}
+    for wrong in (3, [], [1], [{"input": "1"}], {"tests": []}, calls):
         with pytest.raises(RewardError, match="tests="):
             parse_tests(wrong)
     with pytest.raises(RewardError, match="column="):

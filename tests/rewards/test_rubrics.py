@@ -211,6 +211,7 @@ def test_a_judge_sees_the_images_of_its_row_and_gets_the_token(grader, monkeypat
 
 def test_reasoning_and_a_fence_around_the_whole_answer_are_read_and_nothing_else():
     assert read_json('<think>{"a": 2}</think>\n```json\n{"a": 1}\n```') == {"a": 1}
+    assert read_json('{"a": "it ends with </think>{}"}') == {"a": "it ends with </think>{}"}
     with pytest.raises(ValueError, match="not one JSON object"):
         read_json('It quotes ```json\n{"a": 10}\n``` and more')
 

@@ -249,6 +249,21 @@ def test_without_a_mechanism_it_refuses_and_names_what_to_install(monkeypatch: p
     mechanism.cache_clear()
 
 
+@pytest.mark.parametrize("python", ["/bin/sh", "sh", "python/bin/sh"])
+def test_another_interpreter_opens_no_more_than_its_installation(
+    box: Sandbox, python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "secret").write_text("the secret")
+    (tmp_path / "data").write_text("some data")
+    (tmp_path / "python" / "bin").mkdir(parents=True)
+    (tmp_path / "python" / "bin" / "sh").symlink_to("/bin/sh")
+    monkeypatch.chdir(tmp_path)
+    sandbox = Sandbox(python=python, readable=["data"])
+    sandbox._mechanism = box._mechanism
+    result = sandbox.run_bash(f"cat {tmp_path}/data {tmp_path}/secret; {sandbox.python} -c 'echo; echo ran'")
+    assert result.stdout == "some data\nran\n", result
+
+
 def test_scripts_read_stdin_and_report_how_they_ended() -> None:
     result = Sandbox(timeout=10).run_bash("tr a-z A-Z; echo oops >&2; exit 3", "some text")
     assert (result.stdout, result.stderr, result.exit_code, result.reason) == ("SOME TEXT", "oops\n", 3, "exit")

@@ -164,10 +164,12 @@ def _titles(questions: list[str]) -> list[str]:
 
 def _data_url(path: Path) -> str:
     """A thumbnail of an image as a data URL."""
-    from lightrl.rewards.encoding import open_image
+    from PIL import Image
+
+    from lightrl.rewards.encoding import IMAGE_FORMATS
 
     buffer = io.BytesIO()
-    with open_image(path) as picture:
+    with Image.open(path, formats=IMAGE_FORMATS) as picture:
         picture.thumbnail((THUMBNAIL, THUMBNAIL))
         picture.save(buffer, format="PNG")
     return f"data:image/png;base64,{b64encode(buffer.getvalue()).decode()}"
