@@ -19,3 +19,9 @@ def unshared(token_ids: Tensor, attention_mask: Tensor | None = None) -> RowBatc
     """Rows without groups, all tokens real unless a mask says otherwise."""
     mask = torch.ones_like(token_ids, dtype=torch.bool) if attention_mask is None else attention_mask
     return as_rows(token_ids, mask, mask)
+
+
+def prompt_and_completion(example: Any) -> tuple[list[int], list[int]]:
+    """Tokens of an SFT example before its first trained token, and from there on."""
+    first = example.trained.index(True)
+    return example.token_ids[:first], example.token_ids[first:]

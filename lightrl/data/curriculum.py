@@ -6,8 +6,8 @@ checkpoints. A resumed run is therefore identical to an uninterrupted one, on an
 
 from __future__ import annotations
 
+import copy
 import math
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -19,6 +19,8 @@ from transformers import PreTrainedTokenizerBase
 from lightrl.data.processing import OpenSource, Reading, open_source
 from lightrl.data.prompts import PromptSet, PromptSource
 from lightrl.records import Prompts
+
+_STATE = ("visits", "last", "open", "recent", "base", "seen")
 
 
 @dataclass
@@ -74,7 +76,7 @@ class PromptCurriculum:
             )
 
     def load(self, tokenizer: PreTrainedTokenizerBase, **options: Any) -> CurriculumSet:
-        """Loads the prompts. See `PromptSource.load` for the arguments.
+        """Loads the prompts. See `Reading` for the arguments.
 
         Raises:
             ValueError: If the source is a stream, or an example has an unknown class.
@@ -102,11 +104,11 @@ class CurriculumSet(PromptSet):
         self.spec = spec
         self.success_reward = spec.success_reward
         self._of_row = of_row
-        self._numbers = {source.index(number): number for number in range(len(source))}
+        self._numbers = {index: number for number, index in enumerate(source.kept)}
         self._visits: dict[int, list[float]] = {}  # prompt -> success rates of its last visits
         self._last: dict[int, int] = {}  # prompt -> index of the rollout of its last visit
         self._open = 1  # number of open classes
-        self._recent: deque[float] = deque(maxlen=spec.class_window)  # success rates in the hardest open class
+        self._recent: list[float] = []  # last success rates in the hardest open class
         self._base = 0  # index of the first prompt sampled with the current success rates
         self._seen = 0  # number of observed rollouts
         self._order: tuple[int, list[int]] = (-1, [])
@@ -130,16 +132,11 @@ class CurriculumSet(PromptSet):
             self._visits[number] = [*self._visits.get(number, []), rate][-self.spec.window :]
             self._last[number] = self._seen
             if self._of_row[number] == self._open - 1:
-                self._recent.append(rate)
+                self._recent = [*self._recent, rate][-self.spec.class_window :]
         self._base, self._seen, self._order = cursor, self._seen + 1, (-1, [])
-        full = len(self._recent) == self.spec.class_window
-        if (
-            full
-            and float(np.mean(self._recent)) >= self.spec.advance_at
-            and self._open < len(self.spec.classes or [""])
-        ):
-            self._open += 1
-            self._recent.clear()
+        full = len(self._recent) == self.spec.class_window and self._open < len(self.spec.classes or [""])
+        if full and float(np.mean(self._recent)) >= self.spec.advance_at:
+            self._open, self._recent = self._open + 1, []
         rates, total = [self._rate(number) for number in self._visits], len(self)
         return {
             "rollout/rows_unseen": 1.0 - len(rates) / total,
@@ -150,15 +147,7 @@ class CurriculumSet(PromptSet):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the success rates, equal on all ranks."""
-        return {
-            "visits": {number: list(rates) for number, rates in self._visits.items()},
-            "last": dict(self._last),
-            "open": self._open,
-            "recent": list(self._recent),
-            "base": self._base,
-            "seen": self._seen,
-            "rows": len(self),
-        }
+        return {"rows": len(self), **{name: copy.deepcopy(getattr(self, f"_{name}")) for name in _STATE}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores the success rates.
@@ -171,12 +160,8 @@ class CurriculumSet(PromptSet):
                 f"The checkpoint's curriculum has {state['rows']} examples, but the dataset has {len(self)}. Resume "
                 "with the original dataset, or start a new run from the checkpoint's model."
             )
-        self._visits = {number: list(rates) for number, rates in state["visits"].items()}
-        self._last = dict(state["last"])
-        self._open = state["open"]
-        self._recent = deque(state["recent"], maxlen=self.spec.class_window)
-        self._base = state["base"]
-        self._seen = state["seen"]
+        for name in _STATE:
+            setattr(self, f"_{name}", copy.deepcopy(state[name]))
         self._order = (-1, [])
 
     def _rate(self, number: int) -> float:

@@ -15,7 +15,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from lightrl.data.rows import COLUMNS, KINDS, MediaError, MediaSource
-from lightrl.data.templates import as_strings, conversation
+from lightrl.data.templates import as_strings, conversation, is_plain
 from lightrl.records import Media
 
 ADDRESSES = ("url", "path", "bytes", "data", "base64")
@@ -116,14 +116,13 @@ def _image(value: Any, root: Path) -> Any:
 
     if isinstance(value, Image.Image):
         image = value
+    elif (content := _content(value, root)) is None:
+        image = Image.fromarray(_pixels(value))
     else:
-        content = _content(value, root)
-        if content is None:
-            return Image.fromarray(_pixels(value))
         image = Image.open(io.BytesIO(content) if isinstance(content, bytes) else content)
     image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I;16"):
-        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         image = image.convert("RGBA")
         white = Image.new("RGBA", image.size, "white")
@@ -133,30 +132,20 @@ def _image(value: Any, root: Path) -> Any:
 
 
 def _pixels(value: Any) -> np.ndarray[Any, Any]:
-    """Converts an array or nested lists of integers in [0, 255] or floats in [0, 1] to (H, W, 3) uint8."""
+    """Converts an array or nested lists of integers in [0, 255] or floats in [0, 1] to (H, W[, 3 or 4]) uint8."""
     array = np.asarray(value)
     if array.ndim == 3 and array.shape[0] in (1, 3, 4) and array.shape[2] not in (1, 3, 4):
         array = array.transpose(1, 2, 0)  # channels first
-    if array.ndim == 2:
-        array = array[:, :, None]
-    if array.ndim != 3 or array.shape[2] not in (1, 3, 4) or 0 in array.shape or array.dtype.kind not in "uifb":
+    array = array[..., 0] if array.ndim == 3 and array.shape[2] == 1 else array
+    if array.shape[2:] not in ((), (3,), (4,)) or array.ndim < 2 or not array.size or array.dtype.kind not in "uifb":
         raise MediaError(
             f"{type(value).__name__} of shape {array.shape} is not an image. Use a PIL image, a path, bytes, base64, "
             "or an array of shape (height, width), (height, width, 3), or (3, height, width)."
         )
-    if array.dtype.kind == "f":
-        if not 0 <= array.min() <= array.max() <= 1:
-            raise MediaError(f"floats from {array.min():g} to {array.max():g}: out of range. Use [0, 1], or integers.")
-        array = (array * 255).round()
-    elif array.dtype.kind == "b":
-        array = array * np.uint8(255)
-    elif not 0 <= array.min() <= array.max() <= 255:
-        raise MediaError(f"integers from {array.min()} to {array.max()}: out of range. Use [0, 255].")
-    array = array.astype(np.uint8)
-    if array.shape[2] == 4:
-        alpha = array[..., 3:] / 255.0
-        array = (array[..., :3] * alpha + 255 * (1 - alpha)).round().astype(np.uint8)
-    return np.ascontiguousarray(np.broadcast_to(array, (*array.shape[:2], 3)))
+    most = 1 if array.dtype.kind in "fb" else 255
+    if not 0 <= array.min() <= array.max() <= most:
+        raise MediaError(f"{array.dtype} from {array.min():g} to {array.max():g}: out of range. Use [0, {most}].")
+    return np.ascontiguousarray((array * (255.0 / most)).round().astype(np.uint8))
 
 
 def _capped(image: Any, max_pixels: int | None) -> Any:
@@ -201,7 +190,10 @@ def _spread(total: int, wanted: int, limit: int) -> list[int]:
     return [int(i) for i in np.linspace(0, total - 1, max(1, min(wanted, limit))).round()]
 
 
-def _with_opencv(content: bytes | Path, source: MediaSource) -> tuple[list[Any], list[float]]:
+def _with_opencv(
+    content: bytes | Path, source: MediaSource, length: int | None = None
+) -> tuple[list[Any], list[float]]:
+    """Reads a video file of `length` frames. Defaults to the length that the file reports."""
     import cv2
     from PIL import Image
 
@@ -210,7 +202,8 @@ def _with_opencv(content: bytes | Path, source: MediaSource) -> tuple[list[Any],
             file.write(content)
             file.flush()
         reader = cv2.VideoCapture(file.name if isinstance(content, bytes) else str(content))
-        total, rate = int(reader.get(cv2.CAP_PROP_FRAME_COUNT)), reader.get(cv2.CAP_PROP_FPS) or source.frame_rate
+        total, rate = length or int(reader.get(cv2.CAP_PROP_FRAME_COUNT)), reader.get(cv2.CAP_PROP_FPS)
+        rate = rate or source.frame_rate
         if total < 1:
             raise MediaError(f"{content if isinstance(content, Path) else 'bytes'}: OpenCV can't read the video.")
         picked = _spread(total, round(total / rate * source.frame_rate), source.max_frames)
@@ -220,6 +213,8 @@ def _with_opencv(content: bytes | Path, source: MediaSource) -> tuple[list[Any],
             if good and number in picked:
                 good, pixels = reader.retrieve()
                 frames[number] = Image.fromarray(cv2.cvtColor(pixels, cv2.COLOR_BGR2RGB)) if good else None
+            if not good and number > 0.9 * total:  # WebM and others only estimate their length
+                return _with_opencv(content, source, number)
             if not good:
                 raise MediaError(f"the video is truncated at frame {number} of {total}.")
         reader.release()
@@ -262,8 +257,7 @@ def placed(
     columns = source.media_columns
     if columns is None:
         columns = {name: kind for name, kind in COLUMNS.items() if kind in processor.placeholders}
-    template = bool(tokenizer.chat_template) and source.chat_template is not False
-    plain = isinstance(prompt, str) and not template and source.chat_template is not True
+    plain = is_plain(tokenizer, prompt, source.chat_template)
     marks = {}
     if plain and any(row.get(name) is not None for name in columns):
         marks = {token: kind for kind in columns.values() if (token := processor.token(kind))}
@@ -307,23 +301,20 @@ def shown(
     for name, kind in columns.items():
         if name in row:
             waiting.setdefault(kind, []).extend(_several(kind, row[name]))
-    offered = {kind: len(values) for kind, values in waiting.items()}
     places = {**{f"<{kind}>": kind for kind in KINDS if kind in waiting}, **(marks or {})}
     found: list[tuple[str, Any]] = []
     messages = conversation(prompt)
     for message in messages:
         message["content"] = _blocks(message["content"], places, found)
-    asked = {kind: sum(k == kind and v is _PLACE for k, v in found) for kind in KINDS}
-    if not found and any(offered.values()):
+    if not found and any(waiting.values()):
         first = next((m for m in messages if m["role"] == "user"), messages[0])
         front = [(kind, value) for kind in KINDS for value in waiting.get(kind, ())]
         first["content"] = [*({"type": kind} for kind, _ in front), *first["content"]]
         return messages, front
     for kind in KINDS:
-        if asked[kind] != offered.get(kind, 0):
-            raise MediaError(
-                f"the prompt has {asked[kind]} placeholder(s) for {offered.get(kind, 0)} {kind}(s). Make them equal."
-            )
+        asked, offered = sum(k == kind and v is _PLACE for k, v in found), len(waiting.get(kind, ()))
+        if asked != offered:
+            raise MediaError(f"the prompt has {asked} placeholder(s) for {offered} {kind}(s). Make them equal.")
     queues = {kind: iter(values) for kind, values in waiting.items()}
     found = [(kind, next(queues[kind]) if value is _PLACE else value) for kind, value in found]
     return (messages, found) if found or not isinstance(prompt, str) else (prompt, [])
@@ -331,17 +322,12 @@ def shown(
 
 def _several(kind: str, value: Any) -> list[Any]:
     """Returns the media items of a cell as a list."""
-    if value is None:
-        return []
-    if isinstance(value, np.ndarray):
-        many = value.ndim > {"image": 3, "video": 4, "audio": 1}[kind] or value.dtype == object
-        return list(value) if many else [value]
-    if not isinstance(value, list | tuple):
-        return [value]
+    if not isinstance(value, list | tuple | np.ndarray):
+        return [] if value is None else [value]
     depth, leaf = 0, value
     while isinstance(leaf, list | tuple | np.ndarray) and len(leaf):
         depth, leaf = depth + 1, leaf[0]
-    if isinstance(leaf, int | float | np.number):  # Arrow returns arrays as lists
+    if isinstance(leaf, int | float | np.number | np.bool_):  # Arrow returns arrays as lists
         return list(value) if depth > {"image": 3, "video": 4, "audio": 1}[kind] else [value]
     if kind == "video" and depth == 1 and not _is_video(leaf):
         return [value]  # frames of one video

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lightrl.data.processing import ConversationSource
-from lightrl.data.rows import columns_of, entered, with_progress
+from lightrl.data.rows import columns_of
 from lightrl.data.sft import SFTDataModule, SFTSource
 from lightrl.data.sft_loader import SFTLoader
 from lightrl.data.templates import load_tokenizer
@@ -68,19 +68,16 @@ class PreferenceSource(ConversationSource):
                 overlong or have equal sides.
         """
         data, names = self.read(), ("prompt_column", "chosen_column", "rejected_column", "margin_column")
-        self.require_columns(columns_of(data), *names, *([] if self.tools_column == "tools" else ["tools_column"]))
-        kept = []
-        for i in with_progress(range(len(data)), len(data), self.label):
-            with self.named(i):
-                pair = self._pair(tokenizer, entered(data[i]))
-                length = max(len(pair.chosen), len(pair.rejected))
-                if self.max_tokens is None or length <= self.max_tokens:
-                    kept.append(pair)
-                elif self.overlong == "error":
-                    raise ValueError(
-                        f"max_tokens={self.max_tokens}: the pair has {length} tokens. Raise it, or remove the pair."
-                    )
-        self.report_dropped(len(data) - len(kept), len(data), f"max_tokens={self.max_tokens}")
+        self.require_columns(columns_of(data), *names)
+        sides = [self._side(column) for column in (self.chosen_column, self.rejected_column)]
+        made = self.fitting(
+            data,
+            lambda row: self._pair(tokenizer, sides, row),
+            lambda pair: max(len(pair.chosen), len(pair.rejected)),
+            self.max_tokens,
+            self.overlong,
+        )
+        kept = list(made.values())
         if all(pair.chosen == pair.rejected for pair in kept):
             raise ValueError(
                 f"chosen_column={self.chosen_column!r} and rejected_column={self.rejected_column!r}: equal in every "
@@ -88,9 +85,10 @@ class PreferenceSource(ConversationSource):
             )
         return kept
 
-    def _pair(self, tokenizer: PreTrainedTokenizerBase, row: Mapping[str, Any]) -> PreferencePair:
+    def _pair(
+        self, tokenizer: PreTrainedTokenizerBase, sides: Sequence[SFTSource], row: Mapping[str, Any]
+    ) -> PreferencePair:
         """Tokenizes an example."""
-        sides = [self._side(column) for column in (self.chosen_column, self.rejected_column)]
         prompts = [side.lesson(row)[0] for side in sides]
         if prompts[0] != prompts[1]:
             raise ValueError(
@@ -108,8 +106,7 @@ class PreferenceSource(ConversationSource):
     def _tokens(self, tokenizer: PreTrainedTokenizerBase, side: SFTSource, row: Mapping[str, Any]) -> list[int]:
         """Returns the token IDs of the chosen or rejected sequence, rendered as in SFT."""
         if self.rendering == "tokens":
-            tokens, _ = side.encode_example(tokenizer, row)
-            return tokens[0] + tokens[1]
+            return side.encode_example(tokenizer, row)[0].token_ids
         encoded, _, pieces = side.pieces(tokenizer, row)
         text = "".join(piece.text + piece.end for piece in pieces).removesuffix(pieces[-1].end)
         return text_ids(tokenizer, encoded.text + text)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,7 +23,16 @@ from lightrl.data.rows import (
     shuffled_order,
     with_progress,
 )
-from lightrl.data.templates import ChatTemplate, as_strings, as_tools, encode, render_prompt, require_unrendered
+from lightrl.data.templates import (
+    ChatTemplate,
+    as_strings,
+    as_tools,
+    conversation,
+    encode,
+    is_plain,
+    render_prompt,
+    require_unrendered,
+)
 from lightrl.models.turns import TOKEN_INPUT, placeholder_ids
 
 if TYPE_CHECKING:
@@ -78,29 +86,99 @@ class ConversationSource(MediaSource):
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     tools_column: str | None = "tools"
 
+    def require_columns(self, columns: Iterable[str], *arguments: str) -> list[str]:
+        """See `RowSource.require_columns`. Also requires the tools' column, unless it has the default name."""
+        tools = [] if self.tools_column == "tools" else ["tools_column"]
+        return super().require_columns(columns, *arguments, *tools)
+
     def template_arguments(self, row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """Returns an example's tools and chat template variables.
 
         Raises:
             ValueError: If a column is invalid.
         """
-        return as_tools(None if self.tools_column is None else row.get(self.tools_column)), row_variables(
-            row, self.template_kwargs
-        )
+        tools = as_tools(None if self.tools_column is None else row.get(self.tools_column))
+        return tools, row_variables(row, self.template_kwargs)
 
     def render(
-        self, tokenizer: PreTrainedTokenizerBase, prompt: Any, system_prompt: str | None, row: Mapping[str, Any]
-    ) -> tuple[str, bool]:
-        """Renders an example's prompt and system prompt from `arranged`. See `render_prompt`."""
+        self,
+        prompt: Any,
+        row: Mapping[str, Any],
+        tokenizer: PreTrainedTokenizerBase,
+        processor: MediaProcessor | None = None,
+    ) -> Rendered:
+        """Renders an example's prompt. Doesn't decode its media.
+
+        Args:
+            prompt: A string or a conversation.
+            row: The example, for its media columns, tools, and chat template variables.
+            tokenizer: Tokenizer with the chat template.
+            processor: Processor, or None for text models.
+
+        Raises:
+            MediaError: If the numbers of media and placeholders differ.
+            ValueError: If the model doesn't support a column's media, or see `render_prompt`.
+        """
+        supported = {} if processor is None else processor.placeholders
+        for name, kind in (COLUMNS if self.media_columns is None else self.media_columns).items():
+            value = row.get(name)
+            empty = value is None or (isinstance(value, list | tuple) and all(item is None for item in value))
+            if kind not in supported and not empty:
+                raise ValueError(
+                    f"column {name!r} contains media of kind {kind!r}, which the model does not support. Use a model "
+                    "that supports it, or set media_columns without the column ({} ignores all)."
+                )
+        if isinstance(prompt, str) and not is_plain(tokenizer, prompt, self.chat_template):
+            require_unrendered(tokenizer, prompt, self.chat_template)
+        system, media = self.system_prompt, list[tuple[str, Any]]()
+        if processor is None:
+            prompt = as_strings(prompt)
+        else:
+            from lightrl.data.media import placed
+
+            prompt, system, media = placed(prompt, row, self, tokenizer, processor)
         tools, variables = self.template_arguments(row)
-        return render_prompt(
+        text, templated = render_prompt(
             tokenizer,
             prompt,
-            system_prompt=system_prompt,
+            system_prompt=system,
             chat_template=self.chat_template,
             template_kwargs=variables,
             tools=tools,
         )
+        return Rendered(text, templated, conversation(prompt, system) if templated else [], media)
+
+    def encode(
+        self, rendered: Rendered, tokenizer: PreTrainedTokenizerBase, processor: MediaProcessor | None = None
+    ) -> Encoded:
+        """Decodes the media of a rendered prompt and tokenizes it.
+
+        Raises:
+            MediaError: If media can't be read or don't match their placeholders.
+        """
+        text, templated = rendered.text, rendered.templated
+        if rendered.media and processor is not None:
+            from lightrl.data.media import decode
+
+            return processor(text, decode(rendered.media, self), templated=templated)
+        token_ids = encode(tokenizer, text, templated=templated)
+        for kind, placeholder in processor.placeholders.items() if processor is not None else ():
+            if placeholder in token_ids:
+                name = tokenizer.convert_ids_to_tokens(placeholder)
+                raise MediaError(f"the prompt has a placeholder {name!r}, but no {kind}. Add the {kind} or remove it.")
+        return Encoded(text, token_ids, cuttable=len(token_ids))
+
+
+class Rendered(NamedTuple):
+    """A rendered prompt."""
+
+    text: str
+    templated: bool
+    """Whether the chat template was applied."""
+    messages: list[dict[str, Any]]
+    """The conversation, including the system turn. Empty without the chat template."""
+    media: list[tuple[str, Any]]
+    """Kind and undecoded value of each media item."""
 
 
 def row_variables(row: Mapping[str, Any], template_kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,79 +196,21 @@ def row_variables(row: Mapping[str, Any], template_kwargs: Mapping[str, Any]) ->
     return variables
 
 
-def encode_prompt(
-    prompt: Any,
-    row: Mapping[str, Any],
-    source: ConversationSource,
-    tokenizer: PreTrainedTokenizerBase,
-    processor: MediaProcessor | None,
-) -> tuple[Encoded, bool]:
-    """Encodes an example's prompt. Returns the result and whether the chat template was applied.
-
-    Args:
-        prompt: A string or a conversation.
-        row: The example, for its media columns, tools, and chat template variables.
-        source: Rendering settings and media columns.
-        tokenizer: Tokenizer that renders and tokenizes.
-        processor: Processor, or None for text models.
-
-    Raises:
-        MediaError: If media can't be read or don't match their placeholders.
-        ValueError: See `render_prompt`.
-    """
-    prompt, system_prompt, found = arranged(prompt, row, source, tokenizer, processor)
-    text, templated = source.render(tokenizer, prompt, system_prompt, row)
-    if found and processor is not None:
-        from lightrl.data.media import decode
-
-        return processor(text, decode(found, source), templated=templated), templated
-    token_ids = encode(tokenizer, text, templated=templated)
-    for kind, placeholder in processor.placeholders.items() if processor is not None else ():
-        if placeholder in token_ids:
-            name = tokenizer.convert_ids_to_tokens(placeholder)
-            raise MediaError(f"the prompt has a placeholder {name!r}, but no {kind}. Add the {kind} or remove it.")
-    return Encoded(text, token_ids, cuttable=len(token_ids)), templated
-
-
-def arranged(
-    prompt: Any,
-    row: Mapping[str, Any],
-    source: ConversationSource,
-    tokenizer: PreTrainedTokenizerBase,
-    processor: MediaProcessor | None,
-) -> tuple[Any, str | None, list[tuple[str, Any]]]:
-    """Returns the prompt and system prompt for `render_prompt`, and the (kind, value) of their media.
-
-    See `encode_prompt` for the arguments and errors.
-    """
-    require_supported(row, source, {} if processor is None else processor.placeholders)
-    if isinstance(prompt, str) and tokenizer.chat_template and source.chat_template is not False:
-        require_unrendered(tokenizer, prompt, source.chat_template)
-    if processor is None:
-        return as_strings(prompt), source.system_prompt, []
-    from lightrl.data.media import placed
-
-    return placed(prompt, row, source, tokenizer, processor)
-
-
-def require_supported(row: Mapping[str, Any], source: MediaSource, supported: Container[str]) -> None:
-    """Raises a `ValueError` if a column contains media of a kind that the model doesn't support."""
-    for name, kind in (COLUMNS if source.media_columns is None else source.media_columns).items():
-        value = row.get(name)
-        empty = value is None or (isinstance(value, list | tuple) and all(item is None for item in value))
-        if kind not in supported and not empty:
-            raise ValueError(
-                f"column {name!r} contains media of kind {kind!r}, which the model does not support. Use a model that "
-                "supports it, or set media_columns without the column ({} ignores all)."
-            )
-
-
 # ---- opened sources --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Rendering and order of examples. See `PromptSource.load` for the fields."""
+    """Rendering and order of examples.
+
+    Args:
+        tokenizer: Tokenizer that renders and tokenizes the prompts.
+        seed: Random seed for the order, 0 or more.
+        shuffle: Whether to reshuffle in every pass. Requires `PromptSource.shuffle`.
+        processor: Processor from `load_processor`, or None for a text model.
+        room: Maximum sequence length of the engine and maximum completion length in tokens, or None if unknown.
+            Without `max_prompt_tokens`, a text prompt that leaves too little room raises an error.
+    """
 
     tokenizer: PreTrainedTokenizerBase
     seed: int = 0
@@ -208,56 +228,82 @@ class Drawn(NamedTuple):
     encoded: Encoded
 
 
-class OpenSource(ABC):
-    """A source with its tokenizer and processor. Renders examples and applies the length limit."""
+class OpenSource:
+    """A source with its tokenizer and processor. Renders examples and applies the length limit.
 
-    def __init__(self, spec: Any, columns: Sequence[str], reading: Reading) -> None:
-        tools = [] if spec.tools_column == "tools" else ["tools_column"]  # a missing column "tools" is ignored
+    Attributes:
+        columns: Columns of the dataset.
+        kept: Dataset indices of the examples that `overlong` keeps, in order. Empty for a stream.
+        longest: Maximum prompt length in tokens. None if unknown.
+        counts: Number of `dropped` examples and `truncated` prompts so far.
+    """
+
+    def __init__(self, spec: Any, data: Any, reading: Reading) -> None:
         self.spec = spec
-        self.columns = list(columns)
+        self.data = data
         self.reading = reading
         self.processor = reading.processor
         self.counts = {"dropped": 0, "truncated": 0}
-        self.longest: int | None = spec.max_prompt_tokens  # None if unknown
-        named = spec.require_columns(columns, "prompt_column", "media_columns", *tools)
-        media = COLUMNS if spec.media_columns is None else spec.media_columns
-        self.read_columns = [*named, *media, *VARIABLES, *filter(None, [spec.tools_column])]
+        self.kept: list[int] = []
+        self.longest: int | None = spec.max_prompt_tokens
+        self._order: tuple[int, np.ndarray[Any, Any]] = (-1, np.arange(0))
+        self.columns = self._read_columns()
+        self._named = spec.require_columns(self.columns, "prompt_column", "media_columns")
+        self._check()
 
-    @abstractmethod
     def __len__(self) -> int:
         """Returns the number of prompts per pass. Streams raise a `ValueError`."""
+        return len(self.kept)
 
-    @abstractmethod
     def draw(self, j: int) -> Callable[[], Drawn]:
         """Returns a function that creates the j-th prompt of this source, j = 0, 1, ..., in any thread."""
+        epoch, position = divmod(j, len(self.kept))
+        if self.reading.shuffle and self.spec.shuffle:
+            if self._order[0] != epoch:
+                self._order = (epoch, shuffled_order(len(self.kept), self.reading.seed, epoch))
+            position = int(self._order[1][position])
+        return self.row(position)
 
     def row(self, number: int) -> Callable[[], Drawn]:
         """Returns a function that creates the prompt at this position in the dataset's order. Not for streams."""
-        raise NotImplementedError
-
-    def index(self, number: int) -> int:
-        """Returns the dataset index of the prompt at this position. Not for streams."""
-        raise NotImplementedError
+        return lambda: self._made(self.kept[number])
 
     def values(self, column: str) -> list[Any] | None:
         """Returns the values of a column in the dataset's order, or None for a stream."""
-        return None
+        values = [row.get(column) for row in plain_rows(self.data, [column])]
+        return [values[index] for index in self.kept]
 
-    def length(self, index: int, row: Mapping[str, Any]) -> int:
+    def _read_columns(self) -> list[str]:
+        return columns_of(self.data)
+
+    def _check(self) -> None:
+        """Checks all examples before training."""
+        spec, total, longest = self.spec, len(self.data), 0
+        media = COLUMNS if spec.media_columns is None else spec.media_columns
+        rows = plain_rows(self.data, [*self._named, *media, *VARIABLES, *filter(None, [spec.tools_column])])
+        for index, row in enumerate(with_progress(rows, total, spec.label)):
+            length = self._length(index, row)
+            if self._keeps(length):
+                self.kept.append(index)
+                longest = max(longest, length)
+        spec.report_dropped(self.counts["dropped"], total, f"max_prompt_tokens={spec.max_prompt_tokens}")
+        if self.processor is None:  # media may not have been decoded
+            self.longest = min(longest, spec.max_prompt_tokens or longest)
+
+    def _length(self, index: int, row: Mapping[str, Any]) -> int:
         """Checks an example and returns its length in tokens.
 
         Doesn't decode media without a length limit, but checks whether their files exist, and returns 0.
         """
         spec, prompt, reading = self.spec, row.get(self.spec.prompt_column), self.reading
-        with self.spec.named(index):
+        with spec.named(index):
+            rendered = spec.render(prompt, row, reading.tokenizer, self.processor)
             if self.processor is not None and (spec.max_prompt_tokens is None or spec.overlong == "truncate_left"):
                 from lightrl.data.media import require_present
 
-                arranged_prompt, system, found = arranged(prompt, row, spec, reading.tokenizer, self.processor)
-                spec.render(reading.tokenizer, arranged_prompt, system, row)
-                require_present(found, spec)
+                require_present(rendered.media, spec)
                 return 0
-            length = len(self.encode(row).token_ids)
+            length = len(spec.encode(rendered, reading.tokenizer, self.processor).token_ids)
             if not length:
                 raise ValueError(f"the prompt {prompt!r} has no tokens. Remove it.")
             longest, new_tokens = reading.room or (length, 0)
@@ -274,98 +320,45 @@ class OpenSource(ABC):
                 )
         return length
 
-    def keeps(self, length: int) -> bool:
+    def _keeps(self, length: int) -> bool:
         """Returns whether `overlong` keeps an example of this length, and counts dropped ones."""
         spec = self.spec
-        if spec.overlong != "drop" or length <= (spec.max_prompt_tokens or length):
-            return True
-        self.counts["dropped"] += 1
-        return False
+        dropped = spec.overlong == "drop" and length > (spec.max_prompt_tokens or length)
+        self.counts["dropped"] += dropped
+        return not dropped
 
-    def encode(self, row: Mapping[str, Any]) -> Encoded:
-        """Encodes an example without truncation."""
-        spec = self.spec
-        return encode_prompt(row.get(spec.prompt_column), row, spec, self.reading.tokenizer, self.processor)[0]
-
-    def make(self, index: int, row: dict[str, Any]) -> Drawn:
+    def _made(self, index: int, row: Mapping[str, Any] | None = None) -> Drawn:
         """Creates the prompt of an example, truncated if necessary.
 
         Raises:
             MediaError: If media are invalid or truncation would remove media.
         """
-        with self.spec.named(index):
-            encoded = self.encode(row)
-            limit = self.spec.max_prompt_tokens
-            if limit is not None and len(encoded.token_ids) > limit:
-                cut = len(encoded.token_ids) - limit
-                if cut > encoded.cuttable:
-                    raise MediaError(
-                        f"max_prompt_tokens={limit}: the prompt has {len(encoded.token_ids)} tokens and can't be "
-                        "truncated without removing media. Raise it, or lower max_pixels or max_frames."
-                    )
+        spec, tokenizer, limit = self.spec, self.reading.tokenizer, self.spec.max_prompt_tokens
+        with spec.named(index):
+            row = entered(self.data[index] if row is None else row)  # `datasets` decodes media here
+            raw = row.get(spec.prompt_column)
+            encoded = spec.encode(spec.render(raw, row, tokenizer, self.processor), tokenizer, self.processor)
+            cut = 0 if limit is None else len(encoded.token_ids) - limit
+            if cut > encoded.cuttable:
+                raise MediaError(
+                    f"max_prompt_tokens={limit}: the prompt has {len(encoded.token_ids)} tokens and can't be "
+                    "truncated without removing media. Raise it, or lower max_pixels or max_frames."
+                )
+            if cut > 0:
                 self.counts["truncated"] += 1
                 encoded.token_ids, encoded.media.token_ids = encoded.token_ids[cut:], encoded.media.token_ids[cut:]
-                encoded.text = str(self.reading.tokenizer.decode(encoded.token_ids))
+                encoded.text = str(tokenizer.decode(encoded.token_ids))
                 for name, value in encoded.inputs.items():
                     if name.endswith(TOKEN_INPUT):
                         encoded.inputs[name] = value[:, cut:]
-        return Drawn(index, row, row[self.spec.prompt_column], encoded)
+        return Drawn(index, row, raw, encoded)
 
 
-class _MapRows(OpenSource):
-    """A source with a length and random access."""
-
-    def __init__(self, spec: Any, data: Any, reading: Reading) -> None:
-        super().__init__(spec, columns_of(data), reading)
-        self.data = data
-        self.kept: list[int] = []
-        longest = 0
-        rows = with_progress(plain_rows(data, self.read_columns), len(data), spec.label)
-        for index, row in enumerate(rows):
-            length = self.length(index, row)
-            if self.keeps(length):
-                self.kept.append(index)
-                longest = max(longest, length)
-        limit = spec.max_prompt_tokens
-        spec.report_dropped(self.counts["dropped"], len(data), f"max_prompt_tokens={limit}")
-        if self.processor is None:  # media may not have been decoded
-            self.longest = min(longest, limit or longest)
-        self._order: tuple[int, np.ndarray[Any, Any]] = (-1, np.arange(len(self.kept)))
-
-    def __len__(self) -> int:
-        return len(self.kept)
-
-    def draw(self, j: int) -> Callable[[], Drawn]:
-        epoch, position = divmod(j, len(self.kept))
-        if self.reading.shuffle and self.spec.shuffle and self._order[0] != epoch:
-            self._order = (epoch, shuffled_order(len(self.kept), self.reading.seed, epoch))
-        return self.row(int(self._order[1][position]))
-
-    def row(self, number: int) -> Callable[[], Drawn]:
-        return lambda: self._made(self.kept[number])
-
-    def index(self, number: int) -> int:
-        return self.kept[number]
-
-    def values(self, column: str) -> list[Any] | None:
-        values = [row.get(column) for row in plain_rows(self.data, [column])]
-        return [values[index] for index in self.kept]
-
-    def _made(self, index: int) -> Drawn:
-        with self.spec.named(index):  # `datasets` decodes its media here
-            row = entered(self.data[index])
-        return self.make(index, row)
-
-
-class _StreamRows(OpenSource):
+class _Stream(OpenSource):
     """A source that is only read forward."""
 
-    def __init__(self, spec: Any, data: IterableDataset, reading: Reading) -> None:
-        super().__init__(spec, list(next(iter(data), {})), reading)
-        shuffle = reading.shuffle and spec.shuffle
-        self.data = data.shuffle(seed=reading.seed, buffer_size=SHUFFLE_BUFFER) if shuffle else data
-        self.next_j = 0
-        self.stream = self._endless()
+    _next: int  # index of the next example
+    _examples: Iterator[tuple[int, dict[str, Any]]]
 
     def __len__(self) -> int:
         raise ValueError(
@@ -374,13 +367,25 @@ class _StreamRows(OpenSource):
         )
 
     def draw(self, j: int) -> Callable[[], Drawn]:
-        if j < self.next_j:
-            self.next_j, self.stream = 0, self._endless()
+        if j < self._next:
+            self._next, self._examples = 0, self._endless()
         while True:
-            index, row = next(self.stream)
-            self.next_j += 1
-            if self.next_j > j:
-                return lambda: self.make(index, row)
+            index, row = next(self._examples)
+            self._next += 1
+            if self._next > j:
+                return lambda: self._made(index, row)
+
+    def values(self, column: str) -> None:
+        return None
+
+    def _read_columns(self) -> list[str]:
+        return list(next(iter(self.data), {}))
+
+    def _check(self) -> None:
+        """Starts reading. Examples are checked when they are read."""
+        if self.reading.shuffle and self.spec.shuffle:
+            self.data = self.data.shuffle(seed=self.reading.seed, buffer_size=SHUFFLE_BUFFER)
+        self._next, self._examples = 0, self._endless()
 
     def _endless(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yields (index within the pass, example) over endless passes, each in a different order."""
@@ -389,7 +394,7 @@ class _StreamRows(OpenSource):
             self.data.set_epoch(epoch)
             kept = 0
             for index, row in enumerate(map(entered, self.data)):
-                if self.keeps(self.length(index, row)):
+                if self._keeps(self._length(index, row)):
                     kept += 1
                     yield index, row
             if not kept:
@@ -400,4 +405,4 @@ class _StreamRows(OpenSource):
 def open_source(spec: Any, reading: Reading) -> OpenSource:
     """Opens a source."""
     data = spec.read()
-    return _StreamRows(spec, data, reading) if isinstance(data, IterableDataset) else _MapRows(spec, data, reading)
+    return (_Stream if isinstance(data, IterableDataset) else OpenSource)(spec, data, reading)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -53,30 +54,24 @@ class MediaProcessor:
         self.tokenizer = tokenizer
         self.placeholders = placeholders
         self._kwargs = dict(kwargs)
-        self._loaded: Any = None
-        self._blocks: bool | None = None
 
-    @property
+    @cached_property
     def processor(self) -> Any:
         """The Hugging Face processor, loaded on first use."""
-        if self._loaded is None:
-            from transformers import AutoProcessor
+        from transformers import AutoProcessor
 
-            self._loaded = AutoProcessor.from_pretrained(self.path, **self._kwargs)
-            self._loaded.tokenizer = self.tokenizer
-        return self._loaded
+        loaded = AutoProcessor.from_pretrained(self.path, **self._kwargs)
+        loaded.tokenizer = self.tokenizer
+        return loaded
 
     def token(self, kind: str) -> str | None:
         """Returns the placeholder of one media item in a prompt's text."""
         return getattr(self.processor, f"{kind}_token", None)
 
-    @property
+    @cached_property
     def wants_blocks(self) -> bool:
         """Whether the chat template requires lists of content blocks instead of strings."""
-        if self._blocks is None:
-            text, _ = render_prompt(self.tokenizer, [{"role": "user", "content": "x7q"}], chat_template=True)
-            self._blocks = "x7q" not in text
-        return self._blocks
+        return "x7q" not in render_prompt(self.tokenizer, [{"role": "user", "content": "x7q"}])[0]
 
     def __call__(self, text: str, media: Media, *, templated: bool) -> Encoded:
         """Runs the processor and checks that placeholders match the features.

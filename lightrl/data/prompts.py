@@ -10,9 +10,9 @@ import copy
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from datasets import Dataset, IterableDataset
@@ -21,9 +21,6 @@ from transformers import PreTrainedTokenizerBase
 from lightrl.data.processing import ConversationSource, Drawn, OpenSource, Reading, open_source
 from lightrl.data.rows import shuffled_order
 from lightrl.records import Prompts
-
-if TYPE_CHECKING:
-    from lightrl.data.processor import MediaProcessor
 
 MIX_BLOCK = 1000
 
@@ -47,7 +44,6 @@ class PromptSet:
         self.sources = list(sources)
         self._seed = seed
         self._shares = _block_shares(weights)
-        self._pattern: tuple[int, np.ndarray[Any, Any]] = (-1, np.zeros(0, dtype=np.int64))
         self._pool: ThreadPoolExecutor | None = None
         self.columns = list(dict.fromkeys(name for source in sources for name in source.columns))
 
@@ -108,10 +104,8 @@ class PromptSet:
         if len(self._shares) == 1:
             return 0, k
         block, position = divmod(k, MIX_BLOCK)
-        if self._pattern[0] != block:
-            sources = np.repeat(np.arange(len(self._shares)), self._shares)
-            self._pattern = (block, sources[shuffled_order(MIX_BLOCK, self._seed, block)])
-        pattern = self._pattern[1]
+        sources = np.repeat(np.arange(len(self._shares)), self._shares)
+        pattern = sources[shuffled_order(MIX_BLOCK, self._seed, block)]
         source = int(pattern[position])
         return source, block * self._shares[source] + int(np.count_nonzero(pattern[:position] == source))
 
@@ -154,27 +148,9 @@ class PromptSource(ConversationSource):
     overlong: Literal["drop", "truncate_left", "error"] = "drop"
     shuffle: bool = True
 
-    def load(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        seed: int = 0,
-        shuffle: bool = True,
-        processor: MediaProcessor | None = None,
-        room: tuple[int, int] | None = None,
-    ) -> PromptSet:
-        """Loads the prompts.
-
-        Args:
-            tokenizer: Tokenizer that renders and tokenizes the prompts.
-            seed: Random seed for the order, 0 or more.
-            shuffle: Whether to reshuffle in every pass. Requires `PromptSource.shuffle`.
-            processor: Processor from `load_processor`, or None for a text model.
-            room: Maximum sequence length of the engine and maximum completion length in tokens, or None if unknown.
-                Without `max_prompt_tokens`, a text prompt that leaves too little room raises an error.
-        """
-        reading = Reading(tokenizer, seed, shuffle, processor, room)
-        return PromptSet([open_source(self, reading)], [1.0], seed=seed)
+    def load(self, tokenizer: PreTrainedTokenizerBase, **options: Any) -> PromptSet:
+        """Loads the prompts. See `Reading` for the arguments."""
+        return PromptMixture([self]).load(tokenizer, **options)
 
 
 @dataclass
@@ -200,7 +176,7 @@ class PromptMixture:
             )
 
     def load(self, tokenizer: PreTrainedTokenizerBase, **options: Any) -> PromptSet:
-        """Loads the prompts of all sources. See `PromptSource.load` for the arguments."""
+        """Loads the prompts of all sources. See `Reading` for the arguments."""
         reading = Reading(tokenizer, **options)
         opened = [open_source(s, replace(reading, seed=reading.seed + i)) for i, s in enumerate(self.sources)]
         return PromptSet(opened, self.weights or [1.0] * len(opened), seed=reading.seed)
@@ -225,7 +201,6 @@ def _block_shares(weights: Sequence[float]) -> list[int]:
 
 
 RENDERING = ("system_prompt", "chat_template", "template_kwargs")
-_DEFAULTS = {each.name: each.default for each in fields(ConversationSource) if each.name in RENDERING}
 
 
 def rendered_like(source: Any, other: Any) -> Any:
@@ -235,9 +210,7 @@ def rendered_like(source: Any, other: Any) -> Any:
     agree on them. Variables in the source's `template_kwargs` override those of `other`.
     """
     if isinstance(source, PromptMixture):
-        changed = copy.copy(source)
-        changed.sources = [rendered_like(part, other) for part in source.sources]
-        return changed
+        return replace(source, sources=[rendered_like(part, other) for part in source.sources])
     other = getattr(other, "source", other)
     parts = other.sources if isinstance(other, PromptMixture) else [other]
     changed = copy.copy(source)
@@ -247,6 +220,6 @@ def rendered_like(source: Any, other: Any) -> Any:
             continue
         if name == "template_kwargs":
             changed.template_kwargs = {**theirs, **source.template_kwargs}
-        elif getattr(source, name) == _DEFAULTS[name]:
+        elif getattr(source, name) == getattr(ConversationSource, name):
             setattr(changed, name, theirs)
     return changed

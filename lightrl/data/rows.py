@@ -111,6 +111,8 @@ class RowSource:
             data = self._from_path(self.path)
         if isinstance(data, DatasetDict | IterableDatasetDict):
             data = data[self.split]
+        elif self.path is None and self.split != "train":
+            raise ValueError(f"split={self.split!r}: {self.label} has no splits. Select its examples in the function.")
         if isinstance(data, IterableDataset):
             return data if self.limit is None else data.take(self.limit)
         if len(data) == 0:
@@ -151,6 +153,31 @@ class RowSource:
                 named.append(column)
         return named
 
+    def fitting(
+        self,
+        data: Any,
+        make: Callable[[dict[str, Any]], T],
+        length: Callable[[T], int],
+        limit: int | None,
+        overlong: str,
+    ) -> dict[int, T]:
+        """Returns dataset index -> `make(example)` of all examples with a `length` of at most `limit` tokens.
+
+        Raises:
+            ValueError: If `make` raises an error, an example is longer and `overlong` is "error", or all are longer.
+        """
+        kept: dict[int, T] = {}
+        for index in with_progress(range(len(data)), len(data), self.label):
+            with self.named(index):
+                made = make(entered(data[index]))
+                size = length(made)
+                if limit is None or size <= limit:
+                    kept[index] = made
+                elif overlong == "error":
+                    raise ValueError(f"max_tokens={limit}: the example has {size} tokens. Raise it, or remove it.")
+        self.report_dropped(len(data) - len(kept), len(data), f"max_tokens={limit}")
+        return kept
+
     def report_dropped(self, dropped: int, total: int, limit: str) -> None:
         """Logs how many examples were dropped as longer than `limit`, such as `max_tokens=512`.
 
@@ -189,6 +216,8 @@ class RowSource:
         """
         sep = self.load_kwargs.get("sep", ",")
         name = self.split.split("[")[0]
+        if self.streaming and name != self.split:
+            raise ValueError(f"split={self.split!r}: a stream of {self.label} has no slices. Set streaming=False.")
         if self.streaming:
             return IterableDataset.from_generator(read_files, gen_kwargs={"files": files[name], "sep": sep})
         if name == self.split:

@@ -6,17 +6,17 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from lightning.pytorch import LightningDataModule
 from transformers import PreTrainedTokenizerBase
 
 from lightrl.compat.lightning import run_seed
-from lightrl.data.processing import ConversationSource, arranged, encode_prompt, load_processor
+from lightrl.data.processing import ConversationSource, load_processor
 from lightrl.data.prompts import rendered_like
-from lightrl.data.rows import Encoded, MediaError, columns_of, entered, with_progress
-from lightrl.data.sft_loader import Row, SFTLoader
-from lightrl.data.templates import apply_template, as_messages, call_texts, conversation, load_tokenizer, shows_call
+from lightrl.data.rows import Encoded, MediaError, columns_of, entered
+from lightrl.data.sft_loader import Example, SFTLoader
+from lightrl.data.templates import apply_template, as_messages, conversation, load_tokenizer, text_of
 from lightrl.models.turns import end_of_turn, is_special
 
 if TYPE_CHECKING:
@@ -35,17 +35,6 @@ class Piece(NamedTuple):
     text: str
     end: str
     trained: bool
-
-
-class SFTRows(list[Row]):
-    """Token IDs of each example. `inputs[k]()` recomputes the additional model inputs of example k.
-
-    The pixels of a whole dataset would not fit into memory, so each batch recomputes them.
-    """
-
-    def __init__(self, rows: Sequence[Row], inputs: Sequence[Callable[[], Any]] = ()) -> None:
-        super().__init__(rows)
-        self.inputs = list(inputs)
 
 
 @dataclass
@@ -77,11 +66,8 @@ class SFTSource(ConversationSource):
     max_tokens: int | None = None
     overlong: Literal["drop", "truncate", "error"] = "drop"
 
-    def tokenized(self, tokenizer: PreTrainedTokenizerBase, processor: MediaProcessor | None = None) -> SFTRows:
-        """Returns all examples as (prompt tokens, completion tokens), except for overlong ones.
-
-        The completion spans the first to the last trained turn. If it contains other turns, a third item masks the
-        trained tokens.
+    def tokenized(self, tokenizer: PreTrainedTokenizerBase, processor: MediaProcessor | None = None) -> list[Example]:
+        """Returns all examples up to their last trained turn, except for overlong ones.
 
         Args:
             tokenizer: Tokenizer that renders and tokenizes.
@@ -90,19 +76,21 @@ class SFTSource(ConversationSource):
         """
         data = self.read()
         columns = ["messages_column"] if self.messages_column else ["prompt_column", "completion_column"]
-        self.require_columns(columns_of(data), *columns, *([] if self.tools_column == "tools" else ["tools_column"]))
-
-        def encoded(i: int) -> tuple[Row, dict[str, Any]]:
-            with self.named(i):
-                return self.encode_example(tokenizer, entered(data[i]), processor)
+        self.require_columns(columns_of(data), *columns)
 
         def inputs(i: int) -> dict[str, Any]:
-            return encoded(i)[1]
+            with self.named(i):
+                return self.encode_example(tokenizer, entered(data[i]), processor)[1]
 
-        rows = {i: self._fit(i, encoded(i)[0]) for i in with_progress(range(len(data)), len(data), self.label)}
-        kept = {i: row for i, row in rows.items() if row is not None}
-        self.report_dropped(len(data) - len(kept), len(data), f"max_tokens={self.max_tokens}")
-        return SFTRows(list(kept.values()), [] if processor is None else [partial(inputs, i) for i in kept])
+        def cut(row: Mapping[str, Any]) -> Example:
+            example, limit = self.encode_example(tokenizer, row, processor)[0], self.max_tokens
+            whole = self.overlong != "truncate" or not any(example.trained[:limit])
+            return example if whole else Example(example.token_ids[:limit], example.trained[:limit])
+
+        kept = self.fitting(data, cut, lambda example: len(example.token_ids), self.max_tokens, self.overlong)
+        if processor is None:
+            return list(kept.values())
+        return [example._replace(inputs=partial(inputs, i)) for i, example in kept.items()]
 
     def lesson(self, row: Mapping[str, Any]) -> tuple[Any, list[dict[str, Any]], list[bool]]:
         """Returns the prompt, the messages from the first to the last trained turn, and their training mask."""
@@ -119,44 +107,41 @@ class SFTSource(ConversationSource):
 
     def _trained(self, messages: Sequence[Mapping[str, Any]]) -> list[bool]:
         """Returns which messages of a completion or a whole conversation are trained."""
-        whole = bool(self.messages_column)
+        whole, roles = bool(self.messages_column), [message["role"] for message in messages]
         flags = [_flag(message) for message in messages]
-        for message, flag in zip(messages, flags, strict=True):
-            if flag and message["role"] != "assistant":
-                raise ValueError(f"a {message['role']} turn is marked as trained. Mark only assistant turns.")
-        last_alone = whole and self.train_on == "last"
-        if last_alone and True in flags:
-            return [flag is True for flag in flags]
-        if messages[-1]["role"] != "assistant" and (last_alone or not whole):
-            raise ValueError(
-                "the completion must be a string or messages that end with an assistant turn, got a last turn of "
-                f"{messages[-1]['role']}."
-            )
-        open_to = [message["role"] == "assistant" for message in messages]
-        if last_alone:
-            open_to = [False] * (len(messages) - 1) + [True]
-        if whole and len(messages) > 1:
-            open_to[0] = False  # it has no prompt
-        trained = [is_open and flag is not False for is_open, flag in zip(open_to, flags, strict=True)]
+        for role, flag in zip(roles, flags, strict=True):
+            if flag and role != "assistant":
+                raise ValueError(f"a {role} turn is marked as trained. Mark only assistant turns.")
+        if not whole and roles[-1] != "assistant":
+            raise ValueError(f"the completion ends with a turn of {roles[-1]}. End it with an assistant turn.")
+        candidates = [role == "assistant" for role in roles]
+        if whole and self.train_on == "last":
+            if True in flags:
+                return [flag is True for flag in flags]
+            candidates[:-1] = [False] * (len(roles) - 1)
+        elif whole and len(roles) > 1:
+            candidates[0] = False  # it has no prompt
+        trained = [candidate and flag is not False for candidate, flag in zip(candidates, flags, strict=True)]
         if not any(trained):
             raise ValueError("no turn is trained: assistant turns are missing, or all have train: false. Enable one.")
         return trained
 
     def encode_example(
         self, tokenizer: PreTrainedTokenizerBase, row: Mapping[str, Any], processor: MediaProcessor | None = None
-    ) -> tuple[Row, dict[str, Any]]:
-        """Returns an example's token IDs, with trained turns tokenized separately, and its model inputs."""
+    ) -> tuple[Example, dict[str, Any]]:
+        """Returns an example, with trained turns tokenized separately, and its model inputs."""
         encoded, templated, pieces = self.pieces(tokenizer, row, processor)
-        completion: list[int] = []
-        mask: list[bool] = []
+        token_ids = list(encoded.token_ids)
+        trained = [False] * len(token_ids)
         for piece in pieces:
             tokens = list(tokenizer(piece.text + piece.end, add_special_tokens=False)["input_ids"])
-            if piece.trained:
-                tokens = ended_turn(tokenizer, tokens) if templated else [*tokens, int(tokenizer.eos_token_id)]
-            completion += tokens
-            mask += [piece.trained] * len(tokens)
-        tokens_of_row: Row = (encoded.token_ids, completion) if all(mask) else (encoded.token_ids, completion, mask)
-        return tokens_of_row, encoded.inputs
+            if not templated:
+                tokens.append(int(tokenizer.eos_token_id))
+            elif piece.trained and not piece.end and not (tokens and is_special(tokenizer, tokens[-1])):
+                tokens.append(end_of_turn(tokenizer))  # the template writes none, not even a special token of a call
+            token_ids += tokens
+            trained += [piece.trained] * len(tokens)
+        return Example(token_ids, trained), encoded.inputs
 
     def pieces(
         self, tokenizer: PreTrainedTokenizerBase, row: Mapping[str, Any], processor: MediaProcessor | None = None
@@ -167,17 +152,16 @@ class SFTSource(ConversationSource):
             ValueError: If the chat template rewrites the prompt or earlier turns, or omits a part of a trained turn.
         """
         prompt, messages, trained = self.lesson(row)
-        encoded, templated = encode_prompt(prompt, row, self, tokenizer, processor)
-        if not templated:
+        rendered = self.render(prompt, row, tokenizer, processor)
+        encoded, history = self.encode(rendered, tokenizer, processor), rendered.messages
+        if not rendered.templated:
             if len(messages) > 1 or {"tool_calls", "reasoning_content"} & set(messages[0]):
                 raise ValueError(
                     "the completion has several turns, tool calls, or reasoning, but the prompt is a string without a "
                     "chat template. Use a conversation as the prompt, or a string as the completion."
                 )
-            content = _in_form(messages[0], False)["content"]
+            content = str(_in_form(messages[0], False)["content"])
             return encoded, False, [Piece(_without_end(content, str(tokenizer.eos_token)), "", True)]
-        prompt, system, _ = arranged(prompt, row, self, tokenizer, processor)
-        history = conversation(prompt, system)
         blocks = any(not isinstance(message["content"], str) for message in history)
         messages = [_in_form(message, blocks) for message in messages]
         tools, variables = self.template_arguments(row)
@@ -204,22 +188,6 @@ class SFTSource(ConversationSource):
                 _require_start(done, whole, first=False)
         return encoded, True, pieces
 
-    def _fit(self, i: int, row: Row) -> Row | None:
-        prompt, completion, *mask = row
-        length, limit = len(prompt) + len(completion), self.max_tokens
-        if limit is None or length <= limit:
-            return row
-        if self.overlong == "error":
-            raise ValueError(
-                f"max_tokens={limit}: {self.where(i)} has {length} tokens. Raise it, or remove the example."
-            )
-        if self.overlong == "drop" or len(prompt) >= limit:
-            return None
-        kept = limit - len(prompt)
-        if not mask:
-            return prompt, completion[:kept]
-        return (prompt, completion[:kept], mask[0][:kept]) if any(mask[0][:kept]) else None
-
 
 def _flag(message: Mapping[str, Any]) -> bool | None:
     """Returns whether a message is marked as trained, or None if unmarked."""
@@ -231,12 +199,10 @@ def _flag(message: Mapping[str, Any]) -> bool | None:
 
 def _in_form(message: Mapping[str, Any], blocks: bool) -> dict[str, Any]:
     """Converts a message's content to a list of blocks or to a string."""
-    content = message["content"]
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    other = next((part["type"] for part in parts if part["type"] != "text"), None)
-    if other is not None:
-        raise MediaError(f"a block of type {other!r} follows the first trained turn. Train only on turns after it.")
-    return {**message, "content": parts if blocks else "".join(part["text"] for part in parts)}
+    text = text_of(message["content"])
+    if text is None:
+        raise MediaError("media follow the first trained turn. Train only on turns after them.")
+    return {**message, "content": [{"type": "text", "text": text}] if blocks else text}
 
 
 def _require_start(start: str, whole: str, *, first: bool) -> None:
@@ -257,22 +223,19 @@ def _require_start(start: str, whole: str, *, first: bool) -> None:
 
 def _turn(tokenizer: PreTrainedTokenizerBase, body: str, message: Mapping[str, Any]) -> Piece:
     """Returns the trained turn `message` in `body`, the rendered text from its start. Raises if a part is missing."""
-    content = _in_form(message, False)["content"]
+    content = str(text_of(message["content"]))
     thoughts = str(message.get("reasoning_content", ""))
     parts = [("reasoning_content", thoughts)] + [("content", part) for part in _THINK.split(content)]
-    calls = [call["function"] for call in message.get("tool_calls", ())]
     at = 0
     for name, part in parts:
         place = max(body.find(part.strip(), at), body.find(part.strip()))
         if place < 0:
-            _raise_lost(name, part, body)
+            raise ValueError(
+                f"{name}: the chat template omits {part.strip()[:80]!r} from the trained turn ({body[:200]!r}). Set "
+                "actor.chat_template to a template that includes it, or change the example."
+            )
         at = max(at, place + len(part.strip()))
-    for call in calls:
-        place = body.find(call["name"], at)
-        if place < 0 or not shows_call(body[at:], call):
-            _raise_lost("tool_calls", call["name"], body)
-        at = place + len(call["name"])
-        at = max([at, *(body.find(text, at) + len(text) for text in call_texts(call) if body.find(text, at) >= 0)])
+    at = max([at, *(body.rfind(call["function"]["name"]) for call in message.get("tool_calls", ()))])
     end = str(tokenizer.convert_ids_to_tokens(end_of_turn(tokenizer)))
     place = body.rfind(end)
     return Piece(body, "", True) if place < at else Piece(_without_end(body[:place], end), end, True)
@@ -283,13 +246,6 @@ def _without_end(text: str, end: str) -> str:
     while text.endswith(end):
         text = text.removesuffix(end)
     return text
-
-
-def _raise_lost(name: str, part: str, body: str) -> NoReturn:
-    raise ValueError(
-        f"{name}: the chat template omits {part.strip()[:80]!r} from the trained turn ({body[:200]!r}). Set "
-        "actor.chat_template to a template that includes it, or change the example."
-    )
 
 
 class SFTDataModule(LightningDataModule):
@@ -365,18 +321,3 @@ class SFTDataModule(LightningDataModule):
         """Resumes the training loader, if set up."""
         if "train" in self._loaders:
             self._loaders["train"].load_state_dict(state_dict)
-
-
-def ended_turn(tokenizer: Any, token_ids: Sequence[int]) -> list[int]:
-    """Returns the tokens of a rendered turn up to its end, as a policy would sample them.
-
-    Args:
-        tokenizer: Tokenizer whose template rendered the turn.
-        token_ids: Tokens after the generation prompt. Tokens after the end of the turn, such as a line break, are
-            removed. A turn that ends with another special token, such as a call's, is unchanged. A turn without an end
-            gets one.
-    """
-    ids, end = list(token_ids), end_of_turn(tokenizer)
-    if end in ids:
-        return ids[: len(ids) - ids[::-1].index(end)]
-    return ids if ids and is_special(tokenizer, ids[-1]) else [*ids, end]

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from lightrl.data.rows import shuffled_order
 from lightrl.records import pad_rows
 
-Row = tuple[list[int], list[int]] | tuple[list[int], list[int], list[bool]]
-"""Prompt tokens, completion tokens, and a mask of the trained completion tokens unless all are trained."""
+
+class Example(NamedTuple):
+    """An SFT example: token IDs, which of them are trained, and a function that computes the additional model inputs.
+
+    The pixels of a whole dataset would not fit into memory, so each batch recomputes them.
+    """
+
+    token_ids: list[int]
+    trained: list[bool]
+    inputs: Callable[[], dict[str, Any]] | None = None
 
 
 @dataclass(eq=False)
@@ -34,7 +42,7 @@ class SFTLoader:
         world_size: Number of processes.
     """
 
-    rows: Sequence[Row]
+    rows: Sequence[Example]
     batch_size: int
     pad_token_id: int
     _: KW_ONLY
@@ -66,27 +74,18 @@ class SFTLoader:
             whole = self.batch_size * self.world_size
             picks = order[self.position * whole : (self.position + 1) * whole][self.rank :: self.world_size]
             self.position += 1
-            batch = self.collate([self.rows[int(i)] for i in picks])
-            makers = getattr(self.rows, "inputs", [])
-            if makers:
-                batch["inputs"] = [makers[int(i)]() for i in picks] or [makers[0]()]
-            yield batch
+            yield self.collate([self.rows[int(i)] for i in picks])
 
-    def collate(self, rows: Sequence[Row]) -> dict[str, Any]:
+    def collate(self, rows: Sequence[Example]) -> dict[str, Any]:
         """Collates examples into a batch."""
-        idle = not rows
-        rows = rows or [self.rows[0]]
-        mask = [
-            [False] * len(prompt)
-            + [not idle and trained for trained in (chosen[0] if chosen else [True] * len(completion))]
-            for prompt, completion, *chosen in rows
-        ]
-        tokens = [row[0] + row[1] for row in rows]
-        return {
-            "token_ids": pad_rows(tokens, self.pad_token_id, torch.long),
-            "attention_mask": pad_rows([[1] * len(row) for row in mask], 0, torch.bool),
-            "response_mask": pad_rows(mask, 0, torch.bool),
+        rows = rows or [self.rows[0]._replace(trained=[False] * len(self.rows[0].token_ids))]
+        batch: dict[str, Any] = {
+            "token_ids": pad_rows([row.token_ids for row in rows], self.pad_token_id, torch.long),
+            "attention_mask": pad_rows([[1] * len(row.token_ids) for row in rows], 0, torch.bool),
+            "response_mask": pad_rows([row.trained for row in rows], 0, torch.bool),
         }
+        inputs = [row.inputs() for row in rows if row.inputs is not None]
+        return {**batch, "inputs": inputs} if inputs else batch
 
     def state_dict(self) -> dict[str, int]:
         """Returns the seed, the pass, and the position within it."""

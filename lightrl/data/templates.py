@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -27,8 +27,6 @@ ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function
 
 _THOUGHTS = ("reasoning", "thinking")
 """Alternative names of `reasoning_content` in data and templates."""
-_MARK = "Qc{}n"
-"""Placeholder for the name of a tool call."""
 
 
 def load_tokenizer(path: str, *, chat_template: str | None = None, **kwargs: Any) -> PreTrainedTokenizerBase:
@@ -62,6 +60,11 @@ def load_tokenizer(path: str, *, chat_template: str | None = None, **kwargs: Any
     return tokenizer
 
 
+def is_plain(tokenizer: PreTrainedTokenizerBase, prompt: Any, chat_template: ChatTemplate) -> bool:
+    """Whether a prompt is a string that the chat template is not applied to."""
+    return isinstance(prompt, str) and (not tokenizer.chat_template if chat_template == "auto" else not chat_template)
+
+
 def render_prompt(
     tokenizer: PreTrainedTokenizerBase,
     prompt: Any,
@@ -85,8 +88,7 @@ def render_prompt(
     Raises:
         ValueError: If the template is missing or omits tools or tool calls, or the prompt is invalid.
     """
-    has_template = bool(tokenizer.chat_template)
-    if isinstance(prompt, str) and (chat_template is False or (chat_template == "auto" and not has_template)):
+    if is_plain(tokenizer, prompt, chat_template):
         if system_prompt is not None or tools:
             name = "tools" if system_prompt is None else "system_prompt"
             raise ValueError(
@@ -95,7 +97,7 @@ def render_prompt(
             )
         return prompt, False
     messages = conversation(prompt, system_prompt)
-    if not has_template:
+    if not tokenizer.chat_template:
         raise ValueError(
             "Conversational prompts (and chat_template=True) need a tokenizer with a chat template; this one has none. "
             "Use an instruction-tuned model's tokenizer, set actor.chat_template (Jinja text or a file), or use "
@@ -147,14 +149,14 @@ def apply_template(
     for none, text in itertools.product((False, True), repeat=2) if calls else [(False, False)]:
         try:
             found = written(messages, tools, none=none, text=text)
-            # Names may also appear elsewhere in the text.
+            # Names and arguments may also appear elsewhere in the text.
             shown = written(_marked(messages), tools, none=none, text=text) if calls else ""
             omits_tools = bool(tools) and written(messages, None, none=none, text=text) == found
         except (TemplateError, TypeError, KeyError, AttributeError, ValueError) as error:
             failure = failure or error
             continue
         rendered = True
-        if all(_MARK.format(i) in shown and shows_call(found, call) for i, call in enumerate(calls)):
+        if all(_shows_marks(shown, number) for number in range(len(calls))):
             if omits_tools:
                 raise ValueError(
                     "tools: the chat template omits them. Set actor.chat_template to a template that supports tools, "
@@ -171,20 +173,29 @@ def apply_template(
 
 
 def _marked(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the messages with a unique placeholder as the name of each tool call."""
+    """Returns the messages with unique placeholders as name, argument, and value of each tool call."""
     numbers = itertools.count()
+
+    def marked(call: Mapping[str, Any]) -> dict[str, Any]:
+        name, key, value = _marks(next(numbers))
+        return {**call, "function": {**call["function"], "name": name, "arguments": {key: value}}}
+
     return [
-        {
-            **message,
-            "tool_calls": [
-                {**call, "function": {**call["function"], "name": _MARK.format(next(numbers))}}
-                for call in message["tool_calls"]
-            ],
-        }
+        {**message, "tool_calls": [marked(call) for call in message["tool_calls"]]}
         if message.get("tool_calls")
         else dict(message)
         for message in messages
     ]
+
+
+def _marks(number: int) -> tuple[str, str, str]:
+    return f"Qc{number}n", f"Qc{number}k", f"Qc{number}v"
+
+
+def _shows_marks(text: str, number: int) -> bool:
+    """Whether a text contains the placeholders of a call, and its arguments not as a Python repr."""
+    name, key, value = _marks(number)
+    return all(mark in text for mark in (name, key, value)) and str({key: value}) not in text
 
 
 def _formed(message: Mapping[str, Any], template: str, *, none: bool, text: bool) -> dict[str, Any]:
@@ -216,34 +227,6 @@ def _json(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def shows_call(text: str, call: Mapping[str, Any]) -> bool:
-    """Whether a text contains the name and arguments of a tool call, and not as a Python repr."""
-    arguments = call["arguments"]
-    if arguments and isinstance(arguments, dict) and str(arguments) in text:
-        return False
-    return call["name"] in text and all(any(form in text for form in _forms(leaf)) for leaf in _texts(arguments))
-
-
-def call_texts(call: Mapping[str, Any]) -> list[str]:
-    """Returns the strings in a call's arguments in all forms that a template may render."""
-    return [form for leaf in _texts(call["arguments"]) for form in _forms(leaf)]
-
-
-def _forms(text: str) -> tuple[str, str, str]:
-    """Returns text unchanged and as JSON, with and without ASCII escapes."""
-    return text, json.dumps(text)[1:-1], _json([text])[2:-2]
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, Mapping):
-        value = [*value, *value.values()]
-    if isinstance(value, list | tuple):
-        for each in value:
-            yield from _texts(each)
-    elif isinstance(value, str):
-        yield value.strip()
-
-
 def _with_one_block(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Mapping[str, Any]],
@@ -256,10 +239,8 @@ def _with_one_block(
     Templates that insert `<think></think>` before a turn without reasoning also do so if the turn starts with
     `<think>`.
     """
-    content = messages[-1]["content"]
-    if isinstance(content, list) and all(block.get("type") == "text" for block in content):
-        content = "".join(block["text"] for block in content)
-    opening = re.match(r"\s*<(\w+)>", content) if isinstance(content, str) else None
+    content = text_of(messages[-1]["content"]) or ""
+    opening = re.match(r"\s*<(\w+)>", content)
     if opening is None or f"</{opening[1]}>" in content:
         return text
     tag = f"<{opening[1]}>"
@@ -348,11 +329,17 @@ def as_strings(prompt: Any) -> Any:
         return prompt
     messages = as_messages(prompt)
     for message in messages:
-        if not isinstance(message["content"], str):
-            if any("text" not in block for block in message["content"]):
-                raise ValueError("the prompt has media, but the model is text-only. Remove them.")
-            message["content"] = "".join(block["text"] for block in message["content"])
+        message["content"] = text_of(message["content"])
+        if message["content"] is None:
+            raise ValueError("the prompt has media, but the model is text-only. Remove them.")
     return messages
+
+
+def text_of(content: Any) -> str | None:
+    """Returns the text of a message's content, or None if it has other blocks."""
+    if isinstance(content, str):
+        return content
+    return "".join(block["text"] for block in content) if all("text" in block for block in content) else None
 
 
 def as_tools(value: Any) -> list[dict[str, Any]]:

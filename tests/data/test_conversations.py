@@ -11,10 +11,12 @@ from datasets import Dataset
 
 from lightrl.data.preferences import PreferenceSource
 from lightrl.data.prompts import PromptMixture, PromptSource, rendered_like
-from lightrl.data.sft import SFTDataModule, SFTLoader, SFTRows, SFTSource
+from lightrl.data.sft import SFTDataModule, SFTSource
+from lightrl.data.sft_loader import Example, SFTLoader
 from lightrl.data.templates import as_messages, render_prompt
 from lightrl.rollout import Evaluation
 from tests.environments.families import FAMILIES, make_tokenizer
+from tests.rows import prompt_and_completion
 from tests.toys import sums_data
 
 NUMBERS = {"a": {"type": "integer"}, "b": {"type": "integer"}}
@@ -44,7 +46,7 @@ def chat(name: str) -> Any:
     return make_tokenizer(FAMILIES[name])
 
 
-def trained(tokenizer: Any, rows: SFTRows) -> list[list[str]]:
+def trained(tokenizer: Any, rows: list[Example]) -> list[list[str]]:
     """Texts of each row's trained spans."""
     found = []
     batch = SFTLoader(rows, len(rows), 0, train=False).collate(rows)
@@ -157,10 +159,10 @@ def test_tokens_of_all_turns_are_those_of_the_rendered_conversation() -> None:
     turns = [say("user", "1?"), say("assistant", "one"), say("user", "2?"), say("assistant", "two"), say("user", "3?")]
     (row,) = SFTSource(rows=[{"m": turns}], messages_column="m", train_on="all").tokenized(tokenizer)
     whole = tokenizer.apply_chat_template(turns[:4], tokenize=False)  # what follows the last trained turn is not needed
-    assert tokenizer.decode(row[0] + row[1]) == whole
-    assert trained(tokenizer, SFTRows([row])) == [["one<|eot_id|>", "two<|eot_id|>"]]
+    assert tokenizer.decode(row.token_ids) == whole
+    assert trained(tokenizer, [row]) == [["one<|eot_id|>", "two<|eot_id|>"]]
     opened = PromptSource(rows=[{"prompt": turns[:1]}]).load(tokenizer)
-    assert row[0] == opened.batch(0, 1).token_ids[0]
+    assert prompt_and_completion(row)[0] == opened.batch(0, 1).token_ids[0]
 
 
 @pytest.mark.parametrize(("flag", "yes", "no"), [("train", True, False), ("weight", 1, 0), ("loss_mask", True, False)])
@@ -197,8 +199,8 @@ def test_cut_rows_keep_only_turns_that_are_there() -> None:
     rows = [{"m": [say("user", "1?"), say("assistant", "one"), say("user", "2?"), say("assistant", "two")]}]
     source = {"rows": rows, "messages_column": "m", "train_on": "all", "overlong": "truncate"}
     (whole,) = SFTSource(**source).tokenized(tokenizer)
-    (cut,) = SFTSource(**source, max_tokens=len(whole[0]) + len(whole[1]) - 3).tokenized(tokenizer)
-    assert [len(cut[1]), len(cut[2])] == [len(whole[1]) - 3] * 2
+    (cut,) = SFTSource(**source, max_tokens=len(whole.token_ids) - 3).tokenized(tokenizer)
+    assert cut.token_ids == whole.token_ids[:-3] and cut.trained == whole.trained[:-3]
 
 
 # ---- tools and variables of a row --------------------------------------------------------------------------------
@@ -212,7 +214,7 @@ def test_the_tools_of_a_row_are_shown(tools: Any) -> None:
     row = {"prompt": [say("user", "?")], "tools": tools}
     assert PromptSource(rows=[row]).load(tokenizer).batch(0, 1).texts == [expected]
     supervised = SFTSource(rows=[{**row, "completion": [calls(("add", {"a": 1}))]}]).tokenized(tokenizer)
-    assert tokenizer.decode(supervised[0][0]) == expected
+    assert tokenizer.decode(prompt_and_completion(supervised[0])[0]) == expected
     pair = {**row, "chosen": [calls(("add", {"a": 1}))], "rejected": [calls(("add", {"a": 2}))]}
     ((chosen, rejected, _),) = PreferenceSource(rows=[pair]).tokenized(tokenizer)
     assert tokenizer.decode(chosen).startswith(expected) and '{"a": 1}' in tokenizer.decode(chosen)

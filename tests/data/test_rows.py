@@ -72,6 +72,15 @@ def test_a_missing_file_or_data_set_is_named(path: str) -> None:
         RowSource(path=path).read()
 
 
+def test_splits_that_would_be_ignored_are_rejected(tmp_path: Path) -> None:
+    path = str(write("jsonl", tmp_path))
+    for source in ({"rows": ROWS}, {"rows": made_by_function}, {"path": path, "streaming": True}):
+        with pytest.raises(ValueError, match="split='train\\[:2\\]'"):  # the rest may be the evaluation set
+            RowSource(**source, split="train[:2]").read()  # type: ignore[arg-type]
+    splits = DatasetDict({"train": Dataset.from_list(ROWS), "test": Dataset.from_list(ROWS[:2])})
+    assert len(RowSource(rows=lambda: splits, split="test").read()) == 2
+
+
 def test_no_rows_are_rejected() -> None:
     with pytest.raises(ValueError, match="no rows"):
         RowSource(rows=list).read()

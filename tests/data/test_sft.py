@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from lightrl.data.prompts import PromptSource
-from lightrl.data.sft import SFTDataModule, SFTLoader, SFTSource
+from lightrl.data.sft import SFTDataModule, SFTSource
+from lightrl.data.sft_loader import Example, SFTLoader
+from tests.rows import prompt_and_completion
 
 ROWS = [{"prompt": f"{i}+1=", "completion": f"{i + 1}"} for i in range(8)]
 TEMPLATE = (
@@ -45,7 +47,8 @@ def test_only_the_completion_and_its_end_are_learnt(tokenizer: Any) -> None:
 )
 def test_every_form_of_a_conversation_gives_the_same_tokens(source: dict[str, Any], tokenizer: Any) -> None:
     tokenizer.chat_template = TEMPLATE
-    ((prompt, completion),) = SFTSource(**source, system_prompt="3").tokenized(tokenizer)
+    (example,) = SFTSource(**source, system_prompt="3").tokenized(tokenizer)
+    prompt, completion = prompt_and_completion(example)
     assert tokenizer.decode(prompt) == "(3)(1)>"
     assert tokenizer.decode(completion) == "2<eos>"  # the template's line break after the end is not learnt
 
@@ -54,9 +57,10 @@ def test_the_prompt_is_the_one_of_reinforcement_learning(tokenizer: Any) -> None
     tokenizer.chat_template = TEMPLATE
     rows = [{"prompt": "1+1", "completion": "2"}]
     sampled = PromptSource(rows=rows, system_prompt="3").load(tokenizer).batch(0, 1)
-    assert SFTSource(rows=rows, system_prompt="3").tokenized(tokenizer)[0][0] == sampled.token_ids[0]
+    (example,) = SFTSource(rows=rows, system_prompt="3").tokenized(tokenizer)
+    assert prompt_and_completion(example)[0] == sampled.token_ids[0]
     plain = SFTSource(rows=rows, chat_template=False).tokenized(tokenizer)[0]
-    assert tokenizer.decode(plain[0] + plain[1]) == "1+12<eos>"
+    assert tokenizer.decode(plain.token_ids) == "1+12<eos>"
 
 
 def test_a_template_that_rewrites_the_prompt_is_rejected(tokenizer: Any) -> None:
@@ -68,10 +72,10 @@ def test_a_template_that_rewrites_the_prompt_is_rejected(tokenizer: Any) -> None
 def test_overlong_rows(tokenizer: Any) -> None:
     rows = [{"prompt": "1=", "completion": "23456"}, {"prompt": "1=", "completion": "2"}]  # 8 and 4 tokens
     assert len(SFTSource(rows=rows, max_tokens=8).tokenized(tokenizer)) == 2
-    assert SFTSource(rows=rows, max_tokens=7).tokenized(tokenizer) == [([5, 18], [6, 1])]
+    assert SFTSource(rows=rows, max_tokens=7).tokenized(tokenizer) == [Example([5, 18, 6, 1], [False] * 2 + [True] * 2)]
     cut = SFTSource(rows=rows, max_tokens=5, overlong="truncate").tokenized(tokenizer)
-    assert cut == [([5, 18], [6, 7, 8]), ([5, 18], [6, 1])]  # what is cut has no end
-    with pytest.raises(ValueError, match="max_tokens=7: .*row 0 has 8 tokens"):
+    assert [example.token_ids for example in cut] == [[5, 18, 6, 7, 8], [5, 18, 6, 1]]  # what is cut has no end
+    with pytest.raises(ValueError, match="row 0: max_tokens=7: .* 8 tokens"):
         SFTSource(rows=rows, max_tokens=7, overlong="error").tokenized(tokenizer)
     with pytest.raises(ValueError, match="max_tokens=3: every example"):
         SFTSource(rows=rows, max_tokens=3).tokenized(tokenizer)
@@ -81,8 +85,8 @@ def firsts(loader: SFTLoader) -> list[list[int]]:
     return [batch["token_ids"][:, 0].tolist() for batch in loader]
 
 
-def numbered(count: int) -> list[tuple[list[int], list[int]]]:
-    return [([i], [99]) for i in range(count)]
+def numbered(count: int) -> list[Example]:
+    return [Example([i, 99], [False, True]) for i in range(count)]
 
 
 def test_training_passes_are_shuffled_and_shared_by_ranks() -> None:

@@ -18,6 +18,7 @@ from lightrl.models.folders import save_hf_folder
 from lightrl.models.reward import RewardModel
 from lightrl.models.turns import end_of_turn, ending_turns, text_ids
 from lightrl.records import SamplingParams
+from tests.rows import prompt_and_completion
 
 LOOP = "{% for m in messages %}%s{% endfor %}%s{% if add_generation_prompt %}%s{% endif %}"
 CHATML = LOOP.replace("%s", "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n", 1).replace("%s", "", 1)
@@ -95,7 +96,8 @@ def test_rows_teach_the_end_that_stops_engines(name: str, tokenizer: Any) -> Non
     assert ending_turns(SamplingParams(ignore_eos=True), tokenizer).stop_token_ids is None
     if "no conv" in name:
         return
-    ((_, completion),) = SFTSource(rows=[{"prompt": "1+1=", "completion": "2"}]).tokenized(tokenizer)
+    (example,) = SFTSource(rows=[{"prompt": "1+1=", "completion": "2"}]).tokenized(tokenizer)
+    _, completion = prompt_and_completion(example)
     assert completion[-1] == end_id and completion.count(end_id) == 1
     if end != "<eos>":
         assert tokenizer.eos_token_id not in completion  # no engine samples beyond the end
@@ -105,8 +107,8 @@ def test_rows_teach_the_end_that_stops_engines(name: str, tokenizer: Any) -> Non
 def test_a_completion_that_has_its_end_already_gets_no_second(written: str, tokenizer: Any) -> None:
     def ends(template: str | None) -> list[str]:
         tokenizer.chat_template = template
-        ((_, completion),) = SFTSource(rows=[{"prompt": "1+1=", "completion": written}]).tokenized(tokenizer)
-        return tokenizer.convert_ids_to_tokens(completion)[1:]
+        (example,) = SFTSource(rows=[{"prompt": "1+1=", "completion": written}]).tokenized(tokenizer)
+        return tokenizer.convert_ids_to_tokens(prompt_and_completion(example)[1])[1:]
 
     if "<eos>" not in written:
         assert ends(TEMPLATES["chatml"][0]) == ["<|im_end|>"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from lightrl.data.rows import MediaError, MediaSource
 from lightrl.data.sft import SFTSource
 from lightrl.data.templates import load_tokenizer
 from lightrl.rewards.encoding import decode_image
+from tests.rows import prompt_and_completion
 from tests.toys import QUICKSTART_MODEL
 from tests.vision.conftest import film, mixed_rows, picture
 
@@ -89,6 +91,28 @@ def test_a_video_file_is_read_with_opencv(tmp_path: Path) -> None:
     media = decode([("video", path), ("video", Path(path).read_bytes())], source(frame_rate=2.0))
     assert media.videos[0].shape == (4, 16, 32, 3) and np.array_equal(media.videos[0], media.videos[1])
     assert media.videos[0].mean((1, 2, 3)).tolist() == pytest.approx([0, 79, 171, 250], abs=12)
+
+
+def test_a_video_may_end_before_its_estimated_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cv2 = pytest.importorskip("cv2")
+    path = str(tmp_path / "v.avi")
+    writer = cv2.VideoWriter(path, cv2.VideoWriter_fourcc(*"MJPG"), 10.0, (32, 16))
+    for level in np.linspace(0, 250, 20):
+        writer.write(np.full((16, 32, 3), level, np.uint8))
+    writer.release()
+    expected = decode([("video", path)], source())
+    counted = {cv2.CAP_PROP_FRAME_COUNT: 21, cv2.CAP_PROP_FPS: 10.0}
+    opened = cv2.VideoCapture(path)
+    reader = SimpleNamespace(get=counted.get, grab=opened.grab, retrieve=opened.retrieve, release=opened.release)
+    readers = iter([reader, cv2.VideoCapture(path)])
+    monkeypatch.setattr(cv2, "VideoCapture", lambda name: next(readers))
+    found = decode([("video", path)], source())
+    assert np.array_equal(found.videos[0], expected.videos[0]) and found.video_times == expected.video_times
+    counted[cv2.CAP_PROP_FRAME_COUNT] = 40  # half of it is missing
+    opened.set(cv2.CAP_PROP_POS_FRAMES, 0)
+    readers = iter([reader])
+    with pytest.raises(MediaError, match="truncated"):
+        decode([("video", path)], source())
 
 
 def test_places_are_blocks_marks_or_the_front() -> None:
@@ -230,7 +254,8 @@ def test_strings_with_images_are_left_alone_without_a_chat_template(
         folder.prompts([rendered])
     monkeypatch.setattr(folder.tokenizer, "chat_template", None)  # a base model
     assert folder.prompts([row]).token_ids == [plain.token_ids[0]]
-    ((prompt, completion),) = SFTSource(rows=[{**row, "completion": "a"}]).tokenized(folder.tokenizer, folder.processor)
+    (example,) = SFTSource(rows=[{**row, "completion": "a"}]).tokenized(folder.tokenizer, folder.processor)
+    prompt, completion = prompt_and_completion(example)
     assert prompt == plain.token_ids[0] and folder.tokenizer.decode(completion) == "a<eos>"
 
 
