@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightrl.engines.transformers.decoders import Decoder
 from lightrl.records import Routes
 
 _FIRST_COLUMNS = 64  # initial capacity in completion tokens, doubled when full
@@ -29,8 +30,8 @@ _FAMILIES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen
 _ROTARY = {"default", "linear", "llama3", "yarn", "fixed"}  # tables independent of sequence length
 
 
-class CPUDecoder:
-    """A `Decoder` whose groups share the KV cache of their prompt.
+class CPUDecoder(Decoder):
+    """A decoder whose groups share the KV cache of their prompt.
 
     Args:
         model: The weights.
@@ -41,7 +42,6 @@ class CPUDecoder:
     refills = True
     takes_media = False
     prefill_tokens = 8192
-    routes: Tensor | None = None  # experts are not supported
 
     def __init__(self, model: CPUModel, longest: int, new_tokens: int) -> None:
         self.model = model
@@ -66,10 +66,6 @@ class CPUDecoder:
         if longest > len(self.rotary):
             self.rotary = self.model.rotary_table(longest)
         self.columns = max(self.columns, new_tokens)
-
-    def batches(self, first: Sequence[int], other: Sequence[int]) -> bool:
-        """Returns True, because prompts are packed."""
-        return True
 
     def prefill(
         self,
@@ -113,27 +109,20 @@ class CPUDecoder:
 
         Masks hide the finite values left by finished rows and prompts.
         """
-        rows, needed = len(self.owner), len(self.owner) + len(lengths) * copies
-        if needed > self.new_k.shape[1]:
-            for name in ("new_k", "new_v"):
-                held = getattr(self, name)
-                taller = held.new_zeros(len(held), needed, *held.shape[2:])
-                taller[:, :rows] = held[:, :rows]
-                setattr(self, name, taller)
-        layers, room, kv, d, width = self.prompt_k.shape
+        more = len(self.owner) + len(lengths) * copies - self.new_k.shape[1]
+        if more > 0:
+            self.new_k, self.new_v = (F.pad(held, (0, 0, 0, 0, 0, 0, 0, more)) for held in (self.new_k, self.new_v))
         count, longest = len(self.prompt_lengths), max(lengths)
-        needed = count + len(lengths)
-        if needed <= room and longest <= width:
+        if count + len(lengths) <= self.prompt_k.shape[1] and longest <= self.prompt_k.shape[4]:
             return
-        if count and longest > width:  # conversations grow, so extra room avoids a copy per turn
+        if not count:  # frees the longer cache of earlier prompts
+            self.prompt_k, self.prompt_v = self.prompt_k[:, :0, ..., :0], self.prompt_v[:, :0, :, :0]
+        elif longest > self.prompt_k.shape[4]:  # conversations grow, so extra room avoids a copy per turn
             longest += longest // 4
-        shape = (layers, max(needed, room if count else 0), kv, max(longest, width if count else 0), d)
+        more, wider = max(count + len(lengths) - self.prompt_k.shape[1], 0), max(longest - self.prompt_k.shape[4], 0)
         # Zeros pad shorter prompts, because an attention weight of 0 doesn't hide NaN.
-        keys, values = self.prompt_k.new_zeros(*shape[:3], d, shape[3]), self.prompt_v.new_zeros(shape)
-        if count:
-            keys[:, :count, :, :, :width] = self.prompt_k[:, :count]
-            values[:, :count, :, :width] = self.prompt_v[:, :count]
-        self.prompt_k, self.prompt_v = keys, values
+        self.prompt_k = F.pad(self.prompt_k, (0, wider, 0, 0, 0, 0, 0, more))
+        self.prompt_v = F.pad(self.prompt_v, (0, 0, 0, wider, 0, 0, 0, more))
 
     def _arrange(self) -> None:
         """Creates views and buffers for steps with the current rows and columns."""
@@ -160,10 +149,13 @@ class CPUDecoder:
         self.prompt_values = self.prompt_v[:, :count].flatten(1, 2)[:, :, :longest].unbind()
         self.prompt_mask: Tensor | None = None
         if min(self.prompt_lengths) < longest:
-            columns = torch.arange(longest, device=device)
-            hidden = columns >= torch.tensor(self.prompt_lengths, device=device)[:, None]
-            mask = torch.zeros(count, longest, device=device).masked_fill_(hidden, -torch.inf)
-            self.prompt_mask = mask.repeat_interleave(self.model.kv_heads, 0)[:, None]
+            self.prompt_mask = self._mask(torch.tensor(self.prompt_lengths, device=device), longest)
+
+    def _mask(self, lengths: Tensor, width: int) -> Tensor:
+        """Returns the (N * K, 1, width) mask to add to attention scores that hides columns from (N,) `lengths` on."""
+        hidden = torch.arange(width, device=lengths.device) >= lengths[:, None]
+        mask = torch.zeros(hidden.shape, device=lengths.device).masked_fill_(hidden, -torch.inf)
+        return mask.repeat_interleave(self.model.kv_heads, 0)[:, None]
 
     def step(self, tokens: Tensor) -> Tensor:
         rows, used = len(self.owner), max(self.filled)
@@ -177,9 +169,7 @@ class CPUDecoder:
         together, mask = min(self.filled) == used, None  # False after a refill
         if not together:
             column = torch.tensor(self.filled, device=tokens.device)
-            hidden = torch.arange(used + 1, device=tokens.device) > column[:, None]
-            mask = torch.zeros(rows, used + 1, device=tokens.device).masked_fill_(hidden, -torch.inf)
-            mask = mask.repeat_interleave(self.model.kv_heads, 0)[:, None]
+            mask = self._mask(column + 1, used + 1)
             row = torch.arange(rows, device=tokens.device)
 
         def attend(number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ class Decoder(Protocol):
     """Whether `prefill` supports `inputs`."""
     prefill_tokens: int
     """Maximum number of tokens per `prefill`, which limits activation memory. A longer prompt runs alone."""
-    routes: Tensor | None
+    routes: Tensor | None = None
     """Experts of the last tokens: (P, L, layers, K) after `prefill`, left-padded, and (R, 1, layers, K) after `step`.
     None for models without experts or with unsupported routers."""
 
@@ -40,9 +40,11 @@ class Decoder(Protocol):
 
     def reserve(self, longest: int, new_tokens: int) -> None:
         """Sets the maximum length of the next sequences, in total and of the completions alone."""
+        return
 
     def batches(self, first: Sequence[int], other: Sequence[int]) -> bool:
         """Returns whether the prompt `other` can be batched with the longer prompt `first`."""
+        return True
 
     def prefill(
         self,
@@ -81,7 +83,6 @@ class CacheDecoder(Decoder):
     def __init__(self, model: PreTrainedModel, routers: Routers | None = None) -> None:
         self.model = model
         self.routers = routers
-        self.routes: Tensor | None = None
         text_config = model.config.get_text_config()
         types = set(getattr(text_config, "layer_types", None) or ["full_attention"])
         self.pads = types <= {"full_attention", "sliding_attention"} and not has_recurrent_state(model)
@@ -92,8 +93,6 @@ class CacheDecoder(Decoder):
 
     def tokens_held(self, prompt_tokens: int, copies: int, new_tokens: int) -> int:
         return copies * (prompt_tokens + new_tokens)
-
-    def reserve(self, longest: int, new_tokens: int) -> None: ...
 
     def batches(self, first: Sequence[int], other: Sequence[int]) -> bool:
         return self.pads or len(first) == len(other)

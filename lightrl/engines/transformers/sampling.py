@@ -134,17 +134,10 @@ def sample(
         (int32 on the CPU), or None if the vocabulary is not truncated.
     """
     count = len(logits) if logits.is_cuda else max(1, _CPU_ELEMENTS // logits.shape[-1])
-    parts = [
-        _sample(
-            logits[i : i + count],
-            sampling,
-            uniforms[i : i + count],
-            None if seen is None else seen[i : i + count],
-            None if forbidden is None else forbidden[i : i + count],
-            first,
-        )
-        for i in range(0, len(logits), count)
-    ]
+    parts = []
+    for chunk in (slice(i, i + count) for i in range(0, len(logits), count)):
+        seen_rows, forbidden_rows = (None if mask is None else mask[chunk] for mask in (seen, forbidden))
+        parts.append(_sample(logits[chunk], sampling, uniforms[chunk], seen_rows, forbidden_rows, first))
     tokens, logprobs, kept = zip(*parts, strict=True)
     return torch.cat(tokens), torch.cat(logprobs), list(chain(*kept)) if cuts(sampling) else None
 
