@@ -13,7 +13,21 @@ from lightrl.records import Rollouts
 from lightrl.rollout.learner import RLCallback
 
 
-class AdaptiveEntropy(RLCallback):
+class StatefulCallback(RLCallback):
+    """A callback whose state in checkpoints is the attributes `state`."""
+
+    state: tuple[str, ...] = ()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the attributes."""
+        return {name: getattr(self, name) for name in self.state}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores the attributes."""
+        vars(self).update(state_dict)
+
+
+class AdaptiveEntropy(StatefulCallback):
     """Keeps the policy's entropy above a target by adapting the coefficient of the entropy bonus.
 
     After each rollout with mean token entropy e, the coefficient c increases by `step` if `e <= target` and decreases
@@ -32,6 +46,7 @@ class AdaptiveEntropy(RLCallback):
         `policy/entropy` of the previous rollout, which needs no additional forward pass.
     """
 
+    state = ("coef", "active")
     reads_old_logprobs = False
 
     def __init__(
@@ -62,16 +77,8 @@ class AdaptiveEntropy(RLCallback):
     def _apply(self, pl_module: Any) -> None:
         pl_module.set_entropy_coef(self.coef if self.active else 0.0)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the coefficient and whether it is active."""
-        return {"coef": self.coef, "active": self.active}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the coefficient."""
-        self.coef, self.active = state_dict["coef"], state_dict["active"]
-
-
-class KLCallback(RLCallback):
+class KLCallback(StatefulCallback):
     """A callback that requires a KL penalty."""
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
@@ -101,6 +108,7 @@ class AdaptiveKL(KLCallback):
         use `kl/ref`, the mean per token, so that the target doesn't depend on the length.
     """
 
+    state = ("coef",)
     reads_old_logprobs = False
     reads_all_rows = False
 
@@ -127,14 +135,6 @@ class AdaptiveKL(KLCallback):
         error = min(max(metrics["kl/ref"] / self.target - 1.0, -0.2), 0.2)
         self.coef *= 1.0 + error * self._trajectories / self.horizon
         pl_module.set_kl_coef(self.coef)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the coefficient."""
-        return {"coef": self.coef}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the coefficient, which `on_train_start` applies."""
-        self.coef = state_dict["coef"]
 
 
 class LinearKL(KLCallback):
@@ -163,7 +163,7 @@ class LinearKL(KLCallback):
         pl_module.set_kl_coef(self.start + (self.end - self.start) * done)
 
 
-class RewardNormalization(RLCallback):
+class RewardNormalization(StatefulCallback):
     """Normalizes rewards by their running mean and standard deviation.
 
     The statistics are updated across all ranks before each use and saved in checkpoints. The standard deviation is
@@ -177,6 +177,7 @@ class RewardNormalization(RLCallback):
         http://i.stanford.edu/pub/cstr/reports/cs/tr/79/773/CS-TR-79-773.pdf.
     """
 
+    state = ("count", "mean", "sum_squares")
     reads_old_logprobs = False
     reads_all_rows = False
 
@@ -224,12 +225,3 @@ class RewardNormalization(RLCallback):
         self.count = count
         shift = self.mean if self.center else 0.0
         rollouts.rewards = (rollouts.rewards - shift) / self.std
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the statistics."""
-        return {"count": self.count, "mean": self.mean, "sum_squares": self.sum_squares}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the statistics."""
-        self.count, self.mean = state_dict["count"], state_dict["mean"]
-        self.sum_squares = state_dict["sum_squares"]

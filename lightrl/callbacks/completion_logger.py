@@ -99,9 +99,9 @@ class CompletionLogger(RLCallback):
         total = layout.join(experience.advantages * experience.response_mask).sum(1)
         self._advantages = layout.split(total / layout.mask.sum(1).clamp(min=1))
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Marks an existing file for replacement, unless the run is resumed."""
-        self._replaces = trainer.is_global_zero and trainer.ckpt_path is None and not _trying_out(trainer)
+        self._replaces = trainer.is_global_zero and trainer.ckpt_path is None and not trainer.fast_dev_run
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -110,14 +110,8 @@ class CompletionLogger(RLCallback):
         self._begin()
         done = trainer.fit_loop.total_batch_idx + 1
         if isinstance(batch, Rollouts) and trainer.is_global_zero and done % self.every_n_rollouts == 0:
-            records = sample_records(
-                batch,
-                self.num_samples,
-                rewards=self._rewards,
-                advantages=self._advantages,
-                tokenizer=_tokenizer(trainer),
-            )
-            self._log(trainer, "train", records, f"rollout {done}")
+            kept = {"rewards": self._rewards, "advantages": self._advantages, "tokenizer": _tokenizer(trainer)}
+            self._log(trainer, "train", sample_records(batch, self.num_samples, **kept), f"rollout {done}")
         self._rewards = self._advantages = None
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -156,10 +150,10 @@ class CompletionLogger(RLCallback):
             self._path.unlink(missing_ok=True)
             self._replaces = False
 
-    def _log(self, trainer: Trainer, phase: str, records: list[dict[str, Any]], title: str) -> None:
+    def _log(self, trainer: Any, phase: str, records: list[dict[str, Any]], title: str) -> None:
         self._begin()
         step = -1 if trainer.sanity_checking else max(trainer.fit_loop.total_batch_idx, 0)
-        if not _trying_out(trainer):
+        if not trainer.fast_dev_run:
             lines = [json.dumps({"step": step, "phase": phase, **r}, default=str, ensure_ascii=False) for r in records]
             append_lines(self._path, lines)
         records = records[: self.num_samples]
@@ -170,12 +164,8 @@ class CompletionLogger(RLCallback):
             print_table(trainer, samples_table(records, title, self.max_characters, self.full_prompts))
 
 
-def _tokenizer(trainer: Trainer) -> Any:
-    return getattr(trainer.datamodule, "tokenizer", None)  # type: ignore[attr-defined]
-
-
-def _trying_out(trainer: Trainer) -> bool:
-    return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
+def _tokenizer(trainer: Any) -> Any:
+    return getattr(trainer.datamodule, "tokenizer", None)
 
 
 def log_samples(logger: Any, name: str, records: list[dict[str, Any]], step: int) -> None:

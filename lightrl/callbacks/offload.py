@@ -126,7 +126,7 @@ class OffloadModels(RLCallback):
                 model.to(module.device, non_blocking=True)
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Offloads the models before the first rollout."""
+        """Offloads all models before the first rollout, and before evaluation."""
         self._leave(pl_module, ROLES)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -141,10 +141,6 @@ class OffloadModels(RLCallback):
         """Offloads the critic after the updates."""
         self._leave(pl_module, ROLES)
 
-    def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Offloads all models before evaluation."""
-        self._leave(pl_module, ROLES)
-
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
@@ -157,6 +153,6 @@ class OffloadModels(RLCallback):
         """Offloads the reward models."""
         self._leave(pl_module, ["reward_models"])
 
-    on_test_start = on_predict_start = on_validation_start
+    on_validation_start = on_test_start = on_predict_start = on_train_start
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end

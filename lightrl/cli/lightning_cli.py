@@ -10,6 +10,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from jsonargparse import Namespace, set_parsing_settings
@@ -17,16 +18,6 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-# All packages whose classes YAML may name without a path.
-import lightrl.algorithms
-import lightrl.callbacks
-import lightrl.data
-import lightrl.distributed
-import lightrl.engines
-import lightrl.environments
-import lightrl.objectives
-import lightrl.rewards
-import lightrl.rollout
 from lightrl.algorithms.run_record import hardware, versions
 from lightrl.algorithms.saving import SavesPretrained
 from lightrl.algorithms.schedules import LRSchedule
@@ -42,11 +33,12 @@ from lightrl.objectives.estimators import AdvantageEstimator
 from lightrl.objectives.loss_terms import Aggregation, KLPenalty, PolicyLoss
 
 ROOMS = (
-    *(lightrl.algorithms, lightrl.callbacks, lightrl.data, lightrl.distributed, lightrl.engines, lightrl.environments),
-    *(lightrl.objectives, lightrl.rewards, lightrl.rollout),
+    *("algorithms", "callbacks", "data", "distributed", "engines", "environments", "objectives", "rewards", "rollout"),
 )
-for package in ROOMS:  # some load their modules lazily
-    for name in package.__all__:
+"""Packages whose classes YAML may name without a path."""
+for room in ROOMS:
+    package = import_module(f"lightrl.{room}")
+    for name in package.__all__:  # some load their modules lazily
         getattr(package, name)
 EVALUATIONS = ("validate", "test", "predict")
 DESCRIPTIONS = {

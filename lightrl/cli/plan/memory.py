@@ -153,25 +153,18 @@ def _saved_bytes(config: Any, layers: int, compute: torch.dtype, tokens: int) ->
 
 @dataclass(frozen=True)
 class Plan:
-    """A run to plan.
+    """A run to plan. The other attributes are arguments of `lightrl plan`.
 
     Attributes:
         actor: Policy.
         critic: Whether a critic of the actor's size is trained.
-        reference: Whether there is a frozen reference model.
         reward: Reward model in the run's processes, or None.
-        gpus: Number of GPUs.
-        precision: Precision of the Trainer.
-        lora: LoRA rank. 0 trains all weights.
         frozen_bytes: Bytes per parameter of frozen models.
-        micro_batch_tokens: Maximum number of tokens per forward/backward pass.
         checkpointing: Whether blocks recompute their activations.
         engine: Whether each GPU also runs an engine.
         engine_bytes: Total memory of that engine. None counts only its weights and the KV cache of its sequences.
         fused: Whether AdamW is fused. Otherwise it needs temporary tensors of the size of its parameters.
         frozen_vision: Whether the vision tower is frozen and has no gradients and optimizer states.
-        sequences: Maximum number of completions that one engine generates concurrently.
-        length: Maximum number of tokens in a prompt plus its completion.
         cpu: Whether the run trains on a CPU.
         engine_width: Bytes per element of an engine's weights and KV cache.
         caches: Whether the engine keeps its KV cache during training, as vLLM does.
