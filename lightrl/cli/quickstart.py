@@ -15,6 +15,7 @@ from typing import Literal
 from lightrl.cli import STEP_OF
 from lightrl.cli.config_files import SHIPPED
 from lightrl.cli.project import default_engine
+from lightrl.ops.progress import clock
 
 Step = tuple[str, list[str]]
 
@@ -75,8 +76,7 @@ def quickstart(
             if status:
                 print(f"== Stopped in step {title}. Rerun the command with --resume to resume it.")
                 sys.exit(status)
-            seconds = round(time.monotonic() - begin)
-            print(f"== {title}: {seconds // 60}:{seconds % 60:02d}", flush=True)
+            print(f"== {title}: {clock(time.monotonic() - begin)}", flush=True)
 
 
 def _steps(outputs: Path, algorithm: str, model: str | None) -> list[Step]:
