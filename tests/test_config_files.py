@@ -36,6 +36,11 @@ def test_a_shipped_file_is_named_without_a_path() -> None:
     [
         ("base: missing.yaml", "base=missing.yaml"),
         ("base: lightrl:no/such", "base=no/such"),
+        ("base: mine.yaml", "cycle"),
+        ("base: [1]", r"base=\[1\]"),
+        ("base: {task: sums.yaml}", "base="),
+        ("", "has no settings"),
+        ("- run_dir: outputs", "has no settings"),
     ],
 )
 def test_a_base_that_cannot_be_is_refused(text: str, message: str, tmp_path: Path) -> None:

@@ -90,10 +90,17 @@ def _located(name: str, folder: Path, asked_by: str) -> Path:
     return path
 
 
-def _chain(path: Path) -> Iterator[tuple[Path, Any]]:
-    """A file and its content, preceded by its bases."""
+def _chain(path: Path, above: tuple[Path, ...] = ()) -> Iterator[tuple[Path, Any]]:
+    """A file and its content, preceded by its bases. `above` are the files that it is a base of."""
+    if path.resolve() in above:
+        raise ValueError(f"{path}: base files form a cycle. Remove a base.")
     content = read_yaml(path)
-    bases = content.get("base") if isinstance(content, dict) else None
-    for name in [bases] if isinstance(bases, str) else bases or []:
-        yield from _chain(_located(name, path.parent, f"{path}: base"))
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: has no settings. Add a line such as `run_dir: outputs/run`.")
+    names = content.get("base") or []
+    names = [names] if isinstance(names, str) else names
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{path}: base={names}: must be a file or a list of files.")
+    for name in names:
+        yield from _chain(_located(name, path.parent, f"{path}: base"), (*above, path.resolve()))
     yield path, content
