@@ -164,6 +164,7 @@ MISTAKES = {
     "report": "run_dir",
     "report nowhere": "run_dir='nowhere'",
     "init new --task gpro": "task",
+    "init file/new": "dir=file/new",
     "serve-reward --reward nowhere.py:f": "'nowhere.py:f'",
     "quickstart --rolouts 3": "rolouts",
 }

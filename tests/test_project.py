@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import runpy
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from examples.agent.make_model import make_model
 from lightrl.cli import main, run
+from lightrl.cli.project import TASKS
 from tests.toys import quickstart_model
 from tests.waiting import gone, until
 
@@ -134,3 +137,16 @@ def test_an_earlier_quickstart_is_moved(
     main(["quickstart", "--tiny"])
     assert "Moved the earlier quickstart to outputs/quickstart.previous" in capsys.readouterr().out
     assert (tmp_path / "outputs/quickstart.previous/ppo").is_dir()
+
+
+def test_a_model_directory_with_special_characters_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "a, b: {c} #1"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    for task in TASKS:
+        main(["init", task, "--task", task, "--model", str(folder)])
+        for file in Path(task).glob("*.yaml"):
+            content = yaml.safe_load(file.read_text())
+            assert str(folder) in str(content) or file.stem in ("reward", "ppo")
+    assert f"--model {shlex.quote(str(folder))} --rows" in Path("program/README.md").read_text()

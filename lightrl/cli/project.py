@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
+import re
 import shlex
 from pathlib import Path
 from typing import Literal
@@ -40,17 +42,26 @@ def init(
     if there:
         raise ValueError(f"dir={dir}: would overwrite {', '.join(there)}. Use another directory.")
     for file, target in targets.items():
-        text = file.read_text()
+        text = file.read_text(encoding="utf-8")
+        quote = shlex.quote if file.suffix == ".md" else _yaml_text
         for name, value in values.items():
-            text = text.replace("{{" + name + "}}", value)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text)
+            text = text.replace("{{" + name + "}}", quote(value))
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"dir={dir}: {error.strerror}. Use another directory.") from error
     print(f"Wrote {', '.join(sorted(target.name for target in targets.values()))} to {folder}. Next steps:\n")
     if folder.resolve() != Path.cwd():
         print(f"  cd {shlex.quote(str(folder))}")
-    for line in (folder / "README.md").read_text().splitlines():
+    for line in (folder / "README.md").read_text(encoding="utf-8").splitlines():
         if line.startswith("    lightrl "):
             print(f"  {line.strip()}")
+
+
+def _yaml_text(value: str) -> str:
+    """A text for YAML, in quotes if it contains other characters than those of most paths and model IDs."""
+    return value if re.fullmatch(r"[\w/][\w./-]*", value) else json.dumps(value, ensure_ascii=False)
 
 
 def default_engine() -> str:
