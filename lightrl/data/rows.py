@@ -79,7 +79,8 @@ class RowSource:
         limit: Maximum number of examples, taken from the start before shuffling. Defaults to all.
         streaming: Whether to read examples one by one, without downloading the dataset first. A stream has no length
             and no random access. See `PromptSet` for the limitations.
-        load_kwargs: Additional arguments of `datasets.load_dataset`, such as `revision`.
+        load_kwargs: Additional arguments of `datasets.load_dataset`, such as `revision`. For a local JSON or CSV file,
+            only `sep`, the separator of CSV cells.
     """
 
     path: str | None = None
@@ -196,6 +197,10 @@ class RowSource:
             if builder is None:
                 raise ValueError(f"path={path!r}: unsupported file type. Use {', '.join(BUILDERS)}.")
             files = {self.split.split("[")[0]: [str(local)]}  # any split name refers to this file
+            if builder != "parquet" and (unknown := self.load_kwargs.keys() - {"sep"}):
+                raise ValueError(
+                    f"load_kwargs={sorted(unknown)}: not supported for {path}. Only sep is, for CSV files."
+                )
             return self._load(builder, data_files=files) if builder == "parquet" else self._from_files(files)
         if not local.is_dir() and (local.suffix in BUILDERS or path.startswith((".", "/", "~"))):
             raise ValueError(f"path={path!r}: no such file or directory (relative to {Path.cwd()}). Fix the path.")

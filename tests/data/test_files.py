@@ -98,6 +98,12 @@ def test_cells_of_csv_are_text(tmp_path: Path, streaming: bool) -> None:
         assert [row["answer"] for row in data] == wanted
 
 
+def test_arguments_that_a_local_file_would_ignore_are_rejected(tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text('{"data": [{"prompt": "1"}]}')
+    with pytest.raises(ValueError, match="load_kwargs"):
+        RowSource(path=str(tmp_path / "rows.json"), load_kwargs={"field": "data"}).read()
+
+
 def test_files_of_a_folder_may_differ_in_columns(tmp_path: Path, tokenizer: Any) -> None:
     (tmp_path / "a.jsonl").write_text('{"prompt": "1", "answer": 2}\n')
     (tmp_path / "b.jsonl").write_text('{"prompt": "2", "answer": 2.5, "hint": "007"}\n')
