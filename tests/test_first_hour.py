@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from lightrl import ModelSpec, PromptSource
 from lightrl.cli import main
 from lightrl.cli.doctor import diagnose
+from lightrl.cli.plan.memory import measure_model
 from lightrl.data.templates import load_tokenizer
 from lightrl.models.loading import load_causal_lm
 from tests.toys import SMALL, model_fixture, write_run
@@ -129,7 +131,12 @@ def test_a_wrong_model_or_directory_is_named_in_one_message(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     spec, nowhere = ModelSpec(path="./copy"), "Model directory './copy' does not exist"
-    for load in (lambda: load_tokenizer("./copy"), lambda: load_causal_lm(spec, trainable=True)):
+    for load in (
+        lambda: load_tokenizer("./copy"),
+        lambda: load_causal_lm(spec, trainable=True),
+        lambda: ModelSpec("./copy", chat_template="training"),
+        lambda: measure_model("./copy", compute=torch.bfloat16),
+    ):
         with pytest.raises(ValueError, match=nowhere):
             load()
     for lacking, text in (

@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from lightrl.compat.arguments import require_model_folder
+
 THOUGHTS_DROPPED = re.compile(r"loop\.index0 > ns\.last_query_index")
 """How Qwen 3's templates find the turns whose reasoning they keep."""
 
@@ -39,11 +41,15 @@ def training_template_of(path: str, **kwargs: Any) -> str | None:
         kwargs: Additional arguments of `AutoTokenizer.from_pretrained`.
 
     Raises:
-        ValueError: The tokenizer has no chat template.
+        ValueError: The tokenizer is missing or has no chat template.
     """
     from transformers import AutoTokenizer
 
-    own = AutoTokenizer.from_pretrained(path, **kwargs).chat_template
+    try:
+        own = AutoTokenizer.from_pretrained(path, **kwargs).chat_template
+    except (OSError, ValueError) as error:
+        require_model_folder(path)
+        raise ValueError(f"model path {path!r}: can't load a tokenizer: {error}") from error
     if not isinstance(own, str):
         raise ValueError(
             f"chat_template='training': the tokenizer of {path!r} doesn't have a single chat template. Use an "

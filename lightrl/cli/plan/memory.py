@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from lightrl.compat.torch import fake_tensors, storage_key
 from lightrl.compat.transformers import experts_of_any_dtype
 from lightrl.distributed.sharded import LARGE_MODEL
+from lightrl.models.loading import model_config
 from lightrl.models.logprobs import CHUNK_ELEMENTS, CUDA_CHUNK_ELEMENTS, KEPT_ELEMENTS
 from lightrl.models.policy import transformer_blocks
+from lightrl.models.spec import ModelSpec
 
 STRATEGIES = ("ddp", "fsdp2", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 PARTS = (
@@ -81,10 +83,10 @@ def measure_model(path: str, *, compute: torch.dtype) -> ModelSize:
         path: Model directory, its config.json, or a model ID.
         compute: Dtype of matrix products: float32, or bfloat16 under autocast or with bfloat16 weights.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     path = path.removesuffix("config.json") or "."
-    config: Any = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    config = model_config(ModelSpec(path, kwargs={"trust_remote_code": False}))
     text: Any = config.get_text_config()
     family: Any = AutoModelForCausalLM if text is config else AutoModelForImageTextToText
     with torch.device("meta"):
