@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 from datasets import Dataset
 
-from lightrl.rewards.gym import gym_dataset
+from lightrl.compat.arguments import require_packages
+from lightrl.rewards.gym import gym_item
 
 ATTEMPTS = 20
 """Maximum number of generated items per training example, since evaluation questions are skipped."""
@@ -76,7 +77,8 @@ class ReasoningGymRows:
         self.num_eval = num_eval
 
     def __call__(self) -> Dataset:
-        """Generates the examples, the same ones at each call."""
+        """Generates the examples, the same ones at each call and in each process."""
+        require_packages("ReasoningGymRows", "reasoning-gym", "reasoning_gym")
         seed = int(_digest(f"{self.seed}/eval"), 16) % 2**31  # generators seed item i with seed + i
         counts = self._shares(self.num_eval)
         rows = [_row(task, seed, n, i) for task, n in zip(self.tasks, counts, strict=True) for i in range(n)]
@@ -109,15 +111,10 @@ class ReasoningGymRows:
 
 
 def _row(task: ReasoningGymTask, seed: int, size: int, number: int) -> dict[str, Any]:
-    item = gym_dataset(task.name, json.dumps(task.settings, sort_keys=True), seed, size)[number]
     made = {"name": task.name, "settings": task.settings, "seed": seed, "size": size, "index": number}
-    return {
-        "prompt": item["question"],
-        "answer": str(item["answer"]),
-        "task": task.name,
-        "level": task.level or task.name,
-        "gym": json.dumps(made, sort_keys=True),
-    }
+    gym = json.dumps(made, sort_keys=True)
+    question, answer = gym_item(gym)
+    return {"prompt": question, "answer": answer, "task": task.name, "level": task.level or task.name, "gym": gym}
 
 
 def _digest(text: str) -> str:

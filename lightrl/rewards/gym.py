@@ -1,18 +1,22 @@
-"""Scores answers to reasoning-gym tasks in child processes."""
+"""Generates reasoning-gym tasks and scores their answers in a child process.
+
+Scorers evaluate answers as Python code. Some generators use the process-wide random generators or the order of a set of
+strings, so an item is equal everywhere only if a process with a fixed hash seed generates it.
+"""
 
 from __future__ import annotations
 
-import base64
 import json
-import pickle
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
 from lightrl.compat.arguments import require_packages
 from lightrl.rewards.answers import EXTRACTORS, Extract
 from lightrl.rewards.base import Reward
-from lightrl.rewards.workers import Workers
+from lightrl.rewards.workers import START_SECONDS, Workers
+
+WORKERS = Workers("gym", 1)
+"""Process of all rows and rewards."""
 
 
 class ReasoningGymReward(Reward):
@@ -22,14 +26,13 @@ class ReasoningGymReward(Reward):
     accuracy. The metric `reward/ReasoningGymReward/solved` is: the fraction of completions with a score of 1.
 
     Some generators evaluate the answer as Python or as a formula. They run in a child process that can't start
-    programs, write files, or open connections. A completion is unscored if its score takes too long or too much memory,
-    or if its generator raises an error. `timeouts` is the fraction of these completions.
+    programs, write files, or open connections. An answer that the generator can't read scores 0. A completion is
+    unscored if its score takes too long or too much memory. `timeouts` is the fraction of these completions.
 
     Args:
         extract: How to find the answer in the completion: "tags" (last `<answer>` tags, as in reasoning-gym's system
             prompts), "boxed" (last `\\boxed{}`), "number" (last number), "last_line", or "text" (entire text).
-        timeout: Time limit per completion in seconds. Excludes the startup of a process.
-        num_workers: Maximum number of processes.
+        timeout: Time limit per completion in seconds. Excludes the startup of the process.
 
     Raises:
         ValueError: reasoning-gym is not installed.
@@ -38,14 +41,13 @@ class ReasoningGymReward(Reward):
         bonus; use `RegexFormat` for that.
     """
 
+    max_concurrency = 1
     needed_columns = ("gym",)
 
-    def __init__(self, extract: Extract = "tags", timeout: float = 10.0, num_workers: int = 1) -> None:
+    def __init__(self, extract: Extract = "tags", timeout: float = 10.0) -> None:
         require_packages("ReasoningGymReward", "reasoning-gym", "reasoning_gym")
         self.extract = extract
         self.timeout = timeout
-        self.max_concurrency = num_workers
-        self._workers = Workers("gym", num_workers)
 
     def __call__(
         self,
@@ -54,8 +56,7 @@ class ReasoningGymReward(Reward):
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
     ) -> list[float | None]:
-        found = self._workers.ask([self._question(text, made) for text, made in zip(completions, gym, strict=True)])
-        scores = [0.0 if score is None else None if score == "timeout" else float(score) for score in found]
+        scores = [self._score(text, made) for text, made in zip(completions, gym, strict=True)]
         if log_metric is not None and scores:
             log_metric("solved", scores.count(1.0) / len(scores))
             log_metric("timeouts", scores.count(None) / len(scores))
@@ -64,27 +65,29 @@ class ReasoningGymReward(Reward):
     def extract_answer(self, completion: str) -> str | None:
         return EXTRACTORS[self.extract](completion)
 
-    def _question(self, completion: str, made: str) -> dict[str, Any] | None:
-        answer, row = self.extract_answer(completion), json.loads(made)
+    def _score(self, completion: str, made: str) -> float | None:
+        answer = self.extract_answer(completion)
         if answer is None:
-            return None
-        items = gym_dataset(row["name"], json.dumps(row["settings"], sort_keys=True), row["seed"], row["size"])
-        item = pickle.dumps(items[row["index"]])  # some generators make other items in another process
-        return {**row, "item": base64.b64encode(item).decode(), "text": answer, "timeout": self.timeout}
+            return 0.0
+        gym_item(made)  # its generation doesn't count toward the time limit
+        (score,) = WORKERS.ask([{"gym": made, "text": answer, "timeout": self.timeout}])
+        return None if score == "timeout" else float(score)
 
     def close(self) -> None:
-        """Stops the worker processes."""
-        self._workers.close()
+        """Stops the process."""
+        WORKERS.close()
 
 
-@lru_cache(maxsize=64)
-def gym_dataset(name: str, settings: str, seed: int, size: int) -> Any:
-    """Returns the lazy dataset of a reasoning-gym generator. `settings` is JSON.
+def gym_item(made: str) -> tuple[str, str]:
+    """Returns the question and the reference answer of an item.
+
+    Args:
+        made: Name, settings, seed, size, and index of the item as JSON.
 
     Raises:
-        ValueError: If `reasoning-gym` is not installed or has no such generator.
+        ValueError: The generator doesn't exist, or rejects the settings.
     """
-    require_packages("ReasoningGymRows", "reasoning-gym", "reasoning_gym")
-    import reasoning_gym
-
-    return reasoning_gym.create_dataset(name, seed=seed, size=size, **json.loads(settings))
+    (found,) = WORKERS.ask([{"gym": made, "timeout": START_SECONDS}])
+    if isinstance(found, str):
+        raise ValueError(f"reasoning-gym: {json.loads(made)['name']!r} can't generate an item ({found}). Check tasks.")
+    return found[0], found[1]

@@ -5,12 +5,12 @@ Runs as a script, so that it imports only the package that scores. Exits when it
 
 from __future__ import annotations
 
-import base64
+import copy
 import functools
 import json
 import logging
 import os
-import pickle
+import random
 import re
 import resource
 import select
@@ -36,7 +36,8 @@ def _out_of_time(*_: Any) -> None:
 def main() -> None:
     """Answers requests until the input ends, with limits on time and memory."""
     sys.path = [entry for entry in sys.path if os.path.abspath(entry) != os.path.dirname(os.path.abspath(__file__))]
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # an answer `exit()` closes sys.stdin
     os.dup2(2, 1)  # redirects output of libraries to stderr
     signal.signal(signal.SIGALRM, _out_of_time)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
@@ -45,10 +46,10 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
     answers.write('"ready"\n')
     while True:
-        while not select.select([sys.stdin], [], [], 1.0)[0]:
+        while not select.select([requests], [], [], 1.0)[0]:
             if os.getppid() != parent:
                 return
-        line = sys.stdin.readline()
+        line = requests.readline()
         if not line:
             return
         request = json.loads(line)
@@ -62,7 +63,8 @@ def main() -> None:
 
 
 def _gym() -> Callable[[dict[str, Any]], Any]:
-    """Scores answers with reasoning-gym, some of whose generators call `eval` on them."""
+    """Generates items of reasoning-gym, and scores answers, on which some generators call `eval`."""
+    import numpy as np
     import reasoning_gym
 
     sys.addaudithook(_deny)
@@ -71,13 +73,31 @@ def _gym() -> Callable[[dict[str, Any]], Any]:
     def dataset(name: str, settings: str, seed: int, size: int) -> Any:
         return reasoning_gym.create_dataset(name, seed=seed, size=size, **json.loads(settings))
 
-    def judge(request: dict[str, Any]) -> float | str:
-        items = dataset(request["name"], json.dumps(request["settings"]), request["seed"], request["size"])
-        item = pickle.loads(base64.b64decode(request["item"]))
+    @functools.lru_cache(maxsize=256)
+    def item(gym: str) -> tuple[Any, Any]:
+        """The dataset and one of its items."""
+        made = json.loads(gym)
+        items = dataset(made["name"], json.dumps(made["settings"]), made["seed"], made["size"])
+        random.seed(made["seed"] + made["index"])  # some generators use the process-wide generators
+        np.random.seed((made["seed"] + made["index"]) % 2**32)
+        return items, items[made["index"]]
+
+    def judge(request: dict[str, Any]) -> Any:
+        """The score of an answer. Without an answer, the item's question and reference, or why there is none."""
+        if "text" not in request:
+            try:
+                _, entry = item(request["gym"])
+            except Exception as error:  # of a generator, or of its settings
+                return f"{type(error).__name__}: {error}"
+            return [str(entry["question"]), str(entry["answer"])]
+        items, entry = item(request["gym"])
         try:
-            return float(items.score_answer(request["text"], item))
-        except Exception:  # of the evaluated answer
-            return "timeout"
+            score = float(items.score_answer(request["text"], copy.deepcopy(entry)))
+        except (_OutOfTime, MemoryError, RecursionError):
+            raise
+        except BaseException:  # including SystemExit of an answer `exit()`
+            return 0.0
+        return score if 0.0 <= score <= 1.0 else 0.0
 
     return judge
 

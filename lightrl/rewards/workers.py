@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import queue
 import select
 import subprocess
@@ -12,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-_START_SECONDS = 120.0
+START_SECONDS = 120.0
 _GRACE_SECONDS = 2.0
 
 
@@ -79,9 +80,15 @@ class _Worker:
         if self._process is not None and self._process.poll() is None:
             return self._process
         command = [sys.executable, str(Path(__file__).with_name("worker.py")), self._kind]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONHASHSEED": "0"},  # the order of a set of strings is the same in each process
+            start_new_session=True,
+        )
         self._process = process
-        if not self._line(process, _START_SECONDS):
+        if not self._line(process, START_SECONDS):
             self.stop()
             raise RuntimeError(f"A scoring process did not start ({' '.join(command)}). See its error above.")
         return process

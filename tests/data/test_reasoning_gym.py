@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("reasoning_gym")
@@ -102,3 +106,30 @@ def test_a_mixture_holds_its_weights_and_levels(tokenizer) -> None:
     curriculum = PromptCurriculum(PromptSource(rows=rows), class_column="level", classes=["easy", "hard"])
     drawn = curriculum.load(tokenizer).batch(0, 20)
     assert set(drawn.columns["level"]) == {"easy"}
+
+
+def test_questions_are_equal_in_every_process_and_leave_the_random_generators_alone(scored: Any) -> None:
+    """`isomorphic_strings` depends on the order of a set, and the others on the process-wide generators."""
+    tasks: dict[str, Any] = {"isomorphic_strings": {}, "list_functions": {}, "pool_matrix": {}}
+    before = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[union-attr]
+    rows = ReasoningGymRows(tasks, size=60, num_eval=6)()
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before  # type: ignore[union-attr]
+    code = f"from lightrl.data import ReasoningGymRows as R; print(R({tasks}, size=60, num_eval=6)()['prompt'][:])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=550)
+    assert done.stdout.strip() == str(rows["prompt"][:])
+    assert scored("text", rows["answer"], rows["gym"]) == [1.0] * 60
+
+
+@pytest.mark.parametrize(
+    ("task", "answer"),
+    [("prime_factorization", "I don't know"), ("game_of_life", "{}"), ("boxnet", "[1]"), ("spiral_matrix", "exit()")],
+)
+def test_an_answer_that_a_generator_cannot_read_scores_zero(task: str, answer: str, scored: Any) -> None:
+    row = ReasoningGymRows(task, size=1, num_eval=0)()[0]
+    assert scored("text", [answer], [row["gym"]]) == [0.0]
+
+
+def test_a_wrong_task_is_named() -> None:
+    for tasks, message in (({"chain_summ": {}}, "chain_summ"), ({"chain_sum": {"min_trems": 2}}, "min_trems")):
+        with pytest.raises(ValueError, match=message):
+            ReasoningGymRows(tasks)()
