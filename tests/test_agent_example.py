@@ -44,7 +44,7 @@ def test_demonstrated_calls_are_read_as_calls(start: Path) -> None:
     kinds: Counter[str] = Counter()
     for row in Demonstrations(size=60)():
         ids = tokenizer(row["completion"] + "<|im_end|>")["input_ids"]
-        reply = parser.parse([], ids, tools, truncated=False)
+        reply = parser.parse([], ids, tools)
         assert not reply.errors and bool(reply.tool_calls) == ("tool_call" in row["completion"])
         kinds.update(call.name for call in reply.tool_calls)
         assert tokenizer.decode(tokenizer(row["prompt"])["input_ids"]) == row["prompt"]

@@ -66,13 +66,14 @@ class Bridge(ABC):
     """Converts conversations to tokens for one chat template.
 
     Args:
+        tokenizer: Tokenizer of the policy.
         processor: Processor of a VLM. None rejects images.
     """
 
-    _special: Mapping[int, str]
-
-    def __init__(self, processor: MediaProcessor | None = None) -> None:
+    def __init__(self, tokenizer: Any, processor: MediaProcessor | None = None) -> None:
+        self.tokenizer = tokenizer
         self.processor = processor
+        self._special = special_texts(tokenizer)
         self._parallel: dict[bool, bool] = {}  # by whether there are tools
         self._drops: dict[str, bool] = {}  # by role
 
@@ -106,10 +107,10 @@ class Bridge(ABC):
             )
         return {"type": kind, "image": self.processor.images([part]).images[0]}
 
-    def plain_ids(self, tokenizer: Any, text: str) -> list[int]:
+    def plain_ids(self, text: str) -> list[int]:
         """Token IDs of a text. Literal text of special tokens becomes ordinary tokens."""
         (marked,) = guard([{"role": "", "content": text}], self._special)
-        return encode_marked(tokenizer, marked["content"])
+        return encode_marked(self.tokenizer, marked["content"])
 
     def ends_turn(self, token_ids: Sequence[int]) -> bool:
         return bool(token_ids) and token_ids[-1] in self._special
@@ -130,47 +131,42 @@ class Bridge(ABC):
         begins: list[list[Message]] = [[_USER], [{"role": "system", "content": "Qs9"}, _USER]]
         for number in range(len(tools)):
             without = [*tools[:number], *tools[number + 1 :]]
-            if all(self._same([(begin, tools), (begin, without)]) for begin in begins):
+            if all(self._rendered(begin, tools) == self._rendered(begin, without) for begin in begins):
                 return "its tools"
         calls = [_called(("Qt7", SHORT)), _called(("Qt8", SHORT)), _called(("Qt7", LONG))]
         for answer in (_result("Qt7", 0), {"role": "user", "content": "Qr8"}):
-            conversations = [([_USER, said, answer], tools) for said in calls]
-            if all(self._rendered(*each) is not None for each in conversations):
-                alike = any(self._same([conversations[0], other]) for other in conversations[1:])
-                return "its calls of tools in later turns" if alike else None
+            first, *others = (self._rendered([_USER, said, answer], tools) for said in calls)
+            if None not in (first, *others):
+                return "its calls of tools in later turns" if first in others else None
         return "its calls of tools in later turns"
 
     def drops(self, role: str, tools: Tools) -> bool:
         """Whether the template drops messages of that role after an assistant turn."""
         if role not in self._drops:
             said = _called(("Qt7", SHORT)) if role == "tool" else {"role": "assistant", "content": SHORT}
-            answers = [{**_result("Qt7", 0), "role": role, "content": content} for content in ("Qr8", "Qr9")]
-            self._drops[role] = self._same([([_USER, said, answer], tools) for answer in answers])
+            answers = ({**_result("Qt7", 0), "role": role, "content": content} for content in ("Qr8", "Qr9"))
+            one, other = (self._rendered([_USER, said, answer], tools) for answer in answers)
+            self._drops[role] = one == other
         return self._drops[role]
-
-    def _same(self, conversations: Sequence[tuple[Sequence[Message], Tools]]) -> bool:
-        """Whether two conversations have the same tokens. False if the template rejects one of them."""
-        one, other = (self._rendered(messages, tools) for messages, tools in conversations)
-        return one == other
-
-    def _rendered(self, messages: Sequence[Message], tools: Tools) -> Tokens | None:
-        try:
-            return self.render(messages, tools)
-        except ValueError:
-            return None
 
     def takes_parallel_calls(self, tools: Tools) -> bool:
         """Whether a message may have two tool calls. Some templates reject or drop the second."""
         if bool(tools) not in self._parallel:
-            self._parallel[bool(tools)] = self._renders_parallel_calls(tools)
+            one, other = (
+                self._rendered(
+                    [_USER, _called(("Qt7", SHORT), (name, SHORT)), _result("Qt7", 0), _result(name, 1)], tools
+                )
+                for name in ("Qt8", "Qt9")
+            )
+            self._parallel[bool(tools)] = None not in (one, other) and one != other
         return self._parallel[bool(tools)]
 
-    def _renders_parallel_calls(self, tools: Tools) -> bool:
-        renderings = []
-        for names in (("Qt7", "Qt8"), ("Qt7", "Qt9")):
-            results = [_result(name, number) for number, name in enumerate(names)]
-            renderings.append(self._rendered([_USER, _called(*((name, SHORT) for name in names)), *results], tools))
-        return None not in renderings and renderings[0] != renderings[1]
+    def _rendered(self, messages: Sequence[Message], tools: Tools) -> Tokens | None:
+        """`render`, or None if the template rejects the conversation."""
+        try:
+            return self.render(messages, tools)
+        except ValueError:
+            return None
 
     @abstractmethod
     def extend(
@@ -216,10 +212,8 @@ class TemplateBridge(Bridge):
         template_kwargs: Mapping[str, Any] | None = None,
         processor: MediaProcessor | None = None,
     ) -> None:
-        super().__init__(processor)
-        self.tokenizer = tokenizer
+        super().__init__(tokenizer, processor)
         self.template_kwargs = dict(template_kwargs or {})
-        self._special = special_texts(tokenizer)
         self._form: Mapping[str, bool] | None = None
         self._ender: str | None = None
 
@@ -260,7 +254,7 @@ class TemplateBridge(Bridge):
         return Tokens(encode_marked(self.tokenizer, whole), encode_marked(self.tokenizer, text), images)
 
     def render(self, messages: Sequence[Message], tools: Tools) -> Tokens:
-        self._learn_form(messages[:1], tools)
+        self._learn_form(tools)
         try:
             text = self._text(guard(messages, self._special), tools)
         except Exception as error:
@@ -270,7 +264,7 @@ class TemplateBridge(Bridge):
             ) from error
         return self._tokens(text, messages)
 
-    def _learn_form(self, first: Sequence[Message], tools: Tools) -> None:
+    def _learn_form(self, tools: Tools) -> None:
         """Detects the template's format of tool calls: some require JSON text, some no content."""
         if self._form is not None:
             return
@@ -286,7 +280,7 @@ class TemplateBridge(Bridge):
     def extend(
         self, turn: SampledTurn, history: Sequence[Message], new: Sequence[Message], tools: Tools
     ) -> Tokens | None:
-        self._learn_form(history[:1], tools)
+        self._learn_form(tools)
         if self.processor is not None and not self._placeholders.isdisjoint(turn.completion_ids):
             return None  # a sampled placeholder has no image; a new sequence renders it as text
         new = guard(new, self._special)

@@ -10,7 +10,7 @@ import inspect
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -68,62 +68,47 @@ class UserCode:
         """
         if here:
             task = asyncio.ensure_future(_awaited(work))
-            try:
-                await asyncio.wait([task], timeout=limit)
-                return task.result() if task.done() else (None, LateError())
-            finally:
-                if not task.done():
-                    task.cancel()
-                    await asyncio.wait([task], timeout=GRACE)
+            return await _ended(task, limit, task.cancel)
         if may_await(work.func):
             return await self._on_loop(work, limit)
-        name = f"{self.name}: `{getattr(work.func, '__name__', type(work.func).__name__)}`"
-        value, error = await self._in_thread(partial(_driven, work), name, limit)
+        name = getattr(work.func, "__name__", type(work.func).__name__)
+        value, error = await _ended(self._in_thread(work), limit, partial(self._abandon, name), grace=0)
         if error is None and inspect.isawaitable(value):  # an async function in a sync wrapper
             return await self._on_loop(lambda: value, limit)
         return value, error
 
-    async def _in_thread(self, work: Callable[[], Any], name: str, limit: float | None) -> Outcome:
+    def _in_thread(self, work: partial[Any]) -> asyncio.Future[Outcome]:
         if self._jobs is None:
-            jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-            self._jobs = jobs
-            in_background(partial(_serve, jobs), self.name)
-        loop, context = asyncio.get_running_loop(), contextvars.copy_context()
-        done: asyncio.Future[Outcome] = loop.create_future()
+            self._jobs = queue.SimpleQueue()
+            in_background(partial(_serve, self._jobs), self.name)
+        context, call = contextvars.copy_context(), Future[Outcome]()
 
         def job() -> None:
-            outcome = context.run(_outcome, work)
-            with contextlib.suppress(RuntimeError):  # the loop may be closed
-                loop.call_soon_threadsafe(_settle, done, outcome)
+            outcome = context.run(_outcome, partial(_driven, work))
+            with contextlib.suppress(InvalidStateError):  # abandoned
+                call.set_result(outcome)
 
         self._jobs.put(job)
-        try:
-            await asyncio.wait([done], timeout=limit)
-            return done.result() if done.done() else (None, LateError())
-        finally:
-            if not done.done():
-                rank_zero_warn(
-                    f"{name} was still running after its trajectory or time limit ended. Its thread can't be stopped. "
-                    "Add timeouts to its blocking operations."
-                )
-                self.close()
+        return asyncio.wrap_future(call)
+
+    def _abandon(self, name: str) -> None:
+        rank_zero_warn(
+            f"{self.name}: `{name}` was still running after its trajectory or time limit ended. Its thread can't be "
+            "stopped. Add timeouts to its blocking operations."
+        )
+        self.close()
 
     async def _on_loop(self, work: Callable[[], Any], limit: float | None) -> Outcome:
         shared = _shared[-1]
         call = shared.start(work)
         done = asyncio.wrap_future(call)
         try:
-            await asyncio.wait([done], timeout=limit)
-            if done.done():
-                return done.result()
+            outcome = await _ended(done, limit, partial(shared.cancel, call))
         finally:
-            if not done.done():
-                shared.cancel(call)
-                await asyncio.wait([done], timeout=GRACE)
-                if not done.done():
-                    self.blocked = True
-                    shared.give_up()
-        return None, LoopBlockedError() if self.blocked else LateError()
+            if done.cancelled():
+                self.blocked = True
+                shared.give_up()
+        return (None, LoopBlockedError()) if self.blocked else outcome
 
     def close(self) -> None:
         """Stops the object's thread after its current call, without waiting."""
@@ -142,6 +127,23 @@ def may_await(function: Any) -> bool:
     return any(step.opname in ("GET_AWAITABLE", "GET_AITER") for step in dis.get_instructions(code))
 
 
+async def _ended(
+    call: asyncio.Future[Outcome], limit: float | None, cancel: Callable[[], object], grace: float = GRACE
+) -> Outcome:
+    """The outcome of a call. Cancels it at the time limit, or if the caller is canceled.
+
+    If it doesn't end within `grace` seconds after that, its future is canceled.
+    """
+    try:
+        await asyncio.wait([call], timeout=limit)
+        return call.result() if call.done() else (None, LateError())
+    finally:
+        if not call.done():
+            cancel()
+            await asyncio.wait([call], timeout=grace)
+            call.cancel()
+
+
 def _driven(work: partial[Any]) -> Any:
     """Result of a sync function, or of an async function without `await`."""
     if not inspect.iscoroutinefunction(work.func):
@@ -157,11 +159,6 @@ def _outcome(work: Callable[[], Any]) -> Outcome:
         return work(), None
     except BaseException as error:
         return None, error
-
-
-def _settle(done: asyncio.Future[Outcome], outcome: Outcome) -> None:
-    if not done.done():
-        done.set_result(outcome)
 
 
 def _serve(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:

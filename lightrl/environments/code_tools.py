@@ -7,18 +7,20 @@ from typing import Any
 from lightrl.rewards.sandbox import Sandbox
 
 
-class PythonTool:
-    """Tool class with one tool, `python`. Each call starts in an empty scratch directory.
-
-    Args:
-        sandbox: Sandbox for the code. Defaults to `Sandbox()`.
-    """
-
+class _SandboxTool:
     def __init__(self, sandbox: Sandbox | None = None) -> None:
         self._sandbox = sandbox or Sandbox()
 
     def reset(self, **row: Any) -> None:
         """Does nothing, because calls share no state."""
+
+
+class PythonTool(_SandboxTool):
+    """Tool class with one tool, `python`. Each call starts in an empty scratch directory.
+
+    Args:
+        sandbox: Sandbox for the code. Defaults to `Sandbox()`.
+    """
 
     def python(self, code: str) -> str:
         """Runs a Python program and returns what it prints.
@@ -29,18 +31,12 @@ class PythonTool:
         return self._sandbox.run_python(code).text()
 
 
-class BashTool:
+class BashTool(_SandboxTool):
     """Tool class with one tool, `bash`. Each call starts in an empty scratch directory.
 
     Args:
         sandbox: Sandbox for the scripts. Defaults to `Sandbox()`.
     """
-
-    def __init__(self, sandbox: Sandbox | None = None) -> None:
-        self._sandbox = sandbox or Sandbox()
-
-    def reset(self, **row: Any) -> None:
-        """Does nothing, because calls share no state."""
 
     def bash(self, script: str) -> str:
         """Runs a bash script and returns what it prints.

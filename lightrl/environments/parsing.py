@@ -59,14 +59,13 @@ class ReplyParser(ABC):
         self.calls = calls
 
     @abstractmethod
-    def parse(self, prompt_ids: Sequence[int], token_ids: Sequence[int], tools: Tools, *, truncated: bool) -> Reply:
-        """Parses a reply.
+    def parse(self, prompt_ids: Sequence[int], token_ids: Sequence[int], tools: Tools) -> Reply:
+        """Parses a reply. `read` sets its `text` and `truncated`.
 
         Args:
             prompt_ids: Token IDs of the request.
             token_ids: Sampled token IDs, including the end-of-turn token if it was sampled.
             tools: JSON schemas of the tools.
-            truncated: Whether a token limit truncated the reply.
         """
 
     def grammar(
@@ -98,16 +97,15 @@ class ReplyParser(ABC):
     def read(self, prompt_ids: Sequence[int], completion: Completion, tools: Tools, bridge: Bridge) -> Reply:
         """Parses a completion. If a part is invalid, the reply has `errors` and its whole text is content."""
         ids = completion.token_ids
-        truncated = completion.finish_reason == "length"
         try:
-            reply = self.parse(prompt_ids, ids, tools, truncated=truncated)
+            reply = self.parse(prompt_ids, ids, tools)
         except Exception as error:  # such as RecursionError for unusual text
             cause = f"{type(error).__name__}: {error}"[:200]
             if not self._warned:
                 log.warning("%s failed to parse a reply (%s). Counted as a parse error.", type(self).__name__, cause)
             self._warned = True
-            reply = Reply("", text=self.tokenizer.decode(ids), truncated=truncated)
-            reply.errors.append(f"the reply can't be read: {cause}")
+            reply = Reply("", errors=[f"the reply can't be read: {cause}"])
+        reply.text, reply.truncated = self.tokenizer.decode(ids), completion.finish_reason == "length"
         if len(reply.tool_calls) > 1 and not bridge.takes_parallel_calls(tools):
             reply.errors.append("this model's chat template takes one tool call at a time.")
         if reply.errors:
@@ -119,9 +117,8 @@ class ReplyParser(ABC):
 class PlainParser(ReplyParser):
     """Returns the whole text as content, for environments without tools."""
 
-    def parse(self, prompt_ids: Sequence[int], token_ids: Sequence[int], tools: Tools, *, truncated: bool) -> Reply:
-        content = self.tokenizer.decode(token_ids, skip_special_tokens=True)
-        return Reply(content=content, text=self.tokenizer.decode(token_ids), truncated=truncated)
+    def parse(self, prompt_ids: Sequence[int], token_ids: Sequence[int], tools: Tools) -> Reply:
+        return Reply(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
 
 class RendererParser(ReplyParser):
@@ -132,14 +129,9 @@ class RendererParser(ReplyParser):
         self.renderer = renderer
         self.name = type(renderer).__name__
 
-    def parse(self, prompt_ids: Sequence[int], token_ids: Sequence[int], tools: Tools, *, truncated: bool) -> Reply:
+    def parse(self, prompt_ids: Sequence[int], token_ids: Sequence[int], tools: Tools) -> Reply:
         parsed = self.renderer.parse_response(list(token_ids), prompt_ids=list(prompt_ids), tools=list(tools) or None)
-        reply = Reply(
-            content=parsed.content,
-            reasoning=parsed.reasoning_content or None,
-            text=self.tokenizer.decode(token_ids),
-            truncated=truncated,
-        )
+        reply = Reply(parsed.content, parsed.reasoning_content or None)
         for call in parsed.tool_calls:
             if str(call.status) not in ("ok", "unknown_tool"):
                 reply.errors.append(f"the tool call {call.raw!r} can't be read ({call.status}).")
@@ -176,14 +168,13 @@ class VLLMParser(ReplyParser):
             self._tools = _json_calls if own else vllm_parsers.tool_parser(tool_parser, tokenizer)
         self._reasoning = vllm_parsers.reasoning_parser(reasoning_parser, tokenizer) if reasoning_parser else None
 
-    def parse(self, prompt_ids: Sequence[int], token_ids: Sequence[int], tools: Tools, *, truncated: bool) -> Reply:
+    def parse(self, prompt_ids: Sequence[int], token_ids: Sequence[int], tools: Tools) -> Reply:
         ids = list(token_ids)
         while ids and ids[-1] in self.tokenizer.all_special_ids:  # the end of the turn
             ids.pop()
-        content: str = self.tokenizer.decode(ids)
-        reply = Reply(content=content, text=self.tokenizer.decode(token_ids), truncated=truncated)
+        reply = Reply(self.tokenizer.decode(ids))
         if self._reasoning is not None:
-            reply.reasoning, reply.content = self._reasoning(content)
+            reply.reasoning, reply.content = self._reasoning(reply.content)
         if self._tools is None or not tools:
             return reply
         marks = sum(reply.content.count(mark) for mark in {self.marker or "<tool_call>", "<parameter="})

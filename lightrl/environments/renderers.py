@@ -20,9 +20,8 @@ class RendererBridge(Bridge):
     """
 
     def __init__(self, renderer: Any, tokenizer: Any) -> None:
-        super().__init__()
+        super().__init__(tokenizer)
         self.renderer = renderer
-        self._special = special_texts(tokenizer)
 
     def render(self, messages: Sequence[Message], tools: Tools) -> Tokens:
         said = guard(messages, self._special)

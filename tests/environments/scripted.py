@@ -117,10 +117,8 @@ class ScriptedAttempts(EnvironmentEpisode):
         script = iter(self.turns)
 
         class Parser(ReplyParser):
-            def parse(self, *args: Any, truncated: bool) -> Reply:
-                reply = next(script).reply
-                reply.truncated = truncated
-                return reply
+            def parse(self, *args: Any) -> Reply:
+                return next(script).reply
 
         return Parser(self._tokenizer)
 

@@ -31,7 +31,7 @@ def chosen(tokenizer: Any = QWEN, **settings: Any) -> Any:
 
 def test_the_parser_that_fits_the_template_reads_parallel_calls() -> None:
     pytest.importorskip("vllm")
-    reply = chosen().parse([], spell(QWEN, f"Let me see{GOOD}{GOOD}<|im_end|>"), [ADD], truncated=False)
+    reply = chosen().parse([], spell(QWEN, f"Let me see{GOOD}{GOOD}<|im_end|>"), [ADD])
     assert [(c.name, c.arguments) for c in reply.tool_calls] == [("add", {"a": 1})] * 2
     assert len({c.id for c in reply.tool_calls}) == 2
     assert (reply.content, reply.errors) == ("Let me see", [])
@@ -45,9 +45,7 @@ def test_the_parser_reads_by_the_tools_of_each_reply() -> None:
     values = []
     for kind in ("integer", "string", "string", "integer"):
         tools[0]["function"]["parameters"]["properties"]["a"] = {"type": kind}
-        values += [
-            call.arguments["a"] for call in parser.parse([], spell(QWEN, text), tools, truncated=False).tool_calls
-        ]
+        values += [call.arguments["a"] for call in parser.parse([], spell(QWEN, text), tools).tool_calls]
     assert values == [1, "1", "1", 1]
 
 
@@ -56,7 +54,7 @@ def test_the_parser_reads_by_the_tools_of_each_reply() -> None:
 )
 def test_a_malformed_call_is_an_error_and_no_call(bad: str) -> None:
     pytest.importorskip("vllm")
-    reply = chosen().parse([], spell(QWEN, f"<tool_call>\n{bad}\n</tool_call><|im_end|>"), [ADD], truncated=False)
+    reply = chosen().parse([], spell(QWEN, f"<tool_call>\n{bad}\n</tool_call><|im_end|>"), [ADD])
     assert reply.tool_calls == []
     assert len(reply.errors) == 1
 
@@ -83,14 +81,14 @@ def test_arguments_that_no_template_can_write_are_parse_errors(value: str) -> No
 def test_reasoning_is_read_by_the_parser_that_is_named() -> None:
     pytest.importorskip("vllm")
     parser = chosen(reasoning_parser="deepseek_r1")
-    reply = parser.parse([], spell(QWEN, f"<think>hm</think>so{GOOD}<|im_end|>"), [ADD], truncated=False)
+    reply = parser.parse([], spell(QWEN, f"<think>hm</think>so{GOOD}<|im_end|>"), [ADD])
     assert (reply.reasoning, reply.content, len(reply.tool_calls)) == ("hm", "so", 1)
 
 
 def test_without_tools_everything_is_content() -> None:
     parser = chosen(tools=False)
     assert isinstance(parser, PlainParser)
-    assert parser.parse([], spell(QWEN, "hello<|im_end|>"), [], truncated=False).content == "hello"
+    assert parser.parse([], spell(QWEN, "hello<|im_end|>"), []).content == "hello"
 
 
 def test_a_renderers_calls_are_forced_in_the_format_of_the_template() -> None:
@@ -105,7 +103,7 @@ def test_a_renderers_calls_are_forced_in_the_format_of_the_template() -> None:
     assert fits(said, grammar) and not fits(GOOD, grammar) and not fits("It is 3.", grammar)
     single = parser.grammar([ADD], (), {}, single=True)
     assert fits(said + said, grammar) and fits(said, single) and not fits(said + said, single)
-    reply = parser.parse([], spell(tokenizer, f"{said}<|im_end|>"), [ADD], truncated=False)
+    reply = parser.parse([], spell(tokenizer, f"{said}<|im_end|>"), [ADD])
     assert [(call.name, call.arguments) for call in reply.tool_calls] == [("add", {"a": 1, "b": 2})]
 
 
@@ -117,14 +115,10 @@ def test_a_renderer_reads_calls_thoughts_and_broken_calls() -> None:
     parser = chosen(tokenizer, renderer=make_renderer(tokenizer, "qwen3"))
     assert type(parser).__name__ == "RendererParser"
     prompt = tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False)
-    reply = parser.parse(
-        prompt, spell(tokenizer, f"<think>\nhm\n</think>\n\nso\n{GOOD}<|im_end|>"), [ADD], truncated=False
-    )
+    reply = parser.parse(prompt, spell(tokenizer, f"<think>\nhm\n</think>\n\nso\n{GOOD}<|im_end|>"), [ADD])
     assert (reply.reasoning, reply.content.strip()) == ("hm", "so")
     assert [(c.name, c.arguments) for c in reply.tool_calls] == [("add", {"a": 1})]
-    broken = parser.parse(
-        prompt, spell(tokenizer, "<tool_call>\n{oops\n</tool_call><|im_end|>"), [ADD], truncated=False
-    )
+    broken = parser.parse(prompt, spell(tokenizer, "<tool_call>\n{oops\n</tool_call><|im_end|>"), [ADD])
     assert broken.tool_calls == []
     assert "invalid_json" in broken.errors[0]
 

@@ -122,7 +122,7 @@ def test_what_the_template_writes_is_what_the_chosen_parser_reads(name: str) -> 
     assert fits(one, parser.grammar([ADD, MUL], ("add",), {}))
     assert not fits(one, parser.grammar([ADD, MUL], ("mul",), {}))
     text = written(call(1), call(2))
-    reply = parser.parse([], spell(own, text), [ADD], truncated=False)
+    reply = parser.parse([], spell(own, text), [ADD])
     assert [(each.name, each.arguments) for each in reply.tool_calls] == [("add", {"a": n, "b": 2}) for n in (1, 2)]
     assert reply.errors == []
 
@@ -148,7 +148,7 @@ CALL = '{"name": "add", "arguments": {"a": 1}}'
 def test_smollm2s_lists_of_calls_are_read(text: str, calls: int | None, content: str) -> None:
     own = tokenizer("smollm2")
     parser = choose_parser(own, renderer=None, tool_parser=None, reasoning_parser=None, tools=True)
-    reply = parser.parse([], spell(own, f"{text}<|im_end|>"), [ADD], truncated=False)
+    reply = parser.parse([], spell(own, f"{text}<|im_end|>"), [ADD])
     if calls is None:
         assert reply.tool_calls == [] and len(reply.errors) == 1
     else:

@@ -7,25 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lightrl.environments.base import Message
-from lightrl.environments.endpoint.api import (
-    Api,
-    call_message,
-    content_of,
-    event,
-    function_tool,
-    new_id,
-    stops_of,
-    text_of,
-    whole,
-)
-from lightrl.environments.endpoint.openai_apis import form_of
+from lightrl.environments.endpoint.api import Api, call_message, event, new_id
 from lightrl.environments.endpoint.requests import Answered, Asked, RefusedError
 
-_ERRORS = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-}
+_ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+_CHOICES = {"any": "required", "none": "none"}
+"""Tool choices -> those of chat completions."""
 
 
 class Messages(Api):
@@ -36,55 +23,52 @@ class Messages(Api):
 
     path = "/messages"
     counting = "/messages/count_tokens"
-    effective = (
-        *("messages", "model", "system", "tools", "tool_choice", "stream", "max_tokens", "output_config"),
-        *("output_format", "stop_sequences"),
-    )
     harmless = (
         *("metadata", "service_tier", "cache_control", "diagnostics", "inference_geo", "speed"),
         *("billing_policy", "fallbacks", "fallback_credit_token"),
     )
     rejected = ("compaction", "container", "context_management", "mcp_servers", "thread")
 
-    def conversation(
-        self, body: Mapping[str, Any], recall: Callable[[str], list[Message]]
-    ) -> tuple[list[Message], int]:
-        messages: list[Message] = []
-        if body.get("system"):
-            messages.append({"role": "system", "content": text_of(body["system"])})
+    def chat(self, body: dict[str, Any], recall: Callable[[str], list[Message]]) -> dict[str, Any]:
+        system = body.pop("system", None)
+        messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
         for message in body["messages"]:
             messages += _messages(message)
-        return messages, 0
-
-    def tool(self, tool: Mapping[str, Any]) -> dict[str, Any]:
-        if (kind := tool.get("type")) not in (None, "custom"):
-            raise RefusedError(400, f"tools: type {kind!r} is not supported. Use custom tools.", "tools")
-        return function_tool(tool["name"], tool.get("description"), tool.get("input_schema"))
-
-    def wishes(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        choice = body.get("tool_choice") or {}
-        kind = choice.get("type")
-        wishes: dict[str, Any] = {
-            "max_new_tokens": whole(body.get("max_tokens")),
-            "stop": stops_of(body.get("stop_sequences")),
-            "hidden": kind == "none",
-            "single": bool(choice.get("disable_parallel_tool_use")) or kind == "tool",
-            "structured": form_of(body.get("output_format") or (body.get("output_config") or {}).get("format")),
-            "prefill": bool(body["messages"]) and body["messages"][-1]["role"] == "assistant",
+        choice = body.pop("tool_choice", {})
+        named = {"type": "function", "function": {"name": choice.get("name")}}
+        form = body.pop("output_config", {}).get("format")
+        form, stop = body.pop("output_format", form), body.pop("stop_sequences", ())
+        return {
+            **body,
+            "messages": messages,
+            "tools": [_tool(tool) for tool in body.get("tools", ())],
+            "tool_choice": named if choice.get("type") == "tool" else _CHOICES.get(choice.get("type")),
+            "parallel_tool_calls": not choice.get("disable_parallel_tool_use"),
+            "stop": stop,
+            "response_format": form or {},
+            "continue_final_message": bool(messages) and messages[-1]["role"] == "assistant",
+            "n": 1,
         }
-        if kind in ("any", "tool"):
-            wishes["forced"] = () if kind == "any" else (choice["name"],)
-        return wishes
 
     def write(self, asked: Asked, answers: Sequence[Answered]) -> dict[str, Any]:
         (answered,) = answers
+        reply = answered.reply
+        blocks: list[dict[str, Any]] = []
+        if reply.reasoning:
+            blocks.append({"type": "thinking", "thinking": reply.reasoning, "signature": "none"})
+        if reply.content or not reply.tool_calls:
+            blocks.append({"type": "text", "text": reply.content})
+        blocks += [
+            {"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments} for call in reply.tool_calls
+        ]
+        ended = "end_turn" if answered.stop is None else "stop_sequence"
         return {
             "id": new_id("msg_"),
             "type": "message",
             "role": "assistant",
             "model": asked.model,
-            "content": _blocks(answered),
-            "stop_reason": _stop(answered),
+            "content": blocks,
+            "stop_reason": "max_tokens" if reply.truncated else "tool_use" if reply.tool_calls else ended,
             "stop_sequence": answered.stop,
             "usage": {"input_tokens": answered.prompt_tokens, "output_tokens": answered.completion_tokens},
         }
@@ -96,19 +80,13 @@ class Messages(Api):
         yield _event("message_start", message=start)
         for i, block in enumerate(written["content"]):
             if block["type"] == "tool_use":
-                empty: dict[str, Any] = {**block, "input": {}}
+                empty: dict[str, Any] = {"input": {}}
                 arguments = json.dumps(block["input"], ensure_ascii=False)
                 parts = [{"type": "input_json_delta", "partial_json": arguments}]
-            elif block["type"] == "thinking":
-                empty = {**block, "thinking": "", "signature": ""}
-                parts = [
-                    {"type": "thinking_delta", "thinking": block["thinking"]},
-                    {"type": "signature_delta", "signature": block["signature"]},
-                ]
             else:
-                empty = {"type": "text", "text": ""}
-                parts = [{"type": "text_delta", "text": block["text"]}]
-            yield _event("content_block_start", index=i, content_block=empty)
+                empty = {name: "" for name in ("text", "thinking", "signature") if name in block}
+                parts = [{"type": f"{name}_delta", name: block[name]} for name in empty]
+            yield _event("content_block_start", index=i, content_block={**block, **empty})
             for part in parts:
                 yield _event("content_block_delta", index=i, delta=part)
             yield _event("content_block_stop", index=i)
@@ -129,56 +107,27 @@ def _event(kind: str, **members: Any) -> bytes:
     return event({"type": kind, **members}, kind)
 
 
-def _stop(answered: Answered) -> str:
-    if answered.reply.truncated:
-        return "max_tokens"
-    if answered.reply.tool_calls:
-        return "tool_use"
-    return "end_turn" if answered.stop is None else "stop_sequence"
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    kind, shown = tool.get("type"), {"description": tool.get("description"), "parameters": tool.get("input_schema")}
+    return {"type": "function" if kind in (None, "custom") else kind, "function": {"name": tool.get("name"), **shown}}
 
 
-def _blocks(answered: Answered) -> list[dict[str, Any]]:
-    reply = answered.reply
-    blocks: list[dict[str, Any]] = []
-    if reply.reasoning:
-        blocks.append({"type": "thinking", "thinking": reply.reasoning, "signature": "none"})
-    if reply.content or not reply.tool_calls:
-        blocks.append({"type": "text", "text": reply.content})
-    blocks += [
-        {"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments} for call in reply.tool_calls
-    ]
-    return blocks
-
-
-def _messages(message: Mapping[str, Any]) -> list[Message]:
-    """Converts a message to the format of chat templates. Tool results become separate messages."""
+def _messages(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Converts a message to messages of chat completions. Tool results become separate messages."""
     role, content = message["role"], message["content"]
-    if role == "system":
-        return [{"role": "system", "content": text_of(content)}]
-    if role not in ("user", "assistant"):
-        raise RefusedError(400, f"role={role!r}: is unknown. Use user or assistant.", "messages")
-    if isinstance(content, str):
+    if role == "system" or isinstance(content, str):
         return [{"role": role, "content": content}]
+    apart = ("thinking", "tool_use", "tool_result")
+    said = {"role": role, "content": [block for block in content if block["type"] not in apart]}
     if role == "assistant":
-        return [_assistant(content)]
-    results = [block for block in content if block["type"] == "tool_result"]
-    rest = [block for block in content if block["type"] != "tool_result"]
-    said: list[Message] = [
-        {"role": "tool", "tool_call_id": block["tool_use_id"], "content": content_of(block.get("content"))}
-        for block in results
+        said["reasoning_content"] = "\n".join(block["thinking"] for block in content if block["type"] == "thinking")
+        said["tool_calls"] = [
+            call_message(block["id"], block["name"], block["input"]) for block in content if block["type"] == "tool_use"
+        ]
+        return [said]
+    results = [
+        {"role": "tool", "tool_call_id": block["tool_use_id"], "content": block.get("content")}
+        for block in content
+        if block["type"] == "tool_result"
     ]
-    if rest or not results:
-        said.append({"role": "user", "content": content_of(rest)})
-    return said
-
-
-def _assistant(blocks: list[dict[str, Any]]) -> Message:
-    said: Message = {"role": "assistant", "content": ""}
-    thoughts = [block["thinking"] for block in blocks if block["type"] == "thinking"]
-    calls = [call_message(b["id"], b["name"], b["input"]) for b in blocks if b["type"] == "tool_use"]
-    said["content"] = text_of([block for block in blocks if block["type"] not in ("thinking", "tool_use")])
-    if "".join(thoughts):
-        said["reasoning_content"] = "\n".join(thoughts)
-    if calls:
-        said["tool_calls"] = calls
-    return said
+    return [*results, *([said] if said["content"] or not results else [])]

@@ -83,7 +83,7 @@ def _play(function: Any, folder: Path, lifeline: IO[bytes]) -> None:
     os._exit(0)  # skips the program's threads and exit handlers, because the run waits for this process
 
 
-def _fork(function: Any, folder: Path, calls: IO[bytes], wake: int, parent: int) -> int:
+def _fork(function: Any, folder: Path, calls: IO[bytes], parent: int) -> int:
     """Runs a trajectory in a fork and returns its exit code. Kills it if `calls` ends or the parent exits."""
     before = _children()
     there, here = os.pipe()  # closed when this process exits
@@ -92,16 +92,11 @@ def _fork(function: Any, folder: Path, calls: IO[bytes], wake: int, parent: int)
     pid = os.fork()
     if not pid:
         os.close(here)
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setpgid(0, 0)
         _play(function, folder, os.fdopen(there, "rb"))
     os.close(there)
     while os.getppid() == parent and not os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-        ready = select.select([calls.fileno(), wake], [], [], 5)[0]
-        if wake in ready:
-            os.read(wake, 4096)
-        if calls.fileno() in ready:
+        if select.select([calls], [], [], 0.02)[0]:
             break
     with contextlib.suppress(OSError):  # exited, or has no group yet
         os.killpg(pid, signal.SIGKILL)
@@ -153,10 +148,6 @@ def main(run: str) -> None:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     function = _load(run)
     print("ready", file=answers, flush=True)
-    there, wake = os.pipe()
-    os.set_blocking(wake, False)
-    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
     while os.getppid() == parent:
         if not select.select([calls], [], [], 5)[0]:
             continue
@@ -164,7 +155,7 @@ def main(run: str) -> None:
             break
         if not _forks():
             _play(function, Path(folder), calls)
-        print(_fork(function, Path(folder), calls, there, parent), file=answers, flush=True)
+        print(_fork(function, Path(folder), calls, parent), file=answers, flush=True)
     _sweep()  # processes started by the import
     os.killpg(0, signal.SIGKILL)
 

@@ -8,17 +8,18 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightrl.compat.arguments import imported, require_packages
-from lightrl.engines.background import in_thread
-from lightrl.environments.endpoint.running import ProgramBlockedError, ProgramError, Worker, Workers, run_here
+from lightrl.engines.background import in_background, in_thread
+from lightrl.environments.endpoint.running import ProgramBlockedError, ProgramError, Worker, run_here
 from lightrl.environments.endpoint.session import Constrained, Session
 from lightrl.environments.episodes import finite_reward
 from lightrl.environments.multi_turn import Attempt, MultiTurn
-from lightrl.records import StopReason, Trajectory
+from lightrl.records import Trajectory
 from lightrl.rewards.base import users_lines
 
 if TYPE_CHECKING:
@@ -100,13 +101,14 @@ class AgentProgram(MultiTurn):
     ) -> None:
         super().__init__(max_turns=max_turns, max_seconds=max_seconds, **limits)
         require_packages("AgentProgram", "agents", "fastapi", "uvicorn")
-        self.workers: Workers | None = None
-        self.function: Callable[..., Any] | None = None
+        self.function: Any = None
+        self._make: Callable[[str], Worker] | None = None  # from the endpoint's base URL
+        self._idle: list[Worker] = []
         if process:
             if limits.get("max_environments") is None:
                 # 64 interpreters that import an SDK take 13 GB, and minutes to start on two cores.
                 self.max_environments = min(64, 4 * (os.cpu_count() or 4))
-            self.workers = Workers(str(run), python, env)
+            self._make = partial(Worker, str(run), python, env)
         else:
             self.function = imported("run:", run) if isinstance(run, str) else run
         self.limit_reward = limit_reward
@@ -132,7 +134,60 @@ class AgentProgram(MultiTurn):
             notify=self._notify,
             constrained=self.constrained,
         )
-        return await self._play(session, self._served(), attempt.row)
+        endpoint, in_time = self._served(), True
+        worker: Worker | None = None
+        program: asyncio.Future[Any] | None = None
+        reward: float | None = None
+        metrics: dict[str, float] = {}
+        keys, began = [endpoint.open(session)], time.monotonic()
+        try:
+            if self._make is not None:
+                worker = await self._worker(self._make, endpoint.base_url)
+                keys.append(endpoint.open(session, worker.key))  # of clients created during the import
+            began = time.monotonic()
+            run = partial(run_here, self.function) if worker is None else worker.run
+            program = asyncio.ensure_future(run(attempt.row, endpoint.base_url, keys[0]))
+            in_time = await self._ends(program, session)
+            if in_time and not session.broken.is_set():
+                reward, metrics = _reward(program.result())
+        except ProgramError as error:
+            if not session.limited:
+                hint = f"\nIt sent no request with its key. {_HINT}" if program and not session.requested else ""
+                session.fail(f"the program failed: {error}{hint}", users_lines(error))
+        finally:
+            session.end()
+            for key in keys:
+                endpoint.close(key)
+            if program is not None:
+                program.cancel()
+                await asyncio.gather(program, return_exceptions=True)
+            if worker is not None and worker.reusable:
+                self._idle.append(worker)
+        if session.error is not None:
+            raise session.error
+        if program and not program.cancelled() and isinstance(blocked := program.exception(), ProgramBlockedError):
+            session.fail(f"run: {blocked}")
+        if not session.turns:
+            if reward is not None and session.failure is None and not session.requested:
+                raise ValueError(
+                    f"run: the program returned a reward but sent no request with its key. {_HINT} Return None for "
+                    "examples without a turn."
+                )
+            refusal = f" Its last request was rejected: {session.refusal}" if session.refusal else ""
+            session.fail(f"the program exited without a turn.{refusal}")
+        if session.failure is None and reward is None and (session.limited or not in_time):
+            reward = self.limit_reward
+        stop = session.stop_reason if in_time else "time"
+        return Trajectory(
+            rows=session.rows,
+            completion=session.completion,
+            stop_reason=stop if session.failure is None else "failure",
+            messages=session.conversation,
+            turn_rewards=[] if reward is None else [0.0] * (session.turns - 1) + [reward],
+            failure=session.failure,
+            metrics={**metrics, **session.metrics(time.monotonic() - began)},
+            raised_at=session.raised_at,
+        )
 
     def _served(self) -> Endpoint:
         """The endpoint. Starts it for the first trajectory."""
@@ -145,108 +200,63 @@ class AgentProgram(MultiTurn):
 
     async def close(self) -> None:
         """Stops the endpoint and the processes of programs."""
-        if self.workers is not None:
-            await in_thread(self.workers.stop, "end of programs")
+        idle, self._idle = self._idle, []
+        await asyncio.gather(*(in_thread(worker.stop, "program's process") for worker in idle))
         endpoint, self._endpoint = self._endpoint, None
         if endpoint is not None:
             await in_thread(endpoint.stop, "endpoint's end")
 
-    async def _play(self, session: Session, endpoint: Endpoint, row: Mapping[str, Any]) -> Trajectory:
-        """Runs the program and converts the result to a trajectory."""
-        stop: StopReason | None = None
-        reward: float | None = None
-        metrics: dict[str, float] = {}
-        worker = await self._worker(endpoint.base_url)
-        began = time.monotonic()
-        keys = [endpoint.open(session)]
-        if isinstance(worker, Worker):  # the key of clients created during the import
-            keys.append(endpoint.open(session, worker.key))
-        broken = asyncio.ensure_future(session.broken.wait())
-        program = asyncio.ensure_future(self._run(worker, row, endpoint.base_url, keys[0]))
+    async def _worker(self, make: Callable[[str], Worker], base_url: str) -> Worker:
+        """A process for one trajectory.
+
+        Raises:
+            ProgramError: The program can't be imported.
+        """
+        while self._idle:
+            worker = self._idle.pop()
+            if not worker.exited:
+                return worker
+            in_background(worker.stop, "program's process")
+        worker = make(base_url)
+        failed: BaseException | None = ProgramError("its import was canceled")
+        try:
+            _, failed = await asyncio.wait_for(in_thread(worker.start, "program's process"), self.max_seconds)
+        except asyncio.TimeoutError:
+            failed = ProgramError(f"max_seconds={self.max_seconds:g}: the import took longer. Raise max_seconds.")
+        finally:
+            if failed is not None:
+                in_background(worker.stop, "program's process")
+        if failed is not None:
+            raise failed
+        return worker
+
+    async def _ends(self, program: asyncio.Future[Any], session: Session) -> bool:
+        """Waits until the program ends or the trajectory fails. Returns False if that takes longer than its limit."""
+        broken, began = asyncio.ensure_future(session.broken.wait()), time.monotonic()
         try:
             while not program.done() and not broken.done():
                 left = None
                 if self.max_seconds is not None:
                     left = self.max_seconds - (time.monotonic() - began - session.engine_seconds)
                     if left <= 0:
-                        stop = "time"
-                        break
+                        return False
                 await asyncio.wait({program, broken}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            stop = stop or session.stop_reason
-            if program.done() and not broken.done():
-                reward, metrics = self._reward(program, session)
+            return True
         finally:
-            session.end()
-            for key in keys:
-                endpoint.close(key)
             broken.cancel()
-            program.cancel()
-            await asyncio.gather(program, broken, return_exceptions=True)
-            if isinstance(worker, Worker) and self.workers is not None:
-                self.workers.give(worker)
-        if session.error is not None:
-            raise session.error
-        if not program.cancelled() and isinstance(error := program.exception(), ProgramBlockedError):
-            session.fail(f"run: {error}")
-        if not session.turns:
-            if reward is not None and session.failure is None and not session.requested:
-                raise ValueError(
-                    f"run: the program returned a reward but sent no request with its key. {_HINT} Return None for "
-                    "examples without a turn."
-                )
-            refusal = f" Its last request was rejected: {session.refusal}" if session.refusal else ""
-            session.fail(f"the program exited without a turn.{refusal}")
-        if session.failure is None and reward is None and (stop == "time" or session.limited):
-            reward = self.limit_reward
-        return Trajectory(
-            rows=session.rows,
-            completion=session.completion,
-            stop_reason=stop if session.failure is None else "failure",
-            messages=session.conversation,
-            turn_rewards=[] if reward is None else [0.0] * (session.turns - 1) + [reward],
-            failure=session.failure,
-            metrics={**metrics, **session.metrics(time.monotonic() - began)},
-            raised_at=session.raised_at,
-        )
 
-    async def _worker(self, base_url: str) -> Worker | ProgramError | None:
-        """The process for a trajectory, or the error; None for programs in this process."""
-        if self.workers is None:
-            return None
-        try:
-            return await asyncio.wait_for(self.workers.take(base_url), self.max_seconds)
-        except ProgramError as error:
-            return error
-        except asyncio.TimeoutError:
-            return ProgramError(f"max_seconds={self.max_seconds:g}: the import took longer. Raise max_seconds.")
 
-    async def _run(self, worker: Worker | ProgramError | None, row: Mapping[str, Any], base_url: str, key: str) -> Any:
-        """Runs the program and returns its result."""
-        if isinstance(worker, ProgramError):
-            raise worker
-        if worker is not None:
-            return await worker.run(row, base_url, key)
-        assert self.function is not None
-        return await run_here(self.function, row, base_url, key)
+def _reward(returned: Any) -> tuple[float | None, dict[str, float]]:
+    """The reward and metrics that a program returned.
 
-    def _reward(self, program: asyncio.Future[Any], session: Session) -> tuple[float | None, dict[str, float]]:
-        """The returned reward and metrics. The reward is None if the program raised after a limit was reached.
-
-        Raises:
-            ValueError: The reward is not a finite number.
-        """
-        metrics: Any = {}
-        try:
-            reward = program.result()
-        except ProgramError as error:
-            if not session.limited:
-                hint = "" if session.requested else f"\nIt sent no request with its key. {_HINT}"
-                session.fail(f"the program failed: {error}{hint}", users_lines(error))
-            return None, {}
-        if isinstance(reward, Mapping) and {"reward"} <= set(reward) <= {"reward", "metrics"}:
-            reward, metrics = reward["reward"], reward.get("metrics", {})
-        try:
-            metrics = {str(name): float(value) for name, value in metrics.items()}
-        except (AttributeError, TypeError, ValueError) as error:
-            raise ValueError(f"run: the program returned the metrics {repr(metrics)[:60]}. Return numbers.") from error
-        return None if reward is None else finite_reward(reward, "run: the program"), metrics
+    Raises:
+        ValueError: They are not finite numbers.
+    """
+    metrics: Any = {}
+    if isinstance(returned, Mapping) and {"reward"} <= set(returned) <= {"reward", "metrics"}:
+        returned, metrics = returned["reward"], returned.get("metrics", {})
+    try:
+        metrics = {str(name): float(value) for name, value in metrics.items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"run: the program returned the metrics {repr(metrics)[:60]}. Return numbers.") from error
+    return None if returned is None else finite_reward(returned, "run: the program"), metrics

@@ -73,7 +73,6 @@ class Answered:
     """A turn to return to the program.
 
     Attributes:
-        number: Number of the turn.
         reply: Reply up to the stop string. IDs of tool calls are unique in the trajectory.
         prompt_tokens: Number of prompt tokens.
         completion_tokens: Number of sampled tokens.
@@ -81,7 +80,6 @@ class Answered:
         logprobs: Tokens and log-probs in OpenAI's format. None if not requested.
     """
 
-    number: int
     reply: Reply
     prompt_tokens: int
     completion_tokens: int

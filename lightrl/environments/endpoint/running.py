@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from lightrl.engines.background import in_background, in_thread
+from lightrl.engines.background import in_thread
 from lightrl.environments.calling import LoopBlockedError, UserCode
 from lightrl.environments.endpoint.callers import enter, leave
 from lightrl.rewards.base import message_of
@@ -176,51 +176,3 @@ class Worker:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-
-
-class Workers:
-    """A pool of worker processes, one per concurrent trajectory."""
-
-    def __init__(self, program: str, python: str | None, env: Mapping[str, str] | None) -> None:
-        self._make = partial(Worker, program, python, env)
-        self._all: set[Worker] = set()
-        self._idle: list[Worker] = []
-        self._lock = threading.Lock()
-
-    async def take(self, base_url: str) -> Worker:
-        """Acquires a process for one trajectory with the endpoint at `base_url`.
-
-        Raises:
-            ProgramError: The program can't be imported.
-        """
-        with self._lock:
-            while self._idle:
-                worker = self._idle.pop()
-                if not worker.exited:
-                    return worker
-                in_background(worker.stop, "program's process")
-            worker = self._make(base_url)
-            self._all.add(worker)
-        try:
-            _, failed = await in_thread(worker.start, "program's process")
-        except asyncio.CancelledError:
-            in_background(worker.stop, "program's process")
-            raise
-        if failed is not None:
-            raise failed
-        return worker
-
-    def give(self, worker: Worker) -> None:
-        """Releases a process."""
-        with self._lock:
-            if worker.reusable and worker in self._all:
-                self._idle.append(worker)
-            else:
-                self._all.discard(worker)
-
-    def stop(self) -> None:
-        """Stops all processes."""
-        with self._lock:
-            workers, self._all, self._idle = self._all, set(), []
-        for worker in workers:
-            worker.stop()

@@ -9,12 +9,13 @@ import secrets
 import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import uvicorn
-from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
-from starlette.requests import ClientDisconnect
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
 
 from lightrl.engines.background import BackgroundLoop
 from lightrl.environments.endpoint.anthropic_messages import Messages
@@ -26,8 +27,6 @@ from lightrl.environments.endpoint.responses import Responses
 from lightrl.environments.endpoint.session import Session
 
 LOOPBACK = "127.0.0.1"
-# OpenAI's clients append "/chat/completions" to the base URL, Anthropic's "/v1/messages". One URL works for both.
-PREFIXES = ("", "/v1", "/v1/v1")
 MIXED_UP = (
     "run: a trajectory sent a request with the key of another trajectory. This happens if programs set a process-wide "
     "client, key, or URL, or share threads. Create the client in the program from its `base_url` and `api_key`, or set "
@@ -38,6 +37,7 @@ UNTOLD = (
     "`contextvars.copy_context().run` (as `asyncio.to_thread` does), or set process=True."
 )
 T = TypeVar("T")
+Handler: TypeAlias = Callable[[Api, Session, Request], Awaitable[Response]]
 NO_RETRY = {"x-should-retry": "false"}  # respected by both official clients
 
 
@@ -134,61 +134,55 @@ class Endpoint:
 
     # ---- requests, on the server's loop -----------------------------------------------------------------------------
 
-    def _app(self) -> FastAPI:
-        app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-        chat, messages = ChatCompletions(), Messages()
-        for prefix in PREFIXES:
-            for api in (chat, Responses(), messages):
-                app.add_api_route(prefix + api.path, self._handler(api), methods=["POST"], response_model=None)
-                if api.counting is not None:
-                    handler = self._handler(api, _count)
-                    app.add_api_route(prefix + api.counting, handler, methods=["POST"], response_model=None)
-            models = self._handler(chat, _models)
-            for path in ("/models", "/models/{name:path}"):
-                app.add_api_route(prefix + path, models, methods=["GET"], response_model=None)
-        app.add_api_route("/health", _health, methods=["GET"])
-        methods = ["GET", "POST", "PUT", "PATCH", "DELETE"]
-        app.add_api_route("/{path:path}", self._handler(chat, _unknown), methods=methods, response_model=None)
-        return app
+    def _app(self) -> Starlette:
+        chat = ChatCompletions()
+        served: dict[tuple[str, str], tuple[Api, Handler]] = {}
+        for api in (chat, Responses(), Messages()):
+            served["POST", api.path] = api, _answer
+            if api.counting is not None:
+                served["POST", api.counting] = api, _count
 
-    def _handler(
-        self, api: Api, answer: Callable[[Api, Session, Request], Awaitable[Response]] | None = None
-    ) -> Callable[[Request], Awaitable[Response]]:
         async def handle(request: Request) -> Response:
-            session = None
-            try:
-                session = self._find(request)
-                return await (answer or _answer)(api, session, request)
-            except RefusedError as error:
-                refused = error
-                if session is not None:
-                    _on_loop(session, session.refused, refused)
-            except ClientDisconnect:  # before the end of its request
-                return Response(status_code=499)
-            except Exception as error:  # an internal error, so the trajectory fails
-                refused = RefusedError(500, f"{type(error).__name__}: {error}")
-                if session is not None:
-                    _on_loop(session, session.fail, f"endpoint: {refused.message}")
-            return JSONResponse(api.error(refused), status_code=refused.status, headers=NO_RETRY)
+            # OpenAI's clients append "/chat/completions" to the base URL, Anthropic's "/v1/messages".
+            path = request.url.path.removeprefix("/v1").removeprefix("/v1")
+            models = request.method == "GET" and path.split("/")[1:2] == ["models"]
+            other = chat, _models if models else _unknown
+            return await self._handled(request, *served.get((request.method, path), other))
 
-        return handle
+        methods = ["GET", "POST", "PUT", "PATCH", "DELETE"]
+        return Starlette(routes=[Route("/health", _health), Route("/{path:path}", handle, methods=methods)])
+
+    async def _handled(self, request: Request, api: Api, answer: Handler) -> Response:
+        session = None
+        try:
+            session = self._find(request)
+            return await answer(api, session, request)
+        except RefusedError as error:
+            refused = error
+            if session is not None:
+                _on_loop(session, session.refused, refused)
+        except ClientDisconnect:  # before the end of its request
+            return Response(status_code=499)
+        except Exception as error:  # an internal error, so the trajectory fails
+            refused = RefusedError(500, f"{type(error).__name__}: {error}")
+            if session is not None:
+                _on_loop(session, session.fail, f"endpoint: {refused.message}")
+        return JSONResponse(api.error(refused), status_code=refused.status, headers=NO_RETRY)
 
 
-async def _health() -> dict[str, str]:
-    return {"status": "ok"}
+async def _health(request: Request) -> Response:
+    return JSONResponse({"status": "ok"})
 
 
 async def _models(api: Api, session: Session, request: Request) -> Response:
     """The model, under any name, with the fields of both providers."""
-    name = request.path_params.get("name")
+    name = request.url.path.partition("/models")[2].lstrip("/")
     model = {
         **{"id": name or "policy", "object": "model", "created": 0, "owned_by": "run"},
         **{"type": "model", "display_name": name or "policy", "created_at": "1970-01-01T00:00:00Z"},
     }
-    if name is not None:
-        return JSONResponse(model)
     ends = {"first_id": model["id"], "last_id": model["id"], "has_more": False}
-    return JSONResponse({"object": "list", "data": [model], **ends})
+    return JSONResponse(model if name else {"object": "list", "data": [model], **ends})
 
 
 async def _unknown(api: Api, session: Session, request: Request) -> Response:
@@ -211,8 +205,8 @@ async def _body(request: Request) -> dict[str, Any]:
 
 async def _count(api: Api, session: Session, request: Request) -> Response:
     asked = api.read(await _body(request), session.recall)
-    tokens = await _made(session, session.count(asked), request)
-    return Response(status_code=499) if tokens is None else JSONResponse(api.counted(tokens))
+    tokens = await _made(session, session.count(asked), request)  # the client disconnected if None
+    return JSONResponse({"object": "response.input_tokens", "input_tokens": tokens})
 
 
 async def _answer(api: Api, session: Session, request: Request) -> Response:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -80,8 +79,7 @@ class Session:
         self._last: StopReason = "stop"
         self._streams: list[Stream] = []
         self._latest: Stream | None = None
-        self._free: list[int] = []  # numbers of canceled turns
-        self._numbers = 0
+        self._numbers: set[int] = set()  # of turns, including those in progress
         self._turns: set[int] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._call_ids: dict[str, tuple[str, str]] = {}  # program's ID of a call -> policy's, and the tool's name
@@ -224,14 +222,14 @@ class Session:
         extra: dict[str, Any] = {"structured_outputs": structured} if structured else {}
         if asked.top_logprobs:
             extra["logprobs"] = asked.top_logprobs
-        number = heapq.heappop(self._free) if self._free else self._numbers
-        self._numbers = max(self._numbers, number + 1)
+        number = min({*range(len(self._numbers) + 1)} - self._numbers)
+        self._numbers.add(number)
         stream = None
         try:
             messages = self._as_policy(asked.messages)
             begun = self._prefill(messages) if asked.prefill else ""
             stream, prompt_ids = self._begun(messages, asked.tools)
-            prefix = self.bridge.plain_ids(self._tokenizer(asked.tools), begun) if begun else []
+            prefix = self.bridge.plain_ids(begun)
             if prefix:
                 prompt_ids = stream.ledger.prefill(prefix)
             left = self.attempt.max_tokens - len(prompt_ids)
@@ -257,7 +255,7 @@ class Session:
             )
             group = await self._asking(stream.ledger.shown(request), wish or "top_logprobs" if extra else None)
         except BaseException:
-            heapq.heappush(self._free, number)
+            self._numbers.discard(number)
             if stream is not None:
                 stream.busy = bool(begun)  # permanently, because its tokens end with an unfinished reply
             raise
@@ -319,11 +317,11 @@ class Session:
             self._call_ids[call_id] = (call.id, call.name)
             for_program.tool_calls.append(replace(call, id=call_id))
         logprobs = None if asked.top_logprobs is None else self._logprobs(asked, completion)
-        return Answered(number, for_program, len(prompt_ids), len(completion.token_ids), stop, logprobs)
+        return Answered(for_program, len(prompt_ids), len(completion.token_ids), stop, logprobs)
 
     def _logprobs(self, asked: Asked, completion: Completion) -> list[dict[str, Any]]:
         """Log-probs of sampled and most likely tokens, up to the end of the turn or the stop string."""
-        tokenizer, entries = self._tokenizer(asked.tools), list[dict[str, Any]]()
+        tokenizer, entries = self.bridge.tokenizer, list[dict[str, Any]]()
         ids = completion.token_ids[:-1] if self.bridge.ends_turn(completion.token_ids) else completion.token_ids
         text = ""
 
@@ -382,34 +380,22 @@ class Session:
         except ValueError as error:
             raise RefusedError(400, str(error), "messages") from error
 
-    def _tokenizer(self, tools: Tools) -> Any:
-        return self.parser(tools).tokenizer
-
     def _begun(self, messages: list[Message], tools: list[dict[str, Any]]) -> tuple[Stream, list[int]]:
         """The conversation that a request continues, or a new one, and the tokens of the engine's request."""
         found = [(stream, *left) for stream in self._streams if (left := stream.rest(messages, tools)) is not None]
+        new = Stream(Ledger(self.bridge, tools)), None, ""
+        stream, rest, more = max(found, key=lambda each: len(each[0].ledger.messages), default=new)
+        stream.busy = True  # permanently if the template rejects the conversation
         try:
-            if found:
-                stream, rest, more = max(found, key=lambda each: len(each[0].ledger.messages))
-                if more:
-                    said, ids = (
-                        messages[len(messages) - len(rest) - 1],
-                        self.bridge.plain_ids(self._tokenizer(tools), more),
-                    )
-                    stream.ledger.answer(rest, said, ids)
-                elif rest:
-                    stream.ledger.answer(rest)
-                ids = stream.ledger.request_ids
-            else:
-                stream = Stream(Ledger(self.bridge, tools))
-                ids = stream.ledger.begin(messages)
+            if rest is None:
+                stream.ledger.begin(messages)
                 self._streams.append(stream)
+            elif rest:
+                said = messages[-len(rest) - 1] if more else None
+                stream.ledger.answer(rest, said, self.bridge.plain_ids(more))
         except ValueError as error:
-            if found:
-                stream.busy = True  # permanently, because the template rejects continuations
             raise RefusedError(400, str(error), "messages") from error
-        stream.busy = True
-        return stream, ids
+        return stream, stream.ledger.request_ids
 
     def _as_policy(self, messages: Sequence[Message]) -> list[Message]:
         """The conversation with the policy's IDs of tool calls, and with names in tool messages."""
