@@ -193,7 +193,7 @@ class TemplateBridge(Bridge):
 
     - The conversation starts with the text of the request (no earlier turn is rewritten, no reasoning dropped).
     - It contains the content, the reasoning, and every tool call of the reply.
-    - The turn ends with the token that the policy ended it with.
+    - The turn ends with the token that the policy ended it with, after no special token that it didn't sample.
     - The text after that token is the same, so it doesn't depend on anything before it.
 
     This text follows a special token, so it can be tokenized separately. If a reply was truncated or ended by a stop
@@ -222,7 +222,7 @@ class TemplateBridge(Bridge):
         return str(
             self.tokenizer.apply_chat_template(
                 [self._content(calls_in_form(message, **form)) for message in messages],
-                tools=list(tools) or None,
+                tools=guard(tools, self._special) or None,
                 tokenize=False,
                 add_generation_prompt=True,
                 **self.template_kwargs,
@@ -288,9 +288,9 @@ class TemplateBridge(Bridge):
         if ended is None:
             return None
         end, sampled = ended
-        suffix = self._common_suffix(self._histories(history), turn.reply, new, tools, end)
+        suffix = self._common_suffix(self._histories(history), turn, new, tools, end)
         if suffix is None:  # renders the real history, whose cost grows with its length
-            suffix = self._common_suffix([guard(history, self._special)], turn.reply, new, tools, end)
+            suffix = self._common_suffix([guard(history, self._special)], turn, new, tools, end)
         if suffix is None:
             return None
         ids = self._tokens(end + suffix, new)
@@ -339,19 +339,21 @@ class TemplateBridge(Bridge):
         return [prompt, longer]
 
     def _common_suffix(
-        self, histories: Sequence[Sequence[Message]], reply: Message, new: Sequence[Message], tools: Tools, end: str
+        self, histories: Sequence[Sequence[Message]], turn: SampledTurn, new: Sequence[Message], tools: Tools, end: str
     ) -> str | None:
         """The text after `end`, if it is the same for all histories and replies."""
+        (real,) = guard([turn.reply], self._special)
+        texts = [str(real.get(name) or "").strip() for name in ("content", "reasoning_content")]
+        replies = [_stand_in(turn.reply, SHORT), _stand_in(turn.reply, LONG), (real, texts)]
+        sampled = {*turn.completion_ids}
+        others = {end, *(token for number, token in self._special.items() if number not in sampled)}
         found: set[str] = set()
-        starts: list[str] = []
-        stand_ins = [_stand_in(reply, content) for content in (SHORT, LONG)]
         for history in histories:
             start = self._try(history, tools)
             if start is None:
                 return None
-            starts.append(start)
-            for stand_in, marks in stand_ins:
-                full = self._try([*history, stand_in, *new], tools)
+            for said, marks in replies:
+                full = self._try([*history, said, *new], tools)
                 if full is None or not full.startswith(start):
                     return None
                 body = full[len(start) :]
@@ -359,26 +361,14 @@ class TemplateBridge(Bridge):
                 if -1 in places:
                     return None
                 last = max(place + len(mark) for place, mark in zip(places, marks, strict=True))
-                enders = {end, self.tokenizer.eos_token, self._ender} - {None}
-                if first_of(body[last:], enders) != end:
+                if first_of(body[last:], others) != end:  # the turn ends with another token
                     return None
                 found.add(body[body.index(end, last) + len(end) :])
             if len(found) != 1:
                 return None
+            replies = replies[:2]  # the real reply is as long as the policy likes, and needs one history
         (suffix,) = found
-        return suffix if self._survives(starts[0], histories[0], reply, new, tools, end + suffix) else None
-
-    def _survives(
-        self, start: str, history: Sequence[Message], reply: Message, new: Sequence[Message], tools: Tools, tail: str
-    ) -> bool:
-        """Whether the rendered conversation contains the real reply, including reasoning in its content."""
-        (real,) = guard([reply], self._special)
-        full = self._try([*history, real, *new], tools)
-        if full is None or not full.startswith(start) or not full.endswith(tail):
-            return False
-        body = full[len(start) : len(full) - len(tail)]
-        thoughts = str(real.get("reasoning_content") or "").strip()
-        return str(real.get("content") or "").strip() in body and thoughts in body
+        return suffix
 
 
 def _stand_in(reply: Message, content: str) -> tuple[Message, list[str]]:
@@ -417,7 +407,7 @@ def special_texts(tokenizer: Any) -> dict[int, str]:
 
 
 def guard(messages: Sequence[Message], special: Mapping[int, str]) -> list[Message]:
-    """The messages with a mark inserted into the literal text of special tokens."""
+    """Messages or tools with a mark inserted into the literal text of special tokens."""
     tokens = [token for token in special.values() if len(token) > 1]
 
     def marked(value: Any) -> Any:

@@ -26,7 +26,7 @@ class RendererBridge(Bridge):
     def render(self, messages: Sequence[Message], tools: Tools) -> Tokens:
         said = guard(messages, self._special)
         try:
-            ids = self.renderer.render_ids(said, tools=list(tools) or None, add_generation_prompt=True)
+            ids = self.renderer.render_ids(said, tools=guard(tools, self._special) or None, add_generation_prompt=True)
         except Exception as error:
             raise ValueError(f"The renderer rejects the conversation: {error}. Set renderer: template.") from error
         return Tokens(ids)
@@ -36,7 +36,7 @@ class RendererBridge(Bridge):
     ) -> Tokens | None:
         before = [*turn.prompt_ids, *turn.completion_ids]
         extended = self.renderer.bridge_to_next_turn(
-            turn.prompt_ids, turn.completion_ids, guard(new, self._special), tools=list(tools) or None
+            turn.prompt_ids, turn.completion_ids, guard(new, self._special), tools=guard(tools, self._special) or None
         )
         if extended is None or list(extended.token_ids[: len(before)]) != before:
             return None
