@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -139,6 +140,8 @@ class Environment(ABC):
 
 def _content(value: Any) -> str:
     """Text that identifies an image or array, the same for equal content in all processes."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
     array = np.asarray(value)
     if array.dtype == object:
         raise TypeError(f"messages: a {type(value).__name__} can't be compared. Override `Environment.state_key`.")

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from lightrl.data.processing import row_variables
 from lightrl.engines.background import all_of
-from lightrl.environments.base import Message, Tools
+from lightrl.environments.base import Tools
 from lightrl.environments.bridges import Bridge, TemplateBridge
 from lightrl.environments.episodes import Ask, Episode, Task
 from lightrl.environments.parsing import ReplyParser, choose_parser
@@ -45,7 +45,7 @@ class Attempt:
         sampling: Sampling settings. `max_new_tokens` limits one request.
         max_tokens: Maximum number of tokens of a sequence, including context.
         name: Name in messages.
-        first: First messages of the group's trajectories so far. Shared by the group.
+        first: Keys of the first messages of the group's trajectories so far. Shared by the group.
     """
 
     row: Mapping[str, Any]
@@ -55,7 +55,7 @@ class Attempt:
     sampling: SamplingParams
     max_tokens: int
     name: str
-    first: list[list[Message]]
+    first: list[str]
 
 
 class MultiTurn(Episode):
@@ -206,7 +206,7 @@ class MultiTurn(Episode):
         row = {**task.columns, "prompt": task.prompt.raw[0]}
         longest = min(self.max_tokens or task.max_model_len, task.max_model_len)
         places = self._places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.max_environments))
-        first: list[list[Message]] = []
+        first: list[str] = []
 
         async def one(number: int) -> Trajectory:
             name, turn_seed = f"attempt {number} at {task.name}", partial(task.turn_seed, number)

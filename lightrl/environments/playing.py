@@ -175,8 +175,8 @@ class _Played(Attempt):
         """Plays all turns. Returns the stop reason."""
         settings, name = self.settings, type(environment).__name__
         messages = await self._call(partial(environment.reset, self.row, seed=self.seed), "reset")
-        self.first.append(messages)
-        if messages != self.first[0]:
+        self.first.append(self._state(partial(Environment.state_key, environment), messages))
+        if self.first[-1] != self.first[0]:
             raise ValueError(
                 f"environment {name}: `reset` returned different messages for two trajectories of a group, so their "
                 "rewards are not comparable. Use its argument `seed` for all randomness."
@@ -186,7 +186,7 @@ class _Played(Attempt):
         ledger = Ledger(self.bridge, environment.tools)
         prompt_ids = self._shown(ledger.begin, messages)
         self.ledger = ledger
-        self.states.append(self._state(environment, messages))
+        self.states.append(self._state(environment.state_key, messages))
         if len(prompt_ids) >= self.max_tokens:
             raise ValueError(
                 f"max_tokens={self.max_tokens}: leaves no tokens for a reply after the {len(prompt_ids)} tokens of the "
@@ -225,7 +225,7 @@ class _Played(Attempt):
                         "role (`result_role`), or set actor.chat_template to a template that renders them."
                     )
             prompt_ids = self._shown(self.ledger.answer, step.messages)
-            self.states.append(self._state(environment, step.messages))
+            self.states.append(self._state(environment.state_key, step.messages))
 
     def _shown(self, record: Callable[[Sequence[Message]], list[int]], messages: Sequence[Message]) -> list[int]:
         try:
@@ -235,9 +235,9 @@ class _Played(Attempt):
         except (TypeError, UnicodeError) as error:  # an unpaired surrogate, common in file names
             raise _Failed(f"a message from the environment can't be tokenized: {error}") from error
 
-    def _state(self, environment: Environment, messages: Sequence[Message]) -> str:
+    def _state(self, state_key: Callable[[Sequence[Message]], str], messages: Sequence[Message]) -> str:
         try:
-            key = environment.state_key(messages)
+            key = state_key(messages)
         except BaseException as error:  # including SystemExit
             raise _Failed(f"state_key: {type(error).__name__}: {message_of(error)}", error) from error
         return hashlib.blake2b(key.encode(errors="surrogatepass"), digest_size=8).hexdigest()

@@ -11,8 +11,10 @@ import pytest
 from lightrl.environments import AgentProgram, Environment, EnvironmentEpisode, Reply, Step, ToolEnvironment
 from lightrl.environments.bridges import TemplateBridge
 from lightrl.records import SamplingParams
+from tests.environments import programs
 from tests.environments.families import CHATML, FAMILIES, Family, make_tokenizer
-from tests.environments.scripted import ADD, ScriptedAttempts, ScriptedEngine, Turn, alone, call, spell
+from tests.environments.scripted import ADD, ScriptedAttempts, ScriptedEngine, Turn, alone, call, closing, spell
+from tests.environments.test_endpoint import Engine, group
 
 # SmolLM2-Instruct's, whose model has no tools.
 SMOLLM2 = (
@@ -82,6 +84,14 @@ def test_tools_without_a_named_parser_are_rejected_at_the_first_attempt() -> Non
     episode.setup(tokenizer(SMOLLM2))
     with pytest.raises(ValueError, match=r"actor\.chat_template"):
         asyncio.run(alone(episode, never, {}, SamplingParams(max_new_tokens=20)))
+
+
+def test_a_program_whose_tools_the_template_hides_stops_the_run_before_its_first_turn() -> None:
+    engine, program = Engine("Hi"), AgentProgram(programs.chat)
+    program.setup(tokenizer(SMOLLM2))
+    with pytest.raises(ValueError, match=r"actor\.chat_template"):
+        asyncio.run(closing(program, group(program, engine, {})))
+    assert not engine.asked
 
 
 @pytest.mark.parametrize(("template", "stops"), [(NO_RESULTS, True), (CHATML, False)])

@@ -190,6 +190,11 @@ class Session:
         if self.turns + len(self._tasks) >= self.max_turns:
             self._limit = "turns"
             raise RefusedError(403, f"The trajectory has reached max_turns={self.max_turns}.", code="max_turns")
+        try:
+            self.parser(asked.tools)
+        except ValueError as error:  # the chat template doesn't support tools
+            self.stop(error)
+            raise RefusedError(500, str(error)) from error
         if not self._tasks:
             self._waiting_since = time.monotonic()
         self._tasks.add(task)
