@@ -70,6 +70,9 @@ class Bridge(ABC):
         processor: Processor of a VLM. None rejects images.
     """
 
+    renderer: Any = None
+    """Renderer of `renderers` that the bridge uses. None uses the chat template."""
+
     def __init__(self, tokenizer: Any, processor: MediaProcessor | None = None) -> None:
         self.tokenizer = tokenizer
         self.processor = processor

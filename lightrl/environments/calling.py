@@ -77,6 +77,21 @@ class UserCode:
             return await self._on_loop(lambda: value, limit)
         return value, error
 
+    async def result(self, work: partial[Any]) -> Any:
+        """Calls a function and returns its value, or raises its error."""
+        value, error = await self.call(work)
+        if error is not None:
+            raise error
+        return value
+
+    async def end(self, owner: Any) -> None:
+        """Calls the object's `close` if it has one, and stops its thread."""
+        try:
+            if callable(getattr(owner, "close", None)):
+                await self.result(partial(owner.close))
+        finally:
+            self.close()
+
     def _in_thread(self, work: partial[Any]) -> asyncio.Future[Outcome]:
         if self._jobs is None:
             self._jobs = queue.SimpleQueue()

@@ -77,8 +77,9 @@ class GymnasiumEnvironment(Environment):
         seed = seed % 2**31 if given is None else int(given)
         self._states = random.Random(seed).getstate(), np.random.RandomState(seed % 2**32).get_state()
         extras = _accepted(self.factory, {"row": dict(row), "extras": dict(row)})
-        self._env = await self._call(partial(self.factory, **self.arguments, **extras))
-        observed = await self._call(partial(self._begin, row, seed))
+        make, begin = partial(self.factory, **self.arguments, **extras), partial(self._begin, row, seed)
+        self._env = await self._code.result(partial(self._with_states, make))
+        observed = await self._code.result(partial(self._with_states, begin))
         return list(observed) if _are_messages(observed) else first_messages(row, observed)
 
     def _begin(self, row: Mapping[str, Any], seed: int) -> Any:
@@ -98,7 +99,7 @@ class GymnasiumEnvironment(Environment):
         return result if _are_messages(result) else self.text(result)
 
     async def step(self, reply: Reply) -> Step:
-        observed, reward, done = await self._call(partial(self._advance, reply))
+        observed, reward, done = await self._code.result(partial(self._with_states, partial(self._advance, reply)))
         if done:
             return Step(reward=reward, done=True)
         return Step(observed if _are_messages(observed) else [{"role": "user", "content": observed}], reward)
@@ -112,13 +113,6 @@ class GymnasiumEnvironment(Environment):
             observation, reward, terminated, self._truncated, _ = result
             done = bool(terminated or self._truncated)
         return None if done else self._shown(observation), float(reward), done
-
-    async def _call(self, work: Callable[[], Any]) -> Any:
-        """Calls a function in this environment's thread."""
-        value, error = await self._code.call(partial(self._with_states, work))
-        if error is not None:
-            raise error
-        return value
 
     def _with_states(self, work: Callable[[], Any]) -> Any:
         """Calls a function with this environment's states of the process-wide generators, if it uses them."""
@@ -141,11 +135,7 @@ class GymnasiumEnvironment(Environment):
         return {"truncated": float(self._truncated)}
 
     async def close(self) -> None:
-        try:
-            if callable(getattr(self._env, "close", None)):
-                await self._call(self._env.close)
-        finally:
-            self._code.close()
+        await self._code.end(self._env)
 
 
 def _accepted(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -141,10 +141,9 @@ class Ledger:
             self._rows[-1].add(suffix)
         return self.request_ids
 
-    def prefill(self, token_ids: Sequence[int]) -> list[int]:
-        """Appends context that the next reply continues. Returns the token IDs of the next request."""
+    def prefill(self, token_ids: Sequence[int]) -> None:
+        """Appends context that the next reply continues."""
         self._rows[-1].add(Tokens(token_ids))
-        return self.request_ids
 
     @property
     def conversation(self) -> list[Message]:

@@ -19,12 +19,13 @@ from lightrl.environments.episodes import Ask, Episode, Task
 from lightrl.environments.parsing import ReplyParser, choose_parser
 from lightrl.environments.renderers import RendererBridge, make_renderer
 from lightrl.models.chat_templates import training_template
-from lightrl.records import SamplingParams, Trajectory
+from lightrl.records import CompletionGroup, GenerationRequest, SamplingParams, Trajectory
 from lightrl.rewards.base import copied
 
 if TYPE_CHECKING:
     from lightrl.data.processor import MediaProcessor
     from lightrl.data.prompts import PromptMixture, PromptSource
+    from lightrl.environments.ledger import Ledger
 
 _PARAMETERS = {"type": "object", "properties": {"x": {"type": "string", "description": "Qd5"}}, "required": ["x"]}
 EXAMPLE_TOOLS: Tools = [
@@ -56,6 +57,14 @@ class Attempt:
     max_tokens: int
     name: str
     first: list[str]
+
+    async def sample(
+        self, ledger: Ledger, turn: int, sampling: SamplingParams, *, trained: bool = True
+    ) -> CompletionGroup:
+        """Requests a turn of a conversation from the engine."""
+        name = f"turn {turn} of {self.name}"
+        request = GenerationRequest(ledger.request_ids, sampling, self.turn_seed(turn), name=name, trained=trained)
+        return await self.ask(ledger.shown(request))
 
 
 class MultiTurn(Episode):
@@ -114,7 +123,6 @@ class MultiTurn(Episode):
         self._places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
         self._tokenizer: Any = None
         self._processor: MediaProcessor | None = None
-        self._renderer: Any = None
         self._bridges: dict[str, Bridge] = {}  # by variables of the chat template
         self._parsers: dict[bool, ReplyParser] = {}  # by whether there are tools
         self.tools_seen: dict[str, Tools] = {}
@@ -132,7 +140,6 @@ class MultiTurn(Episode):
         """
         self._tokenizer = tokenizer
         self._processor = processor
-        self._renderer = make_renderer(tokenizer, self.renderer, self.template_kwargs)
         self._bridges, self._parsers = {}, {}
         bridge = self.bridge_of({})
         if self.tool_parser is not None:
@@ -170,7 +177,7 @@ class MultiTurn(Episode):
                 self._require_shown(self.bridge_of({}), tools)
             self._parsers[bool(tools)] = choose_parser(
                 self._tokenizer,
-                renderer=self._renderer,
+                renderer=self.bridge_of({}).renderer,
                 tool_parser=self.tool_parser,
                 reasoning_parser=self.reasoning_parser,
                 tools=bool(tools),
@@ -178,7 +185,7 @@ class MultiTurn(Episode):
         return self._parsers[bool(tools)]
 
     def _require_shown(self, bridge: Bridge, tools: Tools) -> None:
-        if self._renderer is None and (hidden := bridge.hidden(tools)) is not None:
+        if bridge.renderer is None and (hidden := bridge.hidden(tools)) is not None:
             own = str(self._tokenizer.chat_template)
             to = "training" if training_template(own) != own else "to a template that renders tools and calls"
             raise ValueError(

@@ -23,7 +23,7 @@ from lightrl.environments.gym import GymnasiumEnvironment
 from lightrl.environments.ledger import Ledger
 from lightrl.environments.multi_turn import EXAMPLE_TOOLS, Attempt, MultiTurn
 from lightrl.environments.parsing import ReplyParser
-from lightrl.records import GenerationRequest, StopReason, Trajectory, TrajectoryRow
+from lightrl.records import StopReason, Trajectory, TrajectoryRow
 from lightrl.rewards.base import message_of, users_lines
 
 if TYPE_CHECKING:
@@ -247,9 +247,8 @@ class _Played(Attempt):
     ) -> Reply:
         """Requests a turn from the engine and records it."""
         assert self.ledger is not None
-        turn, sampling = len(self.rewards), replace(self.sampling, max_new_tokens=max_new_tokens)
-        request = GenerationRequest(prompt_ids, sampling, self.turn_seed(turn), name=f"turn {turn} of {self.name}")
-        group = await self.ask(self.ledger.shown(request))
+        sampling = replace(self.sampling, max_new_tokens=max_new_tokens)
+        group = await self.sample(self.ledger, len(self.rewards), sampling)
         completion = group.completions[0]
         reply = parser.read(prompt_ids, completion, environment.tools, self.bridge)
         self.parse_errors += bool(reply.errors)

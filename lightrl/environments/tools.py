@@ -90,7 +90,7 @@ class ToolEnvironment(Environment):
         named = inspect.signature(self._object.reset).parameters.get("seed")
         if named is not None and named.kind is not inspect.Parameter.VAR_KEYWORD:
             arguments.setdefault("seed", seed)
-        return first_messages(row, await self._result(self._object.reset, arguments))
+        return first_messages(row, await self._code.result(partial(self._object.reset, **arguments)))
 
     async def step(self, reply: Reply) -> Step:
         if not reply.tool_calls:
@@ -146,12 +146,6 @@ class ToolEnvironment(Environment):
     async def _call(self, function: Callable[..., Any], arguments: Mapping[str, Any], limit: float | None) -> Outcome:
         return await self._code.call(partial(function, **arguments), limit)
 
-    async def _result(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-        result, error = await self._call(function, arguments, None)
-        if error is not None:
-            raise error
-        return result
-
     def wrong(self, error: str) -> str:
         """Counts a failed call and returns the error message for the policy."""
         self._counts["tools/errors"] += 1
@@ -160,14 +154,10 @@ class ToolEnvironment(Environment):
     async def finish(self, stop_reason: str) -> float:
         if not callable(getattr(self._object, "get_reward", None)):
             return 0.0
-        return float(await self._result(self._object.get_reward, {}))
+        return float(await self._code.result(partial(self._object.get_reward)))
 
     async def close(self) -> None:
-        try:
-            if callable(getattr(self._object, "close", None)):
-                await self._result(self._object.close, {})
-        finally:
-            self._code.close()
+        await self._code.end(self._object)
 
 
 def tool_names(kind: type) -> list[str]:

@@ -23,11 +23,6 @@ class Messages(Api):
 
     path = "/messages"
     counting = "/messages/count_tokens"
-    harmless = (
-        *("metadata", "service_tier", "cache_control", "diagnostics", "inference_geo", "speed"),
-        *("billing_policy", "fallbacks", "fallback_credit_token"),
-    )
-    rejected = ("compaction", "container", "context_management", "mcp_servers", "thread")
 
     def chat(self, body: dict[str, Any], recall: Callable[[str], list[Message]]) -> dict[str, Any]:
         system = body.pop("system", None)

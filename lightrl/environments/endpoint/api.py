@@ -5,19 +5,26 @@ from __future__ import annotations
 import json
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lightrl.environments.base import Message
 from lightrl.environments.endpoint.requests import Answered, Asked, RefusedError
 
-HARMLESS = frozenset(
-    [
-        *("user", "metadata", "store", "safety_identifier", "service_tier", "prompt_cache_key"),
-        *("prompt_cache_retention", "prompt_cache_options", "request_id", "session_id", "priority", "cache_salt"),
-    ]
+HARMLESS = {
+    *("user", "metadata", "store", "safety_identifier", "service_tier", "prompt_cache_key", "prompt_cache_retention"),
+    *("prompt_cache_options", "request_id", "session_id", "priority", "cache_salt", "add_generation_prompt"),
+    *("modalities", "prediction", "max_tool_calls", "cache_control", "diagnostics", "inference_geo", "speed"),
+    *("billing_policy", "fallbacks", "fallback_credit_token"),
+}
+"""Parameters of the providers and of vLLM without an effect on the completion."""
+REJECTED = (
+    *("functions", "audio", "web_search_options", "documents", "chat_template"),
+    *("background", "context_management", "conversation", "multi_agent", "prompt"),
+    *("compaction", "container", "mcp_servers", "thread"),
 )
-"""Parameters of OpenAI's APIs and vLLM without an effect on the completion."""
+"""Parameters that change what the model reads in ways that are not supported. Unknown parameters, such as sampling
+parameters, are ignored, because the loss assumes the run's settings. They are counted and reported once."""
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 """vLLM's earlier parameters -> keys of its `structured_outputs`."""
 MOST_LOGPROBS = 20
@@ -29,11 +36,6 @@ class Api(ABC):
     path: str
     counting: str | None = None
     """Path of token counting requests."""
-    harmless: Collection[str] = HARMLESS
-    """Parameters without an effect on the completion."""
-    rejected: Collection[str] = ()
-    """Parameters that change what the model reads in ways that are not supported. All others, such as sampling
-    parameters, are ignored, because the loss assumes the run's settings. They are counted and reported once."""
 
     def read(self, body: Mapping[str, Any], recall: Callable[[str], list[Message]]) -> Asked:
         """Converts a parsed body to a request.
@@ -45,22 +47,22 @@ class Api(ABC):
         Raises:
             RefusedError: The body is malformed, or contains unsupported parameters.
         """
-        for name in self.rejected:
+        for name in REJECTED:
             if body.get(name):
                 shown = json.dumps(body[name])[:200]
                 raise RefusedError(
                     400, f"{name}={shown}: is not supported. Remove {name}.", name, "unsupported_parameter"
                 )
-        without = {*self.harmless, *self.rejected}
+        without = {*HARMLESS, *REJECTED}
         given = {name: value for name, value in body.items() if value is not None and name not in without}
         try:
             return _asked(self.chat(given, recall))
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise RefusedError(400, f"The request is malformed: {type(error).__name__}: {error}.") from error
 
-    @abstractmethod
     def chat(self, body: dict[str, Any], recall: Callable[[str], list[Message]]) -> dict[str, Any]:
         """Converts a body without None to the body of a chat completions request. Unknown parameters stay in it."""
+        return body
 
     @abstractmethod
     def write(self, asked: Asked, answers: Sequence[Answered]) -> dict[str, Any]:

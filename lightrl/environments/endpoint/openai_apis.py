@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from lightrl.environments.base import Message
-from lightrl.environments.endpoint.api import HARMLESS, Api, call_message, event, new_id
+from lightrl.environments.endpoint.api import Api, call_message, event, new_id
 from lightrl.environments.endpoint.requests import Answered, Asked
 
 
@@ -19,11 +18,6 @@ class ChatCompletions(Api):
     """
 
     path = "/chat/completions"
-    harmless = HARMLESS | {"add_generation_prompt", "modalities", "prediction"}
-    rejected = ("functions", "audio", "web_search_options", "documents", "chat_template")
-
-    def chat(self, body: dict[str, Any], recall: Callable[[str], list[Message]]) -> dict[str, Any]:
-        return body
 
     def write(self, asked: Asked, answers: Sequence[Answered]) -> dict[str, Any]:
         choices = []

@@ -151,7 +151,7 @@ class AgentProgram(MultiTurn):
             if in_time and not session.broken.is_set():
                 reward, metrics = _reward(program.result())
         except ProgramError as error:
-            if not session.limited:
+            if session.limit is None:
                 hint = f"\nIt sent no request with its key. {_HINT}" if program and not session.requested else ""
                 session.fail(f"the program failed: {error}{hint}", users_lines(error))
         finally:
@@ -175,7 +175,7 @@ class AgentProgram(MultiTurn):
                 )
             refusal = f" Its last request was rejected: {session.refusal}" if session.refusal else ""
             session.fail(f"the program exited without a turn.{refusal}")
-        if session.failure is None and reward is None and (session.limited or not in_time):
+        if session.failure is None and reward is None and (session.limit or not in_time):
             reward = self.limit_reward
         stop = session.stop_reason if in_time else "time"
         return Trajectory(

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightrl.environments.base import Message
-from lightrl.environments.endpoint.api import HARMLESS, Api, call_message, event, new_id, text_of
+from lightrl.environments.endpoint.api import Api, call_message, event, new_id, text_of
 from lightrl.environments.endpoint.requests import Answered, Asked, RefusedError
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -24,8 +24,6 @@ class Responses(Api):
 
     path = "/responses"
     counting = "/responses/input_tokens"
-    harmless = HARMLESS | {"max_tool_calls", "stream_options"}
-    rejected = ("background", "context_management", "conversation", "multi_agent", "prompt")
 
     def read(self, body: Mapping[str, Any], recall: Callable[[str], list[Message]]) -> Asked:
         return replace(super().read(body, recall), instructions=int(body.get("instructions") is not None))

@@ -17,7 +17,7 @@ from lightrl.environments.endpoint.streams import Stream, cut
 from lightrl.environments.ledger import Ledger
 from lightrl.environments.multi_turn import Attempt
 from lightrl.environments.parsing import ReplyParser
-from lightrl.records import Completion, CompletionGroup, GenerationRequest, StopReason, TrajectoryRow
+from lightrl.records import Completion, CompletionGroup, StopReason, TrajectoryRow
 
 _COUNTS = (
     *("tool_calls", "parse_errors", "refused_requests", "ignored_parameters", "constrained_turns"),
@@ -54,6 +54,7 @@ class Session:
         refusal: Message of the last rejected request.
         requested: Whether the program sent a request.
         completion: Content of the last reply.
+        limit: Limit that rejected the last request, as a stop reason.
     """
 
     attempt: Attempt
@@ -75,7 +76,7 @@ class Session:
         self.completion = ""
         self._ended = False
         self._counts = dict.fromkeys(_COUNTS, 0.0)
-        self._limit: StopReason | None = None
+        self.limit: StopReason | None = None
         self._last: StopReason = "stop"
         self._streams: list[Stream] = []
         self._latest: Stream | None = None
@@ -98,12 +99,7 @@ class Session:
     @property
     def stop_reason(self) -> StopReason:
         """The stop reason if the trajectory ended now without a failure."""
-        return self._limit or self._last
-
-    @property
-    def limited(self) -> bool:
-        """Whether a limit rejected the last request."""
-        return self._limit is not None
+        return self.limit or self._last
 
     @property
     def conversation(self) -> list[Message]:
@@ -188,7 +184,7 @@ class Session:
         if self._ended:
             raise RefusedError(401, "The trajectory has ended, and its key is no longer valid.")
         if self.turns + len(self._tasks) >= self.max_turns:
-            self._limit = "turns"
+            self.limit = "turns"
             raise RefusedError(403, f"The trajectory has reached max_turns={self.max_turns}.", code="max_turns")
         try:
             self.parser(asked.tools)
@@ -233,16 +229,16 @@ class Session:
         try:
             messages = self._as_policy(asked.messages)
             begun = self._prefill(messages) if asked.prefill else ""
-            stream, prompt_ids = self._begun(messages, asked.tools)
+            stream = self._begun(messages, asked.tools)
             prefix = self.bridge.plain_ids(begun)
-            if prefix:
-                prompt_ids = stream.ledger.prefill(prefix)
-            left = self.attempt.max_tokens - len(prompt_ids)
+            stream.ledger.prefill(prefix)
+            length = len(stream.ledger.request_ids)
+            left = self.attempt.max_tokens - length
             if left < max(1, run.min_new_tokens):
-                self._limit = "tokens"
+                self.limit = "tokens"
                 raise RefusedError(
                     400,
-                    f"The prompt is too long: the conversation has {len(prompt_ids)} tokens, which leaves none of the "
+                    f"The prompt is too long: the conversation has {length} tokens, which leaves none of the "
                     f"{self.attempt.max_tokens} for a reply. Shorten it.",
                     code="context_length_exceeded",
                 )
@@ -254,11 +250,13 @@ class Session:
                 stop=[*(run.stop or []), *asked.stop] or None,
                 extra={**(run.extra or {}), **extra} or None,
             )
-            name = f"turn {number} of {self.attempt.name}"
-            request = GenerationRequest(
-                prompt_ids, sampling, self.attempt.turn_seed(number), name=name, trained=not structured
-            )
-            group = await self._asking(stream.ledger.shown(request), wish or "top_logprobs" if extra else None)
+            try:
+                group = await self.attempt.sample(stream.ledger, number, sampling, trained=not structured)
+            except ValueError as error:
+                if not extra:
+                    raise
+                wish = wish or "top_logprobs"  # not supported by the engine
+                raise RefusedError(400, f"{wish}: {error}", wish, "unsupported_value") from error
         except BaseException:
             self._numbers.discard(number)
             if stream is not None:
@@ -266,15 +264,6 @@ class Session:
             raise
         stream.busy = False
         return self._answered(asked, stream, number, group, prefix, begun, "tokens" if left < wanted else "length")
-
-    async def _asking(self, request: GenerationRequest, wish: str | None) -> CompletionGroup:
-        """Sends a request to the engine. `wish` is a parameter that the engine may not support."""
-        try:
-            return await self.attempt.ask(request)
-        except ValueError as error:
-            if wish is None:
-                raise
-            raise RefusedError(400, f"{wish}: {error}", wish, "unsupported_value") from error
 
     def _answered(
         self,
@@ -313,7 +302,7 @@ class Session:
         self._turns.add(number)
         self._latest = stream
         self.completion = reply.content
-        self._limit = None
+        self.limit = None
         self._last = "stop" if not reply.truncated else limit
         self._counts["tool_calls"] += len(reply.tool_calls)
         for_program = replace(reply, content=reply.content.removeprefix(begun), tool_calls=[])
@@ -385,8 +374,8 @@ class Session:
         except ValueError as error:
             raise RefusedError(400, str(error), "messages") from error
 
-    def _begun(self, messages: list[Message], tools: list[dict[str, Any]]) -> tuple[Stream, list[int]]:
-        """The conversation that a request continues, or a new one, and the tokens of the engine's request."""
+    def _begun(self, messages: list[Message], tools: list[dict[str, Any]]) -> Stream:
+        """The conversation that a request continues, or a new one."""
         found = [(stream, *left) for stream in self._streams if (left := stream.rest(messages, tools)) is not None]
         new = Stream(Ledger(self.bridge, tools)), None, ""
         stream, rest, more = max(found, key=lambda each: len(each[0].ledger.messages), default=new)
@@ -400,7 +389,7 @@ class Session:
                 stream.ledger.answer(rest, said, self.bridge.plain_ids(more))
         except ValueError as error:
             raise RefusedError(400, str(error), "messages") from error
-        return stream, stream.ledger.request_ids
+        return stream
 
     def _as_policy(self, messages: Sequence[Message]) -> list[Message]:
         """The conversation with the policy's IDs of tool calls, and with names in tool messages."""
