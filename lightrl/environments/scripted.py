@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from lightrl.engines.background import BackgroundLoop
+from lightrl.engines.background import BackgroundLoop, all_of
 from lightrl.engines.base import Engine
 from lightrl.environments.base import Tools
 from lightrl.environments.episodes import Task
@@ -19,7 +20,6 @@ from lightrl.environments.playing import EnvironmentEpisode
 from lightrl.models.turns import end_of_turn
 from lightrl.records import Completion, CompletionGroup, GenerationRequest, Prompts, SamplingParams, Support, Trajectory
 
-MOST_TURNS = 1 << 20
 EXAMPLES = {"integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
 
 
@@ -75,13 +75,6 @@ class EnvironmentCheck:
         return list(dict.fromkeys(found))
 
 
-class _Scripted(Task):
-    """A task whose request seeds encode the trajectory and the turn."""
-
-    def turn_seed(self, attempt: int, turn: int) -> int:
-        return attempt * MOST_TURNS + turn
-
-
 def play(
     episode: MultiTurn,
     rows: Sequence[Mapping[str, Any]],
@@ -92,7 +85,7 @@ def play(
     replies: Sequence[str] = (),
     engine: Engine | None = None,
 ) -> EnvironmentCheck:
-    """Plays each script twice on each example with the same seed, as one group.
+    """Plays each script twice on each example with the same seed.
 
     Scripts: a plain reply in every turn; a reply truncated by the token limit; a valid call to each tool (in every turn
     of an environment, in the first turn of a program); and `replies`.
@@ -112,26 +105,27 @@ def play(
     def ids(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False))
 
-    async def play_scripts(number: int, row: Mapping[str, Any], scripts: Mapping[str, list[list[int]]]) -> None:
-        names = [name for name in scripts for _ in range(2)]
+    async def played(row: Mapping[str, Any], script: list[list[int]], attempt: int) -> Trajectory:
+        turns = itertools.count()
 
         async def ask(request: GenerationRequest) -> CompletionGroup:
             if engine is not None:
                 return await engine.generate(request)
-            attempt, turn = divmod(request.seed, MOST_TURNS)
-            script = scripts[names[attempt]]
-            said = script[min(turn, len(script) - 1)][: request.sampling.max_new_tokens]
+            said = script[min(next(turns), len(script) - 1)][: request.sampling.max_new_tokens]
             text = tokenizer.decode(said, skip_special_tokens=True)
             finish = Completion(said, [0.0] * len(said), text, "stop" if said[-1:] == end else "length")
             finish.support = None if request.trained else Support.whole(len(said))  # as VLLMEngine records it
             return CompletionGroup(request, [finish], 0)
 
-        columns = {name: [value] for name, value in row.items()}
-        prompt = Prompts([[]], [""], columns, raw=[row.get("prompt", "")])
+        prompt = Prompts([[]], [""], {name: [value] for name, value in row.items()}, raw=[row.get("prompt", "")])
         longest = 1 << 30 if engine is None else engine.max_model_len
-        task = _Scripted(prompt, tuple(range(len(names))), seed, sampling, tokenizer, max_model_len=longest)
-        trajectories = await episode.run(task, ask)
-        for name, one, other in zip(scripts, trajectories[::2], trajectories[1::2], strict=True):
+        task = Task(prompt, (attempt,), seed, sampling, tokenizer, max_model_len=longest)
+        (trajectory,) = await episode.run(task, ask)
+        return trajectory
+
+    async def play_scripts(number: int, row: Mapping[str, Any], scripts: Mapping[str, list[list[int]]]) -> None:
+        every = await all_of(played(row, script, attempt) for script in scripts.values() for attempt in range(2))
+        for name, one, other in zip(scripts, every[::2], every[1::2], strict=True):
             check.played.append(Played(number, name, one, other))
 
     async def play_row(number: int, row: Mapping[str, Any]) -> None:
@@ -142,9 +136,9 @@ def play(
         if replies:
             scripts["--replies"] = [ids(text) + end for text in replies]
         await play_scripts(number, row, scripts)
+        after = [] if isinstance(episode, EnvironmentEpisode) else [plain + end]
         scripts = {}
         for name, tools in episode.tools_seen.items():
-            after = [] if isinstance(episode, EnvironmentEpisode) else [plain + end]
             if text := _call(tokenizer, name, tools, episode.template_kwargs):
                 scripts[f"calls {name}"] = [ids(text) + end, *after]
         await play_scripts(number, row, scripts)
