@@ -13,7 +13,7 @@ from typing import Any
 
 from lightrl.compat import vllm_parsers
 from lightrl.environments.base import Reply, ToolCall, Tools
-from lightrl.environments.bridges import Bridge
+from lightrl.environments.bridges import Bridge, special_texts
 from lightrl.records import Completion
 
 MAX_DEPTH = 100
@@ -57,6 +57,7 @@ class ReplyParser(ABC):
     def __init__(self, tokenizer: Any, calls: str | None = None) -> None:
         self.tokenizer = tokenizer
         self.calls = calls
+        self._special = special_texts(tokenizer)
 
     @abstractmethod
     def parse(self, prompt_ids: Sequence[int], token_ids: Sequence[int], tools: Tools) -> Reply:
@@ -170,7 +171,7 @@ class VLLMParser(ReplyParser):
 
     def parse(self, prompt_ids: Sequence[int], token_ids: Sequence[int], tools: Tools) -> Reply:
         ids = list(token_ids)
-        while ids and ids[-1] in self.tokenizer.all_special_ids:  # the end of the turn
+        if ids and ids[-1] in self._special:  # the end of the turn, which may differ from the EOS
             ids.pop()
         reply = Reply(self.tokenizer.decode(ids))
         if self._reasoning is not None:

@@ -10,7 +10,7 @@ import pytest
 
 from lightrl.environments import EnvironmentEpisode, ToolEnvironment
 from lightrl.environments.bridges import TemplateBridge
-from lightrl.environments.parsing import PlainParser, choose_parser
+from lightrl.environments.parsing import PlainParser, VLLMParser, choose_parser
 from lightrl.records import Completion
 from tests.environments.families import FAMILIES, make_tokenizer
 from tests.environments.scripted import ADD, Script, spell
@@ -105,6 +105,16 @@ def test_a_renderers_calls_are_forced_in_the_format_of_the_template() -> None:
     assert fits(said + said, grammar) and fits(said, single) and not fits(said + said, single)
     reply = parser.parse([], spell(tokenizer, f"{said}<|im_end|>"), [ADD])
     assert [(call.name, call.arguments) for call in reply.tool_calls] == [("add", {"a": 1, "b": 2})]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_token_that_ends_a_turn_is_in_no_reply_also_if_it_is_not_the_eos(name: str) -> None:
+    tokenizer, end = make_tokenizer(FAMILIES[name]), FAMILIES[name].final_end or FAMILIES[name].end
+    parser = VLLMParser(tokenizer, "smollm2")
+    call = '<tool_call>[{"name": "add", "arguments": {"a": 1}}]</tool_call>'
+    for text, calls in (("It is 3.", 0), (f"So:{call}", 1)):
+        reply = parser.parse([], spell(tokenizer, f"{text}{end}"), [ADD])
+        assert (reply.content, len(reply.tool_calls)) == (text.removesuffix(call), calls)
 
 
 def test_a_renderer_reads_calls_thoughts_and_broken_calls() -> None:
