@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightrl.data.templates import calls_in_form
 from lightrl.environments.base import Message, Tools
+from lightrl.models.turns import first_of, special_texts
 
 if TYPE_CHECKING:
     from lightrl.data.processor import MediaProcessor
@@ -349,7 +350,7 @@ class TemplateBridge(Bridge):
         texts = [str(real.get(name) or "").strip() for name in ("content", "reasoning_content")]
         replies = [_stand_in(turn.reply, SHORT), _stand_in(turn.reply, LONG), (real, texts)]
         sampled = {*turn.completion_ids}
-        others = {end, *(token for number, token in self._special.items() if number not in sampled)}
+        others = [token for number, token in self._special.items() if number not in sampled]
         found: set[str] = set()
         for history in histories:
             start = self._try(history, tools)
@@ -364,9 +365,10 @@ class TemplateBridge(Bridge):
                 if -1 in places:
                     return None
                 last = max(place + len(mark) for place, mark in zip(places, marks, strict=True))
-                if first_of(body[last:], others) != end:  # the turn ends with another token
+                before, ended, after = body[last:].partition(end)
+                if not ended or any(token in before for token in others):  # the turn ends with another token
                     return None
-                found.add(body[body.index(end, last) + len(end) :])
+                found.add(after)
             if len(found) != 1:
                 return None
             replies = replies[:2]  # the real reply is as long as the policy likes, and needs one history
@@ -392,21 +394,6 @@ def _stand_in(reply: Message, content: str) -> tuple[Message, list[str]]:
             function = {"name": call["function"]["name"], "arguments": {"x": value}}
             message["tool_calls"].append({**call, "function": function})
     return message, marks
-
-
-def first_of(text: str, tokens: Any) -> str | None:
-    """The token that occurs first in the text; None if none occurs."""
-    found = [(place, -len(token), token) for token in tokens if token and (place := text.find(token)) >= 0]
-    return min(found)[2] if found else None
-
-
-def special_texts(tokenizer: Any) -> dict[int, str]:
-    """Token ID -> text of the special tokens."""
-    return {
-        number: token.content
-        for number, token in tokenizer.added_tokens_decoder.items()
-        if token.special or token.content in tokenizer.all_special_tokens
-    }
 
 
 def guard(messages: Sequence[Message], special: Mapping[int, str]) -> list[Message]:

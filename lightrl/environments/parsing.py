@@ -13,7 +13,8 @@ from typing import Any
 
 from lightrl.compat import vllm_parsers
 from lightrl.environments.base import Reply, ToolCall, Tools
-from lightrl.environments.bridges import Bridge, special_texts
+from lightrl.environments.bridges import Bridge
+from lightrl.models.turns import special_texts
 from lightrl.records import Completion
 
 MAX_DEPTH = 100

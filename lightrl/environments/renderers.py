@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightrl.environments.base import Message, Tools
-from lightrl.environments.bridges import MARK, Bridge, SampledTurn, Tokens, guard, special_texts
+from lightrl.environments.bridges import MARK, Bridge, SampledTurn, Tokens, guard
+from lightrl.models.turns import special_texts
 
 
 class RendererBridge(Bridge):

@@ -40,10 +40,10 @@ def _end_of_turn(tokenizer: Any, template: str) -> int:
     ids = {token.content: i for i, token in tokenizer.added_tokens_decoder.items()}
     alike = takewhile(lambda pair: pair[0] == pair[1], zip(last, between or last, strict=False))
     common = "".join(a for a, _ in alike)
-    tail = common if _first(common, ids) else last
+    tail = common if first_of(common, ids) else last
     if tokenizer.eos_token in tail:
         return eos
-    found = _first(tail, [text for text, i in ids.items() if is_special(tokenizer, i)]) or _first(tail, ids)
+    found = first_of(tail, special_texts(tokenizer).values()) or first_of(tail, ids)
     return eos if found is None else ids[found]
 
 
@@ -60,13 +60,20 @@ def _tail(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> str | None:
     return None
 
 
+def special_texts(tokenizer: Any) -> dict[int, str]:
+    """Returns the special tokens as token ID -> text. Gemma has thousands, whose `is_special` would take minutes."""
+    named = {*tokenizer.all_special_tokens}
+    added = tokenizer.added_tokens_decoder
+    return {i: token.content for i, token in added.items() if token.special or token.content in named}
+
+
 def is_special(tokenizer: Any, token_id: int) -> bool:
     """Whether the tokenizer treats a token as special."""
     token = tokenizer.added_tokens_decoder.get(token_id)
     return token is not None and (token.special or token.content in tokenizer.all_special_tokens)
 
 
-def _first(text: str, tokens: Iterable[str]) -> str | None:
+def first_of(text: str, tokens: Iterable[str]) -> str | None:
     """Returns the first of the tokens in a text, the longest at the same position; None without one."""
     found = [(place, -len(token), token) for token in tokens if token and (place := text.find(token)) >= 0]
     return min(found)[2] if found else None
