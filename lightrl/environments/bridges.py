@@ -79,7 +79,7 @@ class Bridge(ABC):
         self.processor = processor
         self._special = special_texts(tokenizer)
         self._parallel: dict[bool, bool] = {}  # by whether there are tools
-        self._drops: dict[str, bool] = {}  # by role
+        self._shown: set[str] = set()  # roles
 
     def opened(self, messages: Sequence[Message]) -> list[Message]:
         """Copies messages and decodes their images.
@@ -144,14 +144,22 @@ class Bridge(ABC):
                 return "its calls of tools in later turns" if first in others else None
         return "its calls of tools in later turns"
 
-    def drops(self, role: str, tools: Tools) -> bool:
-        """Whether the template drops messages of that role after an assistant turn."""
-        if role not in self._drops:
+    def check_roles(self, messages: Sequence[Message], tools: Tools) -> None:
+        """Checks that the template renders messages with these roles after an assistant turn.
+
+        Raises:
+            ValueError: It drops them.
+        """
+        for role in {message["role"] for message in messages} - {"assistant", *self._shown}:
             said = _called(("Qt7", SHORT)) if role == "tool" else {"role": "assistant", "content": SHORT}
             answers = ({**_result("Qt7", 0), "role": role, "content": content} for content in ("Qr8", "Qr9"))
             one, other = (self._rendered([_USER, said, answer], tools) for answer in answers)
-            self._drops[role] = one == other
-        return self._drops[role]
+            if one is not None and one == other:
+                raise ValueError(
+                    f"actor.chat_template: drops messages with the role {role!r}. Use another role (`result_role`), or "
+                    "a template that renders them."
+                )
+            self._shown.add(role)
 
     def takes_parallel_calls(self, tools: Tools) -> bool:
         """Whether a message may have two tool calls. Some templates reject or drop the second."""

@@ -218,12 +218,7 @@ class _Played(Attempt):
                     f"environment {name}: `step` returned {repr(step.messages)[:60]} without done=True. Return "
                     "messages without assistant messages."
                 )
-            for role in {message["role"] for message in step.messages}:
-                if self.bridge.drops(role, environment.tools):
-                    raise ValueError(
-                        f"environment {name}: the chat template drops messages with the role {role!r}. Use another "
-                        "role (`result_role`), or set actor.chat_template to a template that renders them."
-                    )
+            self.bridge.check_roles(step.messages, environment.tools)
             prompt_ids = self._shown(self.ledger.answer, step.messages)
             self.states.append(self._state(environment.state_key, step.messages))
 

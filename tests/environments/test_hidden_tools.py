@@ -14,7 +14,7 @@ from lightrl.records import SamplingParams
 from tests.environments import programs
 from tests.environments.families import CHATML, FAMILIES, Family, make_tokenizer
 from tests.environments.scripted import ADD, ScriptedAttempts, ScriptedEngine, Turn, alone, call, closing, spell
-from tests.environments.test_endpoint import Engine, group
+from tests.environments.test_endpoint import CALL, Engine, group
 
 # SmolLM2-Instruct's, whose model has no tools.
 SMOLLM2 = (
@@ -86,12 +86,15 @@ def test_tools_without_a_named_parser_are_rejected_at_the_first_attempt() -> Non
         asyncio.run(alone(episode, never, {}, SamplingParams(max_new_tokens=20)))
 
 
-def test_a_program_whose_tools_the_template_hides_stops_the_run_before_its_first_turn() -> None:
-    engine, program = Engine("Hi"), AgentProgram(programs.chat)
-    program.setup(tokenizer(SMOLLM2))
-    with pytest.raises(ValueError, match=r"actor\.chat_template"):
+@pytest.mark.parametrize(("template", "hidden", "turns"), [(SMOLLM2, "its tools", 0), (NO_RESULTS, "role 'tool'", 1)])
+def test_a_program_whose_tools_or_results_the_template_hides_stops_the_run(
+    template: str, hidden: str, turns: int
+) -> None:
+    engine, program = Engine(CALL, "3"), AgentProgram(programs.chat)
+    program.setup(tokenizer(template))
+    with pytest.raises(ValueError, match=rf"actor\.chat_template.*{hidden}|{hidden}.*actor\.chat_template"):
         asyncio.run(closing(program, group(program, engine, {})))
-    assert not engine.asked
+    assert len(engine.asked) == turns
 
 
 @pytest.mark.parametrize(("template", "stops"), [(NO_RESULTS, True), (CHATML, False)])

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import dropwhile
 from typing import Any, Literal
 
 from lightrl.engines.background import all_of
@@ -188,6 +189,8 @@ class Session:
             raise RefusedError(403, f"The trajectory has reached max_turns={self.max_turns}.", code="max_turns")
         try:
             self.parser(asked.tools)
+            later = dropwhile(lambda message: message["role"] != "assistant", asked.messages)
+            self.bridge.check_roles(list(later), asked.tools)
         except ValueError as error:  # the chat template doesn't support tools
             self.stop(error)
             raise RefusedError(500, str(error)) from error
