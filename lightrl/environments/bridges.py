@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -78,6 +79,8 @@ class Bridge(ABC):
         self.tokenizer = tokenizer
         self.processor = processor
         self._special = special_texts(tokenizer)
+        tokens = sorted((token for token in self._special.values() if len(token) > 1), key=len, reverse=True)
+        self._literal = re.compile("|".join(map(re.escape, tokens)) or "(?!)")
         self._parallel: dict[bool, bool] = {}  # by whether there are tools
         self._shown: set[str] = set()  # roles
 
@@ -113,8 +116,23 @@ class Bridge(ABC):
 
     def plain_ids(self, text: str) -> list[int]:
         """Token IDs of a text. Literal text of special tokens becomes ordinary tokens."""
-        (marked,) = guard([{"role": "", "content": text}], self._special)
-        return encode_marked(self.tokenizer, marked["content"])
+        return encode_marked(self.tokenizer, self._marked(text))
+
+    def guarded(self, messages: Sequence[Message]) -> list[Message]:
+        """Messages or tools with a mark inserted into the literal text of special tokens."""
+        return [
+            {key: value if key == "role" else self._marked(value) for key, value in message.items()}
+            for message in messages
+        ]
+
+    def _marked(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._literal.sub(lambda found: found[0][0] + MARK + found[0][1:], value)
+        if isinstance(value, Mapping):
+            return {self._marked(key): self._marked(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._marked(item) for item in value]
+        return value
 
     def ends_turn(self, token_ids: Sequence[int]) -> bool:
         return bool(token_ids) and token_ids[-1] in self._special
@@ -234,7 +252,7 @@ class TemplateBridge(Bridge):
         return str(
             self.tokenizer.apply_chat_template(
                 [self._content(calls_in_form(message, **form)) for message in messages],
-                tools=guard(tools, self._special) or None,
+                tools=self.guarded(tools) or None,
                 tokenize=False,
                 add_generation_prompt=True,
                 **self.template_kwargs,
@@ -268,7 +286,7 @@ class TemplateBridge(Bridge):
     def render(self, messages: Sequence[Message], tools: Tools) -> Tokens:
         self._learn_form(tools)
         try:
-            text = self._text(guard(messages, self._special), tools)
+            text = self._text(self.guarded(messages), tools)
         except Exception as error:
             raise ValueError(
                 f"actor.chat_template: rejects the conversation: {error}. If it doesn't support tool messages, set "
@@ -295,14 +313,14 @@ class TemplateBridge(Bridge):
         self._learn_form(tools)
         if self.processor is not None and not self._placeholders.isdisjoint(turn.completion_ids):
             return None  # a sampled placeholder has no image; a new sequence renders it as text
-        new = guard(new, self._special)
+        new = self.guarded(new)
         ended = self._end_of_turn(turn.completion_ids, history, tools)
         if ended is None:
             return None
         end, sampled = ended
         suffix = self._common_suffix(self._histories(history), turn, new, tools, end)
         if suffix is None:  # renders the real history, whose cost grows with its length
-            suffix = self._common_suffix([guard(history, self._special)], turn, new, tools, end)
+            suffix = self._common_suffix([self.guarded(history)], turn, new, tools, end)
         if suffix is None:
             return None
         ids = self._tokens(end + suffix, new)
@@ -333,7 +351,7 @@ class TemplateBridge(Bridge):
     def _histories(self, history: Sequence[Message]) -> list[list[Message]]:
         """Returns the prompt, and the prompt followed by two turns of the same kinds as in the conversation."""
         turns = next((i for i, message in enumerate(history) if message["role"] == "assistant"), len(history))
-        prompt = guard(history[:turns], self._special)
+        prompt = self.guarded(history[:turns])
         said = [message for message in history if message["role"] == "assistant"]
         longer = list(prompt)
         for number in range(2):
@@ -354,7 +372,7 @@ class TemplateBridge(Bridge):
         self, histories: Sequence[Sequence[Message]], turn: SampledTurn, new: Sequence[Message], tools: Tools, end: str
     ) -> str | None:
         """The text after `end`, if it is the same for all histories and replies."""
-        (real,) = guard([turn.reply], self._special)
+        (real,) = self.guarded([turn.reply])
         texts = [str(real.get(name) or "").strip() for name in ("content", "reasoning_content")]
         replies = [_stand_in(turn.reply, SHORT), _stand_in(turn.reply, LONG), (real, texts)]
         sampled = {*turn.completion_ids}
@@ -402,25 +420,6 @@ def _stand_in(reply: Message, content: str) -> tuple[Message, list[str]]:
             function = {"name": call["function"]["name"], "arguments": {"x": value}}
             message["tool_calls"].append({**call, "function": function})
     return message, marks
-
-
-def guard(messages: Sequence[Message], special: Mapping[int, str]) -> list[Message]:
-    """Messages or tools with a mark inserted into the literal text of special tokens."""
-    tokens = [token for token in special.values() if len(token) > 1]
-
-    def marked(value: Any) -> Any:
-        if isinstance(value, str):
-            for token in tokens:
-                if token in value:
-                    value = value.replace(token, token[0] + MARK + token[1:])
-            return value
-        if isinstance(value, Mapping):
-            return {key: marked(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [marked(item) for item in value]
-        return value
-
-    return [{key: value if key == "role" else marked(value) for key, value in message.items()} for message in messages]
 
 
 def encode_marked(tokenizer: Any, text: str) -> list[int]:

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightrl.environments.base import Message, Tools
-from lightrl.environments.bridges import MARK, Bridge, SampledTurn, Tokens, guard
-from lightrl.models.turns import special_texts
+from lightrl.environments.bridges import MARK, Bridge, SampledTurn, Tokens
 
 
 class RendererBridge(Bridge):
@@ -25,9 +24,9 @@ class RendererBridge(Bridge):
         self.renderer = renderer
 
     def render(self, messages: Sequence[Message], tools: Tools) -> Tokens:
-        said = guard(messages, self._special)
+        said = self.guarded(messages)
         try:
-            ids = self.renderer.render_ids(said, tools=guard(tools, self._special) or None, add_generation_prompt=True)
+            ids = self.renderer.render_ids(said, tools=self.guarded(tools) or None, add_generation_prompt=True)
         except Exception as error:
             raise ValueError(f"The renderer rejects the conversation: {error}. Set renderer: template.") from error
         return Tokens(ids)
@@ -37,7 +36,7 @@ class RendererBridge(Bridge):
     ) -> Tokens | None:
         before = [*turn.prompt_ids, *turn.completion_ids]
         extended = self.renderer.bridge_to_next_turn(
-            turn.prompt_ids, turn.completion_ids, guard(new, self._special), tools=guard(tools, self._special) or None
+            turn.prompt_ids, turn.completion_ids, self.guarded(new), tools=self.guarded(tools) or None
         )
         if extended is None or list(extended.token_ids[: len(before)]) != before:
             return None
@@ -49,7 +48,6 @@ class _MarkedTokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self.special = special_texts(tokenizer)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.tokenizer, name)
