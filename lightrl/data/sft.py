@@ -17,7 +17,7 @@ from lightrl.data.prompts import rendered_like
 from lightrl.data.rows import Encoded, MediaError, columns_of, entered
 from lightrl.data.sft_loader import Example, SFTLoader
 from lightrl.data.templates import apply_template, as_messages, conversation, load_tokenizer, text_of
-from lightrl.models.turns import end_of_turn, is_special
+from lightrl.models.turns import end_of_turn, special_texts
 
 if TYPE_CHECKING:
     from lightrl.data.processor import MediaProcessor
@@ -137,7 +137,7 @@ class SFTSource(ConversationSource):
             tokens = list(tokenizer(piece.text + piece.end, add_special_tokens=False)["input_ids"])
             if not templated:
                 tokens.append(int(tokenizer.eos_token_id))
-            elif piece.trained and not piece.end and not (tokens and is_special(tokenizer, tokens[-1])):
+            elif piece.trained and not piece.end and not (tokens and tokens[-1] in special_texts(tokenizer)):
                 tokens.append(end_of_turn(tokenizer))  # the template writes none, not even a special token of a call
             token_ids += tokens
             trained += [piece.trained] * len(tokens)

@@ -61,16 +61,9 @@ def _tail(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> str | None:
 
 
 def special_texts(tokenizer: Any) -> dict[int, str]:
-    """Returns the special tokens as token ID -> text. Gemma has thousands, whose `is_special` would take minutes."""
-    named = {*tokenizer.all_special_tokens}
-    added = tokenizer.added_tokens_decoder
+    """Returns the tokens that the tokenizer treats as special as token ID -> text."""
+    named, added = {*tokenizer.all_special_tokens}, tokenizer.added_tokens_decoder  # read once: Gemma has thousands
     return {i: token.content for i, token in added.items() if token.special or token.content in named}
-
-
-def is_special(tokenizer: Any, token_id: int) -> bool:
-    """Whether the tokenizer treats a token as special."""
-    token = tokenizer.added_tokens_decoder.get(token_id)
-    return token is not None and (token.special or token.content in tokenizer.all_special_tokens)
 
 
 def first_of(text: str, tokens: Iterable[str]) -> str | None:
