@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -115,14 +114,10 @@ def _filled(model: Any, state: State, prefix: str, spec: Any) -> Any:
 
 
 def _export_adapter(spec: Any, state: State, folder: Path) -> None:
-    from safetensors.torch import save_file
-
-    from lightrl.models.lora import adapter_config, named_adapter_weights
+    from lightrl.models.lora import adapter_config, named_adapter_weights, save_adapter
 
     if spec.lora is None:
         raise ValueError("what=adapter: the policy was trained without LoRA. Use what=model.")
     policy = _policy(spec, state)
     config = {**adapter_config(policy, spec.lora), "base_model_name_or_path": spec.path}
-    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    tensors = {name: tensor.detach().contiguous() for name, tensor in named_adapter_weights(policy)}
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_adapter(folder, named_adapter_weights(policy), config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import weakref
 from contextlib import AbstractContextManager, suppress
 from typing import Any
@@ -61,3 +62,10 @@ def page_lock(memory: Tensor) -> weakref.finalize[..., Tensor] | None:
     undo = weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr())
     undo.atexit = False  # the process releases everything at exit, possibly after CUDA has shut down
     return undo
+
+
+def map_shared(descriptor: int, nbytes: int) -> Tensor:
+    """Maps a file's memory as bytes, page-locked while the tensor exists if this process uses CUDA."""
+    memory = torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)
+    page_lock(memory)
+    return memory

@@ -8,20 +8,17 @@ runs the engine in separate processes.
 from __future__ import annotations
 
 import gc
-import mmap
 import os
 import random
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
-
-from lightrl.compat.torch import page_lock
 
 if TYPE_CHECKING:
     from lightrl.compat.vllm_grammars import Grammars
@@ -50,16 +47,8 @@ TRAINER_PID = "LIGHTRL_TRAINER_PID"
 """Environment variable with the trainer's process ID. Engine processes exit when that process does."""
 
 
-def shared_path(descriptor: int) -> str:
-    """Returns the path through which another process of the same user can open this process's file descriptor."""
-    return f"/proc/{os.getpid()}/fd/{descriptor}"
-
-
-def map_shared(descriptor: int, nbytes: int) -> Tensor:
-    """Maps the file's memory as bytes, page-locked while the tensor exists if this process uses CUDA."""
-    memory = torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)
-    page_lock(memory)
-    return memory
+class LostEngineError(Exception):
+    """Raised if an engine process has died or doesn't respond."""
 
 
 def transfer_group(host: str, port: int, size: int) -> Any:
@@ -170,9 +159,17 @@ class VLLMAdapter:
 
         return LLM(**arguments)
 
+    def guarded(self) -> AbstractContextManager[None]:
+        """Context manager of calls to the engine, which raise a `LostEngineError` if it is dead."""
+        return nullcontext()
+
     def rpc(self, method: str, *args: Any) -> list[Any]:
         """Calls a worker method; returns one result per worker."""
         return list(self.llm.collective_rpc(method, args=args))
+
+    def push(self, tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
+        """Loads tensors by name into the workers' models; returns error texts."""
+        return [error for error in self.rpc("lightrl_load", tensors) if error]
 
     def add(self, request_id: str, prompt: Mapping[str, Any], params: Any) -> None:
         """Queues a request; its output has this ID."""

@@ -1,4 +1,6 @@
-"""vLLM in separate processes: calls that don't wait forever, and the end of every process. Written for vLLM 0.32."""
+"""vLLM in separate processes: calls that don't wait forever, weight pushes through shared memory, and the end of every
+process. Written for vLLM 0.32.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import signal
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager, suppress
@@ -17,8 +19,11 @@ from multiprocessing import resource_tracker
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
+import torch
+from torch import Tensor
 
-from lightrl.compat.vllm import TRAINER_PID, VLLMAdapter, isolated_rng
+from lightrl.compat.torch import map_shared
+from lightrl.compat.vllm import TRAINER_PID, LostEngineError, VLLMAdapter, isolated_rng
 
 PRIVATE = {
     "vllm.v1.engine.core:EngineCoreProc.pause_scheduler": "changes weights between two steps, keeping requests",
@@ -38,10 +43,8 @@ PRIVATE = {
 _POLL_SECONDS = 0.5  # interval of checks whether the engine is alive
 _CLOSE_SECONDS = 4.0
 _KILL_SECONDS = 2.0
-
-
-class LostEngineError(Exception):
-    """Raised if an engine process has died or doesn't respond."""
+_BUCKET_BYTES = 32 << 20
+_ALIGNMENT = 64
 
 
 @contextmanager
@@ -58,22 +61,62 @@ def _ctrl_c_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-@contextmanager
-def deaths_translated() -> Iterator[None]:
-    """Converts vLLM's error for a dead engine to `LostEngineError`."""
-    from vllm.v1.engine.exceptions import EngineDeadError
+class _Bucket:
+    """A block of memory shared by trainer and workers.
 
-    try:
-        yield
-    except EngineDeadError as error:
-        raise LostEngineError(
-            "A vLLM engine process has died (killed, out of memory, or crashed). Sampling needs a restarted engine "
-            "with synchronized weights. See its error above, or set VLLM_LOGGING_LEVEL=INFO."
-        ) from error
+    Attributes:
+        layout: (name, torch dtype name, shape, offset in bytes, size in bytes) of each tensor in it.
+    """
+
+    def __init__(self, adapter: SeparateAdapter, slot: int) -> None:
+        self.adapter = adapter
+        self.slot = slot
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        self._answers: Callable[[], list[Any]] | None = None
+        self.clear()
+
+    def clear(self) -> list[str]:
+        """Waits until the workers have copied the tensors, and clears the bucket. Returns errors."""
+        answers, self._answers = self._answers, None
+        self.layout: list[tuple[str, str, list[int], int, int]] = []
+        self.used = 0
+        self.filled_by: set[torch.device] = set()
+        return [] if answers is None else [error for error in answers() if error]
+
+    def allocate(self, nbytes: int) -> None:
+        """Allocates `nbytes` of shared memory and maps it into all workers."""
+        # An anonymous file is not limited by /dev/shm and disappears with its last user.
+        descriptor = os.memfd_create(f"lightrl-weights-{self.slot}")
+        try:
+            os.ftruncate(descriptor, nbytes)
+            self.memory = map_shared(descriptor, nbytes)
+            self.adapter.rpc("lightrl_attach", self.slot, f"/proc/{os.getpid()}/fd/{descriptor}", nbytes)
+        finally:
+            os.close(descriptor)
+
+    def put(self, name: str, tensor: Tensor, dtype: torch.dtype, nbytes: int) -> None:
+        """Appends a copy of a tensor."""
+        view = self.memory[self.used : self.used + nbytes].view(dtype).view(tensor.shape)
+        # Copies from a GPU are asynchronous, with the cast on the GPU; `send` waits for them.
+        view.copy_(tensor, non_blocking=tensor.is_cuda)
+        self.filled_by.add(tensor.device)
+        self.layout.append((name, str(dtype).removeprefix("torch."), list(tensor.shape), self.used, nbytes))
+        self.used += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+    def send(self) -> None:
+        """Tells the workers to copy the tensors, without waiting for them."""
+        for device in self.filled_by:
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+        if self.layout:
+            self._answers = self.adapter.submit("lightrl_load_bucket", self.slot, self.layout)
 
 
 class SeparateAdapter(VLLMAdapter):
     """A running `vllm.LLM` whose engine has separate processes.
+
+    A weight push fills two buckets of shared, pinned host memory in turn: the workers copy one while the trainer fills
+    the other. Each has 32 MiB or the size of the largest tensor.
 
     Args:
         arguments: Arguments of `vllm.LLM`.
@@ -101,12 +144,25 @@ class SeparateAdapter(VLLMAdapter):
         except BaseException:
             shutil.rmtree(self._sockets, ignore_errors=True)
             raise
+        self._buckets = [_Bucket(self, 0), _Bucket(self, 1)]
         self._bound_waits()
         self.pids = self._processes()
 
     def _make(self, arguments: Mapping[str, Any]) -> Any:
         with _ctrl_c_blocked():
             return super()._make(arguments)
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            yield
+        except EngineDeadError as error:
+            raise LostEngineError(
+                "A vLLM engine process has died (killed, out of memory, or crashed). Sampling needs a restarted engine "
+                "with synchronized weights. See its error above, or set VLLM_LOGGING_LEVEL=INFO."
+            ) from error
 
     def _processes(self) -> list[int]:
         manager = self.client.resources.engine_manager
@@ -189,6 +245,26 @@ class SeparateAdapter(VLLMAdapter):
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
         return self.submit(method, *args)()
+
+    def push(self, tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
+        """Streams tensors to the workers and returns their errors. Stops at the first one."""
+        bucket, other = self._buckets
+        for either in self._buckets:  # a failed push may have left tensors
+            either.clear()
+        for name, tensor in tensors:
+            # Vectors keep their dtype, because some engine parameters are float32.
+            dtype = self.dtype if tensor.is_floating_point() and tensor.ndim > 1 else tensor.dtype
+            nbytes = tensor.numel() * dtype.itemsize
+            if bucket.used + nbytes > bucket.memory.numel():
+                bucket.send()
+                bucket, other = other, bucket
+                if errors := bucket.clear():
+                    return errors
+                if nbytes > bucket.memory.numel():
+                    bucket.allocate(max(nbytes, other.memory.numel(), _BUCKET_BYTES))
+            bucket.put(name, tensor, dtype, nbytes)
+        bucket.send()
+        return other.clear() + bucket.clear()
 
     def add(self, request_id: str, prompt: Mapping[str, Any], params: Any) -> None:
         try:

@@ -12,11 +12,9 @@ import psutil  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
-from lightrl.compat.vllm import TRAINER_PID, map_shared
+from lightrl.compat.torch import map_shared
+from lightrl.compat.vllm import TRAINER_PID
 from lightrl.compat.vllm_worker import WorkerExtension
-
-BucketEntry = tuple[str, str, list[int], int, int]
-"""(parameter name, torch dtype name, shape, offset in bytes, size in bytes) of a tensor in a bucket."""
 
 
 def _die_with_trainer(trainer_pid: int) -> None:
@@ -56,8 +54,8 @@ class SeparateWorkerExtension(WorkerExtension):
         finally:
             os.close(descriptor)
 
-    def lightrl_load_bucket(self, slot: int, layout: Sequence[BucketEntry]) -> str | None:
-        """Copies the tensors of a bucket into the model; returns an error text."""
+    def lightrl_load_bucket(self, slot: int, layout: Sequence[tuple[str, str, list[int], int, int]]) -> str | None:
+        """Copies the tensors of a bucket (see `vllm_process`) into the model; returns an error text."""
         bucket = self._lightrl_slots()[slot]
         return self.lightrl_load(
             (name, bucket[offset : offset + nbytes].view(getattr(torch, dtype)).view(shape))

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrl.data.processing import OpenSource, Reading, open_source
 from lightrl.data.prompts import PromptSet, PromptSource
+from lightrl.distributed.strategies import gather_objects
 from lightrl.records import Prompts
 
 _STATE = ("visits", "last", "open", "recent", "base", "seen")
@@ -102,7 +104,6 @@ class CurriculumSet(PromptSet):
     def __init__(self, spec: PromptCurriculum, source: OpenSource, of_row: np.ndarray[Any, Any], *, seed: int) -> None:
         super().__init__([source], [1.0], seed=seed)
         self.spec = spec
-        self.success_reward = spec.success_reward
         self._of_row = of_row
         self._numbers = {index: number for number, index in enumerate(source.kept)}
         self._visits: dict[int, list[float]] = {}  # prompt -> success rates of its last visits
@@ -117,17 +118,19 @@ class CurriculumSet(PromptSet):
         """See `PromptSet.batch`. Supports only prompts after the last `observe`."""
         return self.rows([self._number(k) for k in range(cursor + rank, cursor + count, world_size)])
 
-    def observe(self, visits: Sequence[tuple[int, float]], cursor: int) -> dict[str, float]:
-        """Records the success rates of a rollout's groups.
+    def observe(self, rewards: Sequence[tuple[int, Sequence[float]]], cursor: int) -> dict[str, float]:
+        """Records the success rates of a rollout's groups, except those without a scored trajectory. Collective.
 
         Args:
-            visits: (dataset index, success rate) of all groups on all ranks, in any order.
+            rewards: (dataset index, rewards, NaN if not scored) of this rank's groups, in any order.
             cursor: Index of the next rollout's first prompt.
 
         Returns:
             Fractions of unseen, hard, and solved prompts, and the number of open classes.
         """
-        for index, rate in sorted(visits):  # independent of the number of ranks
+        scored = [(index, [reward for reward in of if not math.isnan(reward)]) for index, of in rewards]
+        own = [(index, float(np.mean(np.array(of) >= self.spec.success_reward))) for index, of in scored if of]
+        for index, rate in sorted(chain(*gather_objects(own))):  # independent of the number of ranks
             number = self._numbers[index]
             self._visits[number] = [*self._visits.get(number, []), rate][-self.spec.window :]
             self._last[number] = self._seen

@@ -37,9 +37,6 @@ class PromptSet:
         seed: Random seed for the order of the mixture.
     """
 
-    success_reward: float | None = None
-    """Minimum reward of a successful trajectory, for sets whose next prompts depend on it (`observe`)."""
-
     def __init__(self, sources: Sequence[OpenSource], weights: Sequence[float], *, seed: int) -> None:
         self.sources = list(sources)
         self._seed = seed
@@ -47,8 +44,8 @@ class PromptSet:
         self._pool: ThreadPoolExecutor | None = None
         self.columns = list(dict.fromkeys(name for source in sources for name in source.columns))
 
-    def observe(self, visits: Sequence[tuple[int, float]], cursor: int) -> dict[str, float]:
-        """Records success rates of a rollout and returns metrics. See `CurriculumSet`."""
+    def observe(self, rewards: Sequence[tuple[int, Sequence[float]]], cursor: int) -> dict[str, float]:
+        """Records the rewards of a rollout and returns metrics. See `CurriculumSet`."""
         return {}
 
     def state_dict(self) -> dict[str, Any] | None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lightrl.compat.deepspeed import whole_parameters
@@ -113,6 +116,13 @@ def named_adapter_weights(policy: Any) -> Iterator[tuple[str, Tensor]]:
         if ".lora_" in name and f".{ADAPTER}." in name:
             with gathered(parameter) as full:
                 yield f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}", full
+
+
+def save_adapter(folder: Path, tensors: Iterable[tuple[str, Tensor]], config: Mapping[str, Any]) -> None:
+    """Writes an adapter in PEFT's format, from its parameters under PEFT's names and its `adapter_config.json`."""
+    weights = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors}
+    save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    (folder / "adapter_config.json").write_text(json.dumps(dict(config), indent=2) + "\n")
 
 
 def _merged(layer: Any, weight: Tensor, stack: ExitStack) -> Tensor:

@@ -202,7 +202,7 @@ class Collection:
         self.retried = 0
         self.failed = 0
         self._sampler = sampler
-        self._engine = sampler.data.host.engine
+        self._engine = sampler.data.engine
         self._episode = sampler.data.episode
         self._trained = trained
         self._asked = dict[GenerationRequest, None]()  # pending, in order
@@ -330,7 +330,7 @@ class Collection:
         if request.sampling.extra != self.sampling.extra:  # requested by a program, which receives the error
             self._engine.check_request(request)
         if request.media:
-            self._sampler.data.host.show_media(request)
+            self._sampler.data.host.show([request])
         self._asked[request] = None
         self._moved = time.monotonic()
         try:

@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 import logging
-import math
-import time
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightrl import engines
+from lightrl.compat.arguments import imported
 from lightrl.compat.lightning import run_seed
 from lightrl.data.processing import load_processor
-from lightrl.data.prompts import PromptMixture, PromptSet, PromptSource, prompt_source
+from lightrl.data.prompts import PromptMixture, PromptSet, PromptSource, prompt_source, rendered_like
 from lightrl.data.templates import load_tokenizer
-from lightrl.distributed.strategies import gather_objects
 from lightrl.engines.base import Engine
 from lightrl.environments.episodes import Episode, SingleTurn
-from lightrl.records import Prompts, Rollouts, RowBatch, SamplingParams
+from lightrl.records import Rollouts, RowBatch, SamplingParams
 from lightrl.rewards.base import RewardSpec
 from lightrl.rewards.scorer import RewardScorer
-from lightrl.rollout.collector import ScoredGroup, collate, trajectory_metrics
+from lightrl.rollout.collector import collate, trajectory_metrics
 from lightrl.rollout.host import EngineHost
 from lightrl.rollout.learner import RolloutLearner
-from lightrl.rollout.loaders import EvalLoader, Evaluation, RolloutLoader
-from lightrl.rollout.sampler import OnPolicy, RolloutSampler, Schedule
+from lightrl.rollout.sampler import OnPolicy, RolloutSampler, SampledRollout, Schedule
 
 if TYPE_CHECKING:
     from lightrl.data.curriculum import PromptCurriculum
@@ -36,8 +36,52 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-CLOSE_SECONDS = 7.0
-"""Time limit for closing threads and reward functions. The engine has a separate limit."""
+CLOSE_SECONDS = 2.5
+"""Time limit for closing reward functions, the schedule, and episodes, each. The engine has a separate limit."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Prompts and settings for validation, test, and prediction.
+
+    Args:
+        prompts: Prompts for validation and test, in any form that the data module's `prompts` accepts. None disables
+            evaluation. Pass a dictionary, {math: {path: ...}, code: {path: ...}}, for several sets, logged as
+            `eval/<name>/...`. `system_prompt`, `chat_template`, and `template_kwargs` default to those of the training
+            prompts.
+        sampling: Sampling settings. Defaults to the training settings without `fire_temperature`.
+        group_size: Number of completions per prompt. Values above 1 enable pass@k and maj@n.
+        batch_size: Number of prompts per batch and rank.
+        answer: Function, or its import path, that extracts the answer from a completion for `eval/maj@n`. Defaults to
+            the reward functions' `extract_answer`, then the last `\\boxed{}` or `####`, then the whole text.
+        predict_prompts: Prompts for `lightrl predict`, rendered like `prompts`. Defaults to `prompts`.
+        success_reward: Minimum reward of a solved prompt in pass@k and maj@n.
+    """
+
+    prompts: (
+        PromptSource | PromptMixture | dict[str, PromptSource | PromptMixture] | list[dict[str, Any]] | str | None
+    ) = None
+    sampling: SamplingParams | None = None
+    group_size: int = 1
+    batch_size: int = 64
+    answer: Callable[[str], str | None] | str | None = None
+    predict_prompts: PromptSource | PromptMixture | list[dict[str, Any]] | str | None = None
+    success_reward: float = 1.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.answer, str):
+            object.__setattr__(self, "answer", imported("evaluation.answer", self.answer))
+
+    def sources(self, training: Any) -> dict[str, PromptSource | PromptMixture]:
+        """Returns the prompts by argument name, such as `evaluation.prompts.math`."""
+        sets = self.prompts if isinstance(self.prompts, dict) else {"": self.prompts}
+        named = {f"evaluation.prompts.{name}".rstrip("."): prompts for name, prompts in sets.items()}
+        named["evaluation.predict_prompts"] = self.predict_prompts
+        return {
+            name: rendered_like(prompt_source(prompts), training)
+            for name, prompts in named.items()
+            if prompts is not None
+        }
 
 
 class RolloutDataModule(LightningDataModule):
@@ -87,7 +131,7 @@ class RolloutDataModule(LightningDataModule):
         prompts_per_rollout: int = 32,
         rollouts_per_epoch: int | None = 10,
         schedule: Schedule | None = None,
-        evaluation: Evaluation = Evaluation(),  # noqa: B008
+        evaluation: Evaluation = Evaluation(),
         ptx: PTXSource | None = None,
         dynamic_sampling_rounds: int = 0,
         tokenizer: str | None = None,
@@ -96,11 +140,7 @@ class RolloutDataModule(LightningDataModule):
     ) -> None:
         super().__init__()
         self.prompts = prompt_source(prompts)
-        if engine is None:
-            from lightrl.engines.vllm.engine import VLLMEngine
-
-            engine = VLLMEngine()
-        self.engine = engine
+        self.engine: Engine = engines.VLLMEngine() if engine is None else engine
         self.sampling = sampling
         self.episode = SingleTurn() if episode is None else episode
         self.prompts_per_rollout = prompts_per_rollout
@@ -115,17 +155,13 @@ class RolloutDataModule(LightningDataModule):
         self.stall_timeout = stall_timeout
         self.seed = run_seed() if seed is None else seed
         self.scorer = rewards if isinstance(rewards, RewardScorer) else RewardScorer(rewards) if rewards else None
-        self.host = EngineHost(self.engine)
+        self.host = EngineHost(self)
         self.prompt_cursor = 0
         self._group_size = group_size
         self._sets: dict[str, PromptSet] = {}
         self._ptx_loader: SFTLoader | None = None
         self._sampler: RolloutSampler | None = None
-        self.schedule.check(
-            self.engine,
-            adapts_prompts=hasattr(self.prompts, "success_reward"),
-            dynamic_sampling_rounds=self.dynamic_sampling_rounds,
-        )
+        self.schedule.check(self)
 
     # ---- Lightning's hooks -------------------------------------------------------------------------------------
 
@@ -152,13 +188,10 @@ class RolloutDataModule(LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Loads the tokenizer and the prompts. The engine starts at the first rollout."""
-        for name in ("prompts_per_rollout", "rollouts_per_epoch"):
-            if (count := getattr(self, name)) is not None and count < 1:
-                raise ValueError(f"{name}={count}: is below 1. Raise it.")
-        if self.prompts_per_rollout % self.world_size:
+        if self.prompts_per_rollout < 1 or self.prompts_per_rollout % self.world_size:
             raise ValueError(
-                f"prompts_per_rollout={self.prompts_per_rollout}: {self.world_size} "
-                f"ranks can't share it. Use a multiple of {self.world_size}."
+                f"prompts_per_rollout={self.prompts_per_rollout}: {self.world_size} ranks can't share it. Use a "
+                f"multiple of {self.world_size}."
             )
         module, spec = self.learner, self.learner.actor_spec
         if stage == "fit":
@@ -173,7 +206,8 @@ class RolloutDataModule(LightningDataModule):
         if stage == "fit" and self.ptx is not None and self._ptx_loader is None:
             order = {"seed": self.seed, "rank": self.rank, "world_size": self.world_size}
             self._ptx_loader = self.ptx.loader(self.tokenizer, self.processor, **order)
-        self._attach_host(module)
+        if not self.engine.started:
+            self.engine.check(self.host.context())
         if stage == "fit":
             for check in self.host.checks():
                 check.check_sampling(self.sampling)
@@ -204,29 +238,29 @@ class RolloutDataModule(LightningDataModule):
             if scorer is not None:
                 for part in opened.sources:
                     labels = part.values(scorer.label_column) if labelled else None
-                    columns = [*part.columns, *of_episodes]
-                    scorer.check_source(columns, f"{part.spec.label} ({name})", labels, opened.columns)
+                    scorer.check_source(
+                        [*part.columns, *of_episodes], f"{part.spec.label} ({name})", labels, opened.columns
+                    )
 
-    def _attach_host(self, module: RolloutLearner) -> None:
-        """Passes the run's limits to the engine host."""
+    @property
+    def engine_needs(self) -> dict[str, Any]:
+        """Fields of `EngineContext` that follow from the run's prompts and settings."""
         new_tokens = max(self.sampling.max_new_tokens, self.eval_sampling.max_new_tokens)
-        lengths: list[int | None] = [prompts.max_prompt_tokens for prompts in self._sets.values()]
+        lengths: list[Any] = [prompts.max_prompt_tokens for prompts in self._sets.values()]
         if self.episode.multi_turn:  # later requests are longer than the prompt
             longest = self.episode.max_tokens
             lengths = [None if longest is None else max(longest - new_tokens, 1)]
-        known = [length for length in lengths if length is not None]
         sequences = self.prompts_per_rollout // self.world_size * self.group_size
         if self.evaluation.prompts is not None:
             sequences = max(sequences, self.evaluation.batch_size * self.evaluation.group_size)
-        self.host.attach(
-            module,
-            seed=self.seed,
-            max_prompt_tokens=max(known) if known and len(known) == len(lengths) else None,
-            max_new_tokens=new_tokens,
-            max_sequences=sequences,
-            fire=any(s.fire_temperature is not None for s in (self.sampling, self.eval_sampling)),
-            keep_cache=self.schedule.keeps_cache,
-        )
+        return {
+            "seed": self.seed,
+            "max_prompt_tokens": None if None in lengths else max(lengths, default=None),
+            "max_new_tokens": new_tokens,
+            "max_sequences": sequences,
+            "fire": any(s.fire_temperature is not None for s in (self.sampling, self.eval_sampling)),
+            "keep_cache": self.schedule.keeps_cache,
+        }
 
     def room(self, sampling: SamplingParams) -> tuple[int, int] | None:
         """Returns the maximum lengths of a sequence and a completion in tokens; None if unknown before the start."""
@@ -241,18 +275,17 @@ class RolloutDataModule(LightningDataModule):
     def train_dataloader(self) -> RolloutLoader:
         """Returns the loader of one epoch of rollouts."""
         assert self.trainer is not None, "Lightning has attached its trainer"
-        count = self.rollouts_per_epoch or -(-len(self._sets["prompts"]) // self.prompts_per_rollout)
-        return RolloutLoader(self.next_rollout, count, self.trainer)
+        count = self.rollouts_per_epoch
+        if count is None:
+            count = -(-len(self._sets["prompts"]) // self.prompts_per_rollout)
+        return RolloutLoader(self, count)
 
     def val_dataloader(self) -> list[EvalLoader]:
         """Returns a loader for each set of evaluation prompts."""
-        prefix = "evaluation.prompts"
-        sets = {name: opened for name, opened in self._sets.items() if name.startswith(prefix)}
-        return [EvalLoader(self, name[len(prefix) + 1 :], opened) for name, opened in sets.items()]
+        sets = {name: opened for name, opened in self._sets.items() if name.startswith("evaluation.prompts")}
+        return [EvalLoader(self, name.removeprefix("evaluation.prompts").lstrip("."), sets[name]) for name in sets]
 
-    def test_dataloader(self) -> list[EvalLoader]:
-        """Returns the loaders of `val_dataloader`."""
-        return self.val_dataloader()
+    test_dataloader = val_dataloader
 
     def predict_dataloader(self) -> EvalLoader:
         """The prompts to complete."""
@@ -262,20 +295,15 @@ class RolloutDataModule(LightningDataModule):
         return EvalLoader(self, "", prompts)
 
     def teardown(self, stage: str) -> None:
-        """Stops sampling, the reward functions, and the engine within `CLOSE_SECONDS`."""
-        end = time.monotonic() + CLOSE_SECONDS
+        """Stops sampling, the reward functions, and the engine, each within `CLOSE_SECONDS`."""
         sampler, self._sampler = self._sampler, None
-
-        def left(most: float) -> float:
-            return min(most, max(end - time.monotonic(), 0.5))
-
         with ExitStack() as parts:  # closes all in reverse order, even if one raises
             parts.callback(self.engine.close)
-            if (scorer := self.scorer) is not None:
-                parts.callback(lambda: scorer.close(left(2.5)))
-            parts.callback(lambda: self.schedule.close(left(2.5)))
+            if self.scorer is not None:
+                parts.callback(self.scorer.close, CLOSE_SECONDS)
+            parts.callback(self.schedule.close, CLOSE_SECONDS)
             if sampler is not None:
-                sampler.close(left(2.5))
+                parts.callback(sampler.close, CLOSE_SECONDS)
 
     def on_exception(self, exception: BaseException) -> None:
         """Calls `teardown`, which Lightning skips after an error or Ctrl-C. Errors are logged, not raised."""
@@ -334,48 +362,41 @@ class RolloutDataModule(LightningDataModule):
         if self._ptx_loader is not None:
             batch: dict[str, Any] = next(iter(self._ptx_loader))
             fields["supervised"] = RowBatch(**batch, group_ids=torch.arange(len(batch["token_ids"])))
-        if prompts.success_reward is not None:
-            visits = _visits(sampled.sampled, prompts.success_reward)
-            sampled.metrics |= prompts.observe(visits, sampled.cursor)
-        rollouts = self._laid_out(sampled.groups, sampled.sampling, sampled.metrics, **fields)
+        rewards = [(group.prompt.indices[0], group.rewards) for group in sampled.sampled]
+        sampled.metrics |= prompts.observe(rewards, sampled.cursor)
+        rollouts = self._laid_out(sampled, **fields)
         self.prompt_cursor = sampled.cursor  # last, so that an interrupted rollout is repeated
         return rollouts
 
-    def evaluate(self, name: str, prompts: Prompts, first: int, filler: bool = False) -> Rollouts:
-        """Samples and scores evaluation prompts with the current policy.
+    def evaluate(self, name: str, prompts: PromptSet, first: int) -> Rollouts:
+        """Samples and scores a batch of evaluation prompts with the current policy.
 
         Args:
             name: Name of the evaluation set, or "" for a single one.
-            prompts: This rank's prompts.
-            first: Global index of the batch's first prompt. Part of the random seeds.
-            filler: Whether the prompts are padding for a rank that has none left.
+            prompts: Prompts of the set.
+            first: Index of the batch's first prompt. Part of the random seeds.
         """
+        end = min(first + self.evaluation.batch_size * self.world_size, len(prompts))
+        rows = list(range(first, end)[self.rank :: self.world_size])
+        own = prompts.rows(rows or [first])  # a rank without prompts repeats one, because evaluation is collective
         self.schedule.drain()
-        sampling, size, stream = self.eval_sampling, self.evaluation.group_size, f"eval/{name}".rstrip("/")
-        groups, metrics = self.sampler.evaluate(prompts, sampling, size, stream, first)
-        rollouts = self._laid_out(groups, sampling, metrics, trained=False, eval_set=name, filler=filler)
+        size, stream = self.evaluation.group_size, f"eval/{name}".rstrip("/")
+        sampled = self.sampler.evaluate(own, self.eval_sampling, size, stream, first)
+        rollouts = self._laid_out(sampled, trained=False, eval_set=name, filler=not rows)
         if size == 1:
             return rollouts
         from lightrl.rewards.answers import final_answers
 
         return replace(rollouts, answers=final_answers(rollouts, self.scorer, self.evaluation.answer))
 
-    def _laid_out(
-        self,
-        groups: list[ScoredGroup],
-        sampling: SamplingParams,
-        metrics: dict[str, float],
-        *,
-        trained: bool = True,
-        **fields: Any,
-    ) -> Rollouts:
+    def _laid_out(self, sampled: SampledRollout, *, trained: bool = True, **fields: Any) -> Rollouts:
         """Collates groups into `Rollouts` with additional fields, and puts the engine to sleep."""
-        masked = sampling.masked_tokens if trained else 0
-        pad: Any = self.tokenizer.pad_token_id
-        rollouts = collate(groups, pad, sampling.temperature, masked_tokens=masked)
-        metrics |= rollouts.metrics | (trajectory_metrics(groups) if self.episode.multi_turn else {})
+        groups, sampling, pad = sampled.groups, sampled.sampling, self.tokenizer.pad_token_id
+        rollouts = collate(groups, pad, sampling.temperature, sampling.masked_tokens if trained else 0)
+        turns = trajectory_metrics(groups) if self.episode.multi_turn else {}
         self.engine.sleep()  # if configured, frees GPU memory for the trainer
         weights = {} if self.scorer is None else dict(self.scorer.weights)
+        metrics = sampled.metrics | rollouts.metrics | turns
         return replace(rollouts, metrics=metrics, reward_weights=weights, **fields)
 
     def training_sampling(self) -> SamplingParams:
@@ -411,12 +432,71 @@ class RolloutDataModule(LightningDataModule):
             )
 
 
-def _visits(groups: list[ScoredGroup], success_reward: float) -> list[tuple[int, float]]:
-    """(dataset index, success rate) of all ranks' groups. Collective."""
-    own = []
-    for group in groups:
-        rewards = [reward for reward in group.rewards if not math.isnan(reward)]
-        if rewards:
-            succeeded = sum(reward >= success_reward for reward in rewards)
-            own.append((group.prompt.indices[0], succeeded / len(rewards)))
-    return [visit for visits in gather_objects(own) for visit in visits]
+class RolloutLoader:
+    """Train dataloader that samples each rollout when Lightning requests it.
+
+    It has a length because Lightning prefetches from loaders without one, which would make each rollout one update
+    stale.
+
+    Args:
+        data: The `RolloutDataModule`.
+        num_rollouts: Number of rollouts per epoch.
+    """
+
+    def __init__(self, data: Any, num_rollouts: int) -> None:
+        self.num_rollouts = num_rollouts
+        self.position = 0
+        self._data = data
+        self._resumed = False
+
+    def __len__(self) -> int:
+        return self.num_rollouts
+
+    def __iter__(self) -> Iterator[Rollouts]:
+        if not self._resumed:  # also after an epoch shortened by `limit_train_batches`
+            self.position = 0
+        self._resumed = False
+        while self.position < self.num_rollouts:
+            rollouts = self._data.next_rollout(self._left())
+            self.position += 1
+            yield rollouts
+
+    def _left(self) -> int:
+        """Number of rollouts after the next one in the last epoch; unlimited in earlier epochs."""
+        trainer = self._data.trainer
+        last_epoch = trainer.max_epochs is not None and 0 <= trainer.max_epochs <= trainer.current_epoch + 1
+        return max(self._of_epoch() - self.position - 1, 0) if last_epoch else sys.maxsize
+
+    def _of_epoch(self) -> int:
+        """Number of rollouts that Lightning requests per epoch."""
+        return int(min(self.num_rollouts, max(self._data.trainer.fit_loop.max_batches, 1)))
+
+    def state_dict(self) -> dict[str, int]:
+        """Returns the position in the epoch."""
+        return {"position": self.position % self._of_epoch()}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Resumes within the epoch."""
+        self.position, self._resumed = state_dict["position"], True
+
+
+class EvalLoader:
+    """Iterates once over a set of evaluation prompts. All ranks get the same number of batches.
+
+    Args:
+        data: The `RolloutDataModule`.
+        name: Name of the set, or "" for a single one.
+        prompts: The prompts of all ranks.
+    """
+
+    def __init__(self, data: Any, name: str, prompts: PromptSet) -> None:
+        self._data = data
+        self._name = name
+        self._prompts = prompts
+        self._starts = range(0, len(prompts), data.evaluation.batch_size * data.world_size)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __iter__(self) -> Iterator[Rollouts]:
+        return (self._data.evaluate(self._name, self._prompts, first) for first in self._starts)

@@ -15,7 +15,7 @@ from lightrl.compat.transformers import as_saved
 from lightrl.distributed.strategies import fingerprint
 from lightrl.engines.base import TOLERANCE, Engine, StaleWeightsError
 from lightrl.models.turns import harmless_id, placeholder_ids
-from lightrl.records import EngineContext, GenerationRequest, Prompts, SamplingParams
+from lightrl.records import EngineContext, GenerationRequest, SamplingParams
 from lightrl.rollout.collector import ScoredGroup
 from lightrl.rollout.learner import RolloutLearner, TrajectoryCheck
 
@@ -61,18 +61,14 @@ class WeightSync(Callback):
         self.last_media_gap: float | None = None
         """Mean absolute log-prob difference in nats after a prompt with media; None for text-only runs."""
         self._frozen: int | None = None  # fingerprint at the last push
-        self._prompts: list[list[int]] | None = None
+        self._prompts: list[list[int]] = []
         self._media: GenerationRequest | None = None
         self._answered: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # tokens, engine's, trainer's
 
-    def show_prompts(self, token_ids: Sequence[Sequence[int]]) -> None:
-        """Stores the first prompts for the check. Called from any thread."""
-        if self._prompts is None:
-            self._prompts = [list(ids) for ids in token_ids]
-
-    def show_media(self, request: GenerationRequest) -> None:
-        """Stores the first request with media for the check. Called from any thread."""
-        self._media = self._media or request
+    def show(self, requests: Sequence[GenerationRequest]) -> None:
+        """Stores the first prompts, and the first request with media, for the check. Called from any thread."""
+        self._prompts = self._prompts or [request.token_ids for request in requests if not request.media]
+        self._media = self._media or next((request for request in requests if request.media), None)
 
     def ensure_synced(self, module: RolloutLearner, engine: Engine) -> None:
         """Pushes the module's weights to the started engine if their versions differ. Collective."""
@@ -167,7 +163,7 @@ class WeightSync(Callback):
         """
         config = module.actor.lm.config.get_text_config()
         generator = torch.Generator().manual_seed(0)
-        known = [token for prompt in self._prompts or () for token in prompt][: NUM_SEQUENCES * length]
+        known = [token for prompt in self._prompts for token in prompt][: NUM_SEQUENCES * length]
         if len(known) == NUM_SEQUENCES * length:
             tokens = torch.tensor(known).view(NUM_SEQUENCES, length)
         else:
@@ -195,37 +191,20 @@ PRECISION_TO_DTYPE = {"bf16": "bfloat16", "16": "float16", "32": "float32", "64"
 
 
 class EngineHost:
-    """Starts an engine, keeps its weights in sync with the policy, passes its samples to callbacks, and closes it.
+    """Starts the engine, keeps its weights in sync with the policy, and passes its samples to callbacks.
 
     Args:
-        engine: The engine, not started.
-
-    Attributes:
-        module: The module that owns the policy, set by `attach`.
+        data: The `RolloutDataModule`.
     """
 
-    module: RolloutLearner
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self._needs: dict[str, Any] = {}
+    def __init__(self, data: Any) -> None:
+        self.data = data
         self._default_sync = WeightSync()
-
-    def attach(self, module: RolloutLearner, **needs: Any) -> None:
-        """Sets the run's module and checks the engine's settings.
-
-        Args:
-            module: The module that owns the policy.
-            needs: Fields of `EngineContext` that don't come from the module or its trainer.
-        """
-        self.module, self._needs = module, needs
-        if not self.engine.started:
-            self.engine.check(self.context())
 
     def context(self) -> EngineContext:
         """Returns the engine's context in this run."""
-        trainer: Any = self.module.trainer
-        spec, actor = self.module.actor_spec, getattr(self.module, "actor", None)
+        trainer, module = self.data.trainer, self.data.learner
+        spec, actor = module.actor_spec, getattr(module, "actor", None)
         computed = getattr(trainer.strategy, "param_dtype", None)  # FSDP2Strategy's
         # Engines apply adapters only to unquantized language models loaded from the model directory.
         merged = spec.lora is None or spec.lora.quantize_4bit
@@ -236,13 +215,13 @@ class EngineHost:
         return EngineContext(
             model_path=spec.path,
             dtype=computed or PRECISION_TO_DTYPE[str(trainer.precision).split("-")[0]],
-            rank=int(trainer.global_rank),
+            rank=self.data.rank,
             local_rank=int(trainer.local_rank),
-            world_size=int(trainer.world_size),
+            world_size=self.data.world_size,
             device=str(trainer.strategy.root_device),
             random_init=bool(spec.random_init),
             lora_rank=0 if merged or spec.lora is None else spec.lora.r,
-            **self._needs,
+            **self.data.engine_needs,
         )
 
     def ready(self) -> float:
@@ -254,7 +233,7 @@ class EngineHost:
         Raises:
             StaleWeightsError: If the `WeightSync` callbacks did not push the current version.
         """
-        begin, engine, module = time.perf_counter(), self.engine, self.module
+        begin, engine, module = time.perf_counter(), self.data.engine, self.data.learner
         if not engine.started:
             rank_zero_info(f"Starting {type(engine).__name__} with {module.actor_spec.name} ...")
             engine.start(self.context())
@@ -275,36 +254,20 @@ class EngineHost:
 
     def checks(self) -> list[TrajectoryCheck]:
         """Returns the trainer's callbacks that check trajectories."""
-        trainer: Any = self.module.trainer
-        return [callback for callback in trainer.callbacks if isinstance(callback, TrajectoryCheck)]
+        return [callback for callback in self.data.trainer.callbacks if isinstance(callback, TrajectoryCheck)]
 
     def _syncs(self) -> list[WeightSync]:
-        trainer: Any = self.module.trainer
-        return [callback for callback in trainer.callbacks if isinstance(callback, WeightSync)] or [self._default_sync]
+        own = [callback for callback in self.data.trainer.callbacks if isinstance(callback, WeightSync)]
+        return own or [self._default_sync]
 
-    def show(self, prompts: Prompts, sampling: SamplingParams, *, first_turn_only: bool) -> None:
-        """Passes the next prompts to the `WeightSync` callbacks, for the weight-sync check.
-
-        Args:
-            prompts: This rank's prompts.
-            sampling: Sampling settings.
-            first_turn_only: Whether the first request contains exactly these tokens, which multi-turn episodes don't
-                guarantee.
-        """
-        if not any(prompts.media):
-            for sync in self._syncs():
-                sync.show_prompts(prompts.token_ids)
-        elif first_turn_only:
-            self.show_media(prompts.request(next(i for i, media in enumerate(prompts.media) if media), sampling, 0, 1))
-
-    def show_media(self, request: GenerationRequest) -> None:
-        """Passes a request with media to the `WeightSync` callbacks."""
+    def show(self, requests: Sequence[GenerationRequest]) -> None:
+        """Passes the next requests to the `WeightSync` callbacks, for the weight-sync check."""
         for sync in self._syncs():
-            sync.show_media(request)
+            sync.show(requests)
 
-    def check_trajectories(self, groups: Sequence[ScoredGroup], sampling: SamplingParams, tokenizer: Any) -> None:
+    def check_trajectories(self, groups: Sequence[ScoredGroup], sampling: SamplingParams) -> None:
         """Runs the `TrajectoryCheck` callbacks on a training rollout, without prompts that contain media."""
         trajectories = [t for group in groups if not any(group.prompt.media) for t in group.trajectories]
         for check in self.checks():
             check.check_sampling(sampling)
-            check.check_trajectories(self.engine, trajectories, tokenizer)
+            check.check_trajectories(self.data.engine, trajectories, self.data.tokenizer)

@@ -17,7 +17,7 @@ import torch
 from lightrl.compat.arguments import one_of
 from lightrl.distributed.strategies import gather_objects
 from lightrl.engines.background import in_background, release_threads
-from lightrl.engines.base import Engine, EngineDiedError
+from lightrl.engines.base import EngineDiedError
 from lightrl.environments.episodes import Task
 from lightrl.records import Completion, CompletionGroup, GenerationRequest, Routes, SamplingParams, Support
 from lightrl.rollout.collector import Collection
@@ -30,9 +30,9 @@ class _BesideTraining(Schedule):
     def __init__(self, max_staleness: int) -> None:
         self.max_staleness = max_staleness
 
-    def check(self, engine: Engine, *, adapts_prompts: bool, dynamic_sampling_rounds: int) -> None:
-        engine.check_overlap(in_flight=isinstance(self, InFlight))
-        if adapts_prompts:
+    def check(self, data: Any) -> None:
+        data.engine.check_overlap(in_flight=isinstance(self, InFlight))
+        if hasattr(data.prompts, "success_reward"):
             raise ValueError(
                 f"schedule={type(self).__name__} with PromptCurriculum: the next prompts depend on rewards that are "
                 "not known yet. Use schedule=OnPolicy, or another source of prompts."
@@ -202,12 +202,12 @@ class InFlight(_BesideTraining):
         self._flights: deque[RecordedCollection] = deque()
         self._saved: list[dict[str, Any]] = []  # of a resumed run, until restarted
 
-    def check(self, engine: Engine, *, adapts_prompts: bool, dynamic_sampling_rounds: int) -> None:
-        super().check(engine, adapts_prompts=adapts_prompts, dynamic_sampling_rounds=dynamic_sampling_rounds)
-        if dynamic_sampling_rounds:
+    def check(self, data: Any) -> None:
+        super().check(data)
+        if rounds := data.dynamic_sampling_rounds:
             raise ValueError(
-                f"schedule=InFlight with dynamic_sampling_rounds={dynamic_sampling_rounds}: later prompts start before "
-                "the number of resampled prompts is known. Set dynamic_sampling_rounds to 0, or use another schedule."
+                f"schedule=InFlight with dynamic_sampling_rounds={rounds}: later prompts start before the number of "
+                "resampled prompts is known. Set dynamic_sampling_rounds to 0, or use another schedule."
             )
 
     def attach(self, sampler: RolloutSampler) -> None:

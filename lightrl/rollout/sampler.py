@@ -20,7 +20,6 @@ from typing import Any
 from lightrl.data.prompts import PromptSet
 from lightrl.distributed.strategies import gather_objects
 from lightrl.engines.background import BackgroundLoop
-from lightrl.engines.base import Engine
 from lightrl.environments.episodes import Task, request_seed
 from lightrl.models.turns import ending_turns
 from lightrl.records import Prompts, SamplingParams
@@ -33,7 +32,7 @@ TRAINED = partial(Collection, trained=True)
 
 @dataclass
 class SampledRollout:
-    """A training rollout before collation.
+    """A rollout before collation.
 
     Attributes:
         groups: This rank's groups.
@@ -125,7 +124,7 @@ class RolloutSampler:
 
             refill(self, rollout, gather)
         rollout.metrics |= {f"rollout/prompts_{name}": float(number) for name, number in self.prompts.counts.items()}
-        self.data.host.check_trajectories(rollout.groups, rollout.sampling, self.data.tokenizer)
+        self.data.host.check_trajectories(rollout.groups, rollout.sampling)
         return rollout
 
     def measured(self, collection: Collection) -> dict[str, float]:
@@ -150,7 +149,7 @@ class RolloutSampler:
                 seeds[i],
                 sampling,
                 self.data.tokenizer,
-                self.data.host.engine.max_model_len,
+                self.data.engine.max_model_len,
                 name=f"prompt {i} (dataset row {prompts.indices[i]})" if prompts.indices else f"prompt {i}",
             )
             for i in range(len(prompts))
@@ -159,15 +158,16 @@ class RolloutSampler:
 
     def evaluate(
         self, prompts: Prompts, sampling: SamplingParams, group_size: int, stream: str, cursor: int
-    ) -> tuple[list[ScoredGroup], dict[str, float]]:
-        """Samples evaluation groups with the current policy, and returns them with timing metrics.
+    ) -> SampledRollout:
+        """Samples evaluation groups with the current policy.
 
         The random seeds depend on the name of the `stream` and on `cursor`, the number of earlier prompts in it.
         """
         self._show(prompts, sampling)
         sync = self.data.host.ready()
         collection = self.start(prompts, sampling, group_size, self._seeds(prompts, cursor, stream))
-        return collection.finish(), {**collection.seconds, "time/sync": sync}
+        groups = collection.finish()
+        return SampledRollout(groups, cursor, collection.seconds | {"time/sync": sync}, sampling, groups)
 
     def close(self, timeout: float) -> None:
         """Cancels unfinished rollouts and stops the episodes' thread within about `timeout` seconds."""
@@ -193,7 +193,7 @@ class RolloutSampler:
         return [request_seed(self.data.seed, stream, cursor, row) for row in rows]
 
     def _show(self, prompts: Prompts, sampling: SamplingParams) -> None:
-        self.data.host.show(prompts, sampling, first_turn_only=not self.data.episode.multi_turn)
+        self.data.host.show([prompts.request(i, sampling, 0, 1) for i in range(len(prompts))])
 
     def _own_prompts(self, first: int) -> Prompts:
         """Returns this rank's prompts of the training rollout that starts at prompt `first`. Cached."""
@@ -219,14 +219,8 @@ class Schedule(ABC):
     max_staleness: int = 0
     keeps_cache: bool = False
 
-    def check(self, engine: Engine, *, adapts_prompts: bool, dynamic_sampling_rounds: int) -> None:  # noqa: B027
-        """Raises a ValueError if the schedule is incompatible with the other arguments of the data module.
-
-        Args:
-            engine: The engine, not started.
-            adapts_prompts: Whether the next prompts depend on earlier rewards.
-            dynamic_sampling_rounds: Argument of the data module.
-        """
+    def check(self, data: Any) -> None:  # noqa: B027
+        """Raises a ValueError if the schedule is incompatible with the other arguments of the `RolloutDataModule`."""
 
     def attach(self, sampler: RolloutSampler) -> None:
         """Sets the sampler of the next run. Collective."""

@@ -33,7 +33,7 @@ def test_rows_are_drawn_in_proportion_to_their_weights_without_replacement(token
     firsts: Counter[int] = Counter()
     for seed in range(500):
         prompts = opened(tokenizer, seed, rest_weight=0.25)
-        prompts.observe([(0, 1.0), (1, 1.0), (2, 0.0), (3, 0.5)], 8)
+        prompts.observe([(0, [1.0]), (1, [1.0]), (2, [0.0]), (3, [1.0, 0.0])], 8)
         order = prompts._drawn(0)
         assert sorted(order) == list(range(8))
         firsts[order[0]] += 1
@@ -45,17 +45,17 @@ def test_rows_are_drawn_in_proportion_to_their_weights_without_replacement(token
 
 def test_the_rate_is_that_of_the_last_visits_and_metrics_count_rows(tokenizer: Any) -> None:
     prompts = opened(tokenizer, window=2, low=0.1, high=0.9)
-    prompts.observe([(5, 0.0), (6, 1.0)], 4)
-    metrics = prompts.observe([(5, 1.0), (6, 1.0)], 8)
+    prompts.observe([(5, [0.0]), (6, [1.0])], 4)
+    metrics = prompts.observe([(5, [1.0]), (6, [1.0])], 8)
     shares = {"rollout/rows_unseen": 6 / 8, "rollout/rows_hard": 0.0, "rollout/rows_solved": 1 / 8}
     assert metrics == shares | {"rollout/classes_open": 1.0}
-    assert prompts.observe([(5, 1.0)], 12)["rollout/rows_solved"] == 2 / 8, "the failure has left the window"
+    assert prompts.observe([(5, [1.0])], 12)["rollout/rows_solved"] == 2 / 8, "the failure has left the window"
 
 
 def test_hard_rows_come_again_the_oldest_first(tokenizer: Any) -> None:
     prompts = opened(tokenizer, replay=0.25)
-    prompts.observe([(7, 0.0)], 4)
-    prompts.observe([(1, 0.0), (2, 0.0), (3, 0.5)], 8)
+    prompts.observe([(7, [0.0])], 4)
+    prompts.observe([(1, [0.0]), (2, [0.0]), (3, [1.0, 0.0])], 8)
     order = picked(prompts, 8, 8)
     assert [order[3], order[7]] == [7, 1], "every fourth; 7 was seen before 1 and 2"
     assert sorted(order) == list(range(8))
@@ -65,16 +65,16 @@ def test_hard_rows_come_again_the_oldest_first(tokenizer: Any) -> None:
 def test_the_replayed_share_is_exact_over_a_hundred_prompts(percent: int, tokenizer: Any) -> None:
     source = PromptSource(rows=[{"prompt": f"{i}+{i}="} for i in range(200)])
     prompts = PromptCurriculum(source, replay=percent / 100, rest_weight=1e-9).load(tokenizer)
-    prompts.observe([(i, 0.0) for i in range(100)], 0)
+    prompts.observe([(i, [0.0]) for i in range(100)], 0)
     assert sum(row < 100 for row in picked(prompts, 0, 100)) == percent
 
 
 def test_the_next_class_opens_when_the_last_one_is_learnt(tokenizer: Any) -> None:
     prompts = opened(tokenizer, class_column="level", classes=["easy", "hard"], advance_at=0.75, class_window=4)
     assert sorted(picked(prompts, 0, 4)) == [0, 1, 2, 3] and sorted(picked(prompts, 4, 4)) == [0, 1, 2, 3]
-    assert prompts.observe([(i, 0.7) for i in range(4)], 4)["rollout/classes_open"] == 1
+    assert prompts.observe([(i, [1.0] * 7 + [0.0] * 3) for i in range(4)], 4)["rollout/classes_open"] == 1
     assert max(picked(prompts, 4, 4)) < 4
-    assert prompts.observe([(i, 0.75) for i in range(4)], 8)["rollout/classes_open"] == 2
+    assert prompts.observe([(i, [1.0] * 3 + [0.0]) for i in range(4)], 8)["rollout/classes_open"] == 2
     assert sorted(picked(prompts, 8, 8)) == list(range(8))
 
 
@@ -88,7 +88,7 @@ def test_ranks_pick_apart_what_one_would_and_a_state_goes_on(tokenizer: Any) -> 
         assert [of_ranks[k % 2][k // 2] for k in range(4)] == expected == picked(restored, cursor, 4)
         more = picked(whole, cursor + 4, 2)  # of a refill
         assert more == picked(restored, cursor + 4, 2)
-        visits = [(row, 1.0 if (row + number) % 3 else 0.0) for row in expected + more]
+        visits = [(row, [1.0 if (row + number) % 3 else 0.0]) for row in expected + more]
         cursor += 6
         whole.observe(visits, cursor)
         for part in parts:

@@ -57,8 +57,8 @@ def test_gap_through_shared_memory(which: str, request: pytest.FixtureRequest, m
     for temperature in (1.0, 0.7):
         assert sampled_gap(engine, model, temperature) <= 5e-5
     # Buckets far smaller than the model: tensors go through both by turns, the largest (64 KiB) through grown ones.
-    monkeypatch.setattr("lightrl.engines.vllm.weights._BUCKET_BYTES", 20_000)
-    for bucket in engine._buckets.buckets:
+    monkeypatch.setattr("lightrl.compat.vllm_process._BUCKET_BYTES", 20_000)
+    for bucket in engine._adapter._buckets:
         bucket.memory = torch.empty(0, dtype=torch.uint8)
     for seed in (2, 3):
         engine.load_weights(change(model, seed).named_parameters(), policy_version=seed)

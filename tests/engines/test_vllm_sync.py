@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightrl.engines.vllm.weights import _Bucket
+from lightrl.compat.vllm_process import _Bucket
 from lightrl.records import Prompts, SamplingParams
 from tests.engines.conftest import ask, change, load, reference_logprobs
 

@@ -30,7 +30,6 @@ from lightrl.records import (
 from lightrl.rewards.base import RewardError
 from lightrl.rewards.scorer import RewardScorer
 from lightrl.rollout.collector import RolloutStalledError, collate, trajectory_metrics
-from lightrl.rollout.host import EngineHost
 from lightrl.rollout.overlap import RecordedCollection
 from lightrl.rollout.sampler import RolloutSampler
 from tests.rollout.conftest import ScriptedEngine
@@ -99,7 +98,7 @@ def collector() -> Iterator[Callable[..., RolloutSampler]]:
         scorer = RewardScorer(list(rewards)) if rewards else None
         sizes = {"group_size": 2, "prompts_per_rollout": 2, "dynamic_sampling_rounds": 0, "seed": 0}
         data = SimpleNamespace(
-            host=EngineHost(engine or ScriptedEngine()),
+            engine=engine or ScriptedEngine(),
             episode=episode or SingleTurn(),
             scorer=scorer,
             stall_timeout=stall_timeout,

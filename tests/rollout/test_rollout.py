@@ -15,7 +15,7 @@ from lightrl.engines.base import StaleWeightsError
 from lightrl.environments.episodes import one_turn, request_seed
 from lightrl.records import Completion, CompletionGroup, Prompts, SamplingParams, Scores
 from lightrl.rollout.collector import ScoredGroup, collate
-from lightrl.rollout.loaders import RolloutLoader
+from lightrl.rollout.datamodule import RolloutLoader
 from tests.toys import SMALL, Idle, Keep, model_fixture, quickstart_model, quiet_trainer, sums_data
 
 model_path = model_fixture(**SMALL)
@@ -64,7 +64,7 @@ def test_sampling_with_weights_that_were_never_pushed_is_refused(model_path: str
 def test_an_epoch_that_lightning_cut_short_is_over_for_a_resumed_run(taken: float, position: int) -> None:
     """Two of three rollouts with `limit_train_batches=2`: the next epoch begins with its first."""
     trainer: Any = SimpleNamespace(max_epochs=5, current_epoch=0, fit_loop=SimpleNamespace(max_batches=taken))
-    loader = RolloutLoader(lambda left: left, 3, trainer)  # type: ignore[arg-type, return-value]
+    loader = RolloutLoader(SimpleNamespace(next_rollout=lambda left: left, trainer=trainer), 3)
     rollouts = iter(loader)
     for _ in range(2 if taken != 3 else 3):
         next(rollouts)

@@ -1,22 +1,25 @@
 """The embedded vLLM engine, which runs in the trainer's process or in separate ones.
 
-`lightrl.compat.vllm` and `vllm_worker` wrap vLLM's internals. `conversion` has the startup arguments and converts
-requests and outputs. `weights` pushes to separate processes. `start` imports vLLM.
+`lightrl.compat.vllm` and `vllm_worker` wrap vLLM's internals, `vllm_process` those of separate processes. `conversion`
+has the startup arguments and converts requests and outputs. `start` imports vLLM.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from itertools import count, pairwise
-from typing import TYPE_CHECKING, Any, Literal, cast
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
+from lightrl.compat.vllm import LostEngineError, VLLMAdapter
 from lightrl.engines.base import EngineDiedError, SteppingEngine
 from lightrl.engines.vllm import conversion
 from lightrl.engines.vllm.conversion import (
@@ -31,9 +34,6 @@ from lightrl.models.loading import longest_sequence
 from lightrl.records import Completion, CompletionGroup, EngineContext, GenerationRequest, SamplingParams
 
 if TYPE_CHECKING:
-    from lightrl.compat.vllm import VLLMAdapter
-    from lightrl.compat.vllm_process import SeparateAdapter
-    from lightrl.engines.vllm.weights import AdapterFolder, BucketSender
     from lightrl.records import Routes
 
 log = logging.getLogger(__name__)
@@ -118,9 +118,8 @@ class VLLMEngine(SteppingEngine):
         self.progress_timeout = progress_timeout
         self.engine_args = dict(engine_args or {})
         self._adapter: VLLMAdapter | None = None
-        self._buckets: BucketSender | None = None  # of separate processes
         self._pushed: frozenset[str] | None = None  # names of the last push, or None if all must be checked
-        self._adapter_folder: AdapterFolder | None = None
+        self._lora_folder: TemporaryDirectory[str] | None = None  # from which the workers read the adapter
         self._finished: dict[str, Any] = {}
         self._switches: dict[str, list[tuple[int, int]]] = {}  # per request: (tokens before, version after)
         self._groups: dict[GenerationRequest, _Group] = {}
@@ -160,8 +159,6 @@ class VLLMEngine(SteppingEngine):
         forced, defaults = conversion.environment(self, context, cuda)
         arguments = conversion.arguments(self, context, cuda)
         if self.in_process:
-            from lightrl.compat.vllm import VLLMAdapter
-
             self._adapter = VLLMAdapter(arguments, forced=forced, defaults=defaults)
         else:
             from lightrl.compat.vllm_process import SeparateAdapter
@@ -176,10 +173,6 @@ class VLLMEngine(SteppingEngine):
         self.policy_version, self.dtype = -1, str(arguments["dtype"]).removeprefix("torch.")
         self.device = context.device if self.in_process else "cpu"
         self.pushes = "adapter" if conversion.adapter_rank(self, context) else "checkpoint"
-        if not self.in_process:
-            from lightrl.engines.vllm.weights import BucketSender
-
-            self._buckets = BucketSender(cast("SeparateAdapter", self._adapter))
 
     @property
     def started(self) -> bool:
@@ -202,15 +195,15 @@ class VLLMEngine(SteppingEngine):
         self._release(dead=stuck)
 
     def _release(self, *, dead: bool) -> None:
-        adapter, self._adapter, self._buckets, self._pushed = self._adapter, None, None, None
-        folder, self._adapter_folder = self._adapter_folder, None
+        adapter, self._adapter, self._pushed = self._adapter, None, None
+        folder, self._lora_folder = self._lora_folder, None
         self.policy_version, self._finished, self._groups, self._places = -1, {}, {}, {}
         try:
             if adapter is not None:
                 adapter.close(dead=dead)
         finally:
             if folder is not None:
-                folder.remove()
+                folder.cleanup()
 
     def _started(self) -> VLLMAdapter:
         if self._adapter is None:
@@ -220,16 +213,10 @@ class VLLMEngine(SteppingEngine):
     @contextmanager
     def _serving(self) -> Iterator[VLLMAdapter]:
         """Yields the adapter with the lock held. Cleans up a dead engine."""
-        if self.in_process:
-            with self.lock:
-                yield self._started()
-            return
-        from lightrl.compat.vllm_process import LostEngineError, deaths_translated
-
         with self.lock:
             adapter = self._started()
             try:
-                with deaths_translated():
+                with adapter.guarded():
                     yield adapter
             except LostEngineError as error:
                 died = EngineDiedError(str(error))
@@ -394,8 +381,7 @@ class VLLMEngine(SteppingEngine):
                 yield name, tensor.detach()
 
         adapter.rpc("lightrl_begin", strict)
-        push = self._buckets.push if self._buckets is not None else partial(adapter.rpc, "lightrl_load")
-        errors = [error for error in push(stream()) if error]
+        errors = adapter.push(stream())
         missing = sorted({name for part in adapter.rpc("lightrl_finish", strict) for name in part})
         if errors:
             raise ValueError(f"vLLM could not load the weights: {errors[0]}")
@@ -430,13 +416,15 @@ class VLLMEngine(SteppingEngine):
     def load_adapter(
         self, named_tensors: Iterable[tuple[str, Tensor]], config: Mapping[str, Any], *, policy_version: int
     ) -> None:
-        from lightrl.engines.vllm.weights import AdapterFolder
+        from lightrl.models.lora import save_adapter
 
         with self._changing(policy_version) as adapter:
             self._wake_cache()
-            self._adapter_folder = self._adapter_folder or AdapterFolder()
-            self._adapter_folder.write(named_tensors, config)
-            adapter.load_lora(self._adapter_folder.path)
+            if self._lora_folder is None:
+                memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+                self._lora_folder = TemporaryDirectory(prefix="lightrl-lora-", dir=memory)
+            save_adapter(Path(self._lora_folder.name), named_tensors, config)
+            adapter.load_lora(self._lora_folder.name)
 
     def sleep(self) -> None:
         if self._asleep or not self.sleep_level:
