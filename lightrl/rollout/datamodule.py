@@ -221,8 +221,6 @@ class RolloutDataModule(LightningDataModule):
             wanted["prompts"] = self.prompts
         elif stage == "predict" and predicted in self.eval_sources:
             wanted = {predicted: self.eval_sources[predicted]}
-        labelled = scorer is not None and scorer.rewards_by_label is not None
-        of_episodes = ["messages"] if self.episode.multi_turn else []
         for name, source in wanted.items():
             if name in self._sets:
                 continue
@@ -237,10 +235,9 @@ class RolloutDataModule(LightningDataModule):
             )
             if scorer is not None:
                 for part in opened.sources:
-                    labels = part.values(scorer.label_column) if labelled else None
-                    scorer.check_source(
-                        [*part.columns, *of_episodes], f"{part.spec.label} ({name})", labels, opened.columns
-                    )
+                    labels = None if scorer.rewards_by_label is None else part.values(scorer.label_column)
+                    columns = [*part.columns, *["messages"] * self.episode.multi_turn]
+                    scorer.check_source(columns, f"{part.spec.label} ({name})", labels, opened.columns)
 
     @property
     def engine_needs(self) -> dict[str, Any]:
@@ -274,7 +271,6 @@ class RolloutDataModule(LightningDataModule):
 
     def train_dataloader(self) -> RolloutLoader:
         """Returns the loader of one epoch of rollouts."""
-        assert self.trainer is not None, "Lightning has attached its trainer"
         count = self.rollouts_per_epoch
         if count is None:
             count = -(-len(self._sets["prompts"]) // self.prompts_per_rollout)
