@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightrl.checkpoints.plugin import CheckedCheckpointIO
-from lightrl.checkpoints.reading import read_checkpoint
+from lightrl.checkpoints.checkpoint_io import CheckedCheckpointIO, read_checkpoint
 from lightrl.models.loading import load_causal_lm
 from lightrl.models.spec import ModelSpec
 from tests.toys import SMALL, quickstart_model

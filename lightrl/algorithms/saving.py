@@ -142,7 +142,7 @@ class SavesPretrained(LightningModule):
     def load_weights(self, checkpoint_path: str | Path) -> None:
         """Builds the models without a trainer and loads a checkpoint's weights; see `load_from_checkpoint`."""
         from lightrl.algorithms import run_record
-        from lightrl.checkpoints.reading import read_checkpoint
+        from lightrl.checkpoints.checkpoint_io import read_checkpoint
 
         checkpoint = read_checkpoint(checkpoint_path)
         run_record.require_own(checkpoint.get("lightrl", {}), type(self).__name__)
@@ -206,8 +206,8 @@ class SavesPretrained(LightningModule):
         Raises:
             ValueError: Weights are not finite. Existing files are kept.
         """
+        from lightrl.checkpoints.checkpoint_io import first_nonfinite, require_finite
         from lightrl.checkpoints.files import atomic_folder
-        from lightrl.checkpoints.plugin import first_nonfinite, require_finite
         from lightrl.models.folders import save_hf_folder
 
         try:

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
 from lightrl.engines.base import Engine
 from lightrl.records import Experience, Rollouts, SamplingParams, Trajectory
-from lightrl.rollout.learner import RLCallback, TrajectoryCheck
+from lightrl.rollout.learner import RLCallback
 
 log = logging.getLogger(__name__)
 
@@ -180,7 +180,7 @@ class LedgerMismatchError(RuntimeError):
     """Raised if a training sequence differs from the sampled tokens."""
 
 
-class TrajectoryLogprobCheck(TrajectoryCheck):
+class TrajectoryLogprobCheck(Callback):
     """Verifies sampled trajectories against the engine's log-probs, and stops the run if they differ.
 
     Compares `log pi(token | prefix)` of training sequences with the log-prob that the engine reported during sampling,
@@ -205,6 +205,7 @@ class TrajectoryLogprobCheck(TrajectoryCheck):
         self._rollouts = 0
 
     def check_sampling(self, sampling: SamplingParams) -> None:
+        """Rejects settings that change the sampling distribution. Called before training, and for each rollout."""
         plain = SamplingParams()
         names = ["temperature", "fire_temperature", "top_p", "top_k", "min_p", "repetition_penalty", "min_new_tokens"]
         names += ["regex", "json_schema"]
@@ -216,6 +217,10 @@ class TrajectoryLogprobCheck(TrajectoryCheck):
             )
 
     def check_trajectories(self, engine: Engine, trajectories: Sequence[Trajectory], tokenizer: Any) -> None:
+        """Verifies this rank's trajectories while the engine is idle and still has the weights that sampled them.
+
+        Called on every rank, possibly in a background thread.
+        """
         self._rollouts += 1
         sound = [trajectory for trajectory in trajectories if not trajectory.failed]
         if (self._rollouts - 1) % self.every_n_rollouts or not sound:

@@ -16,8 +16,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
+from lightrl.checkpoints.checkpoint_io import first_nonfinite
 from lightrl.checkpoints.files import StorageError, has_checksums, link
-from lightrl.checkpoints.plugin import first_nonfinite
 from lightrl.checkpoints.run_folder import LAST, RunGuard, checkpoints_in, last_of_runs, newest_whole, written_at
 from lightrl.compat.lightning import accumulates
 from lightrl.compat.lightning_checkpoints import (

@@ -20,9 +20,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lightrl.checkpoints.checkpoint_io import CheckedCheckpointIO, checkpoint_kind, read_header
 from lightrl.checkpoints.files import atomic_write, clean_leftovers, has_checksums, restore_replaced, verify, writing
-from lightrl.checkpoints.plugin import CheckedCheckpointIO
-from lightrl.checkpoints.reading import checkpoint_kind, read_header
 
 LOCK = ".lightrl.lock"
 """File in a directory that names the run holding it."""

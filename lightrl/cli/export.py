@@ -37,9 +37,8 @@ def export(
         raise ValueError(f"checkpoint={checkpoint!r}: does not exist. Pass a checkpoint that a run saved.")
     if target.resolve() == Path(checkpoint).resolve():
         raise ValueError(f"output={output!r}: is the checkpoint itself. Use another path.")
+    from lightrl.checkpoints.checkpoint_io import first_nonfinite, read_checkpoint, require_finite
     from lightrl.checkpoints.files import atomic_folder
-    from lightrl.checkpoints.plugin import first_nonfinite, require_finite
-    from lightrl.checkpoints.reading import read_checkpoint
 
     loaded = read_checkpoint(checkpoint)
     require_finite(first_nonfinite(loaded["state_dict"]), target)

@@ -17,9 +17,15 @@ import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy, ParallelStrategy
 from torch.distributed.constants import default_pg_timeout
 
+from lightrl.checkpoints.checkpoint_io import (
+    by_name,
+    checkpoint_kind,
+    read_checkpoint,
+    readable,
+    require_optimizer_states,
+    without_secrets,
+)
 from lightrl.checkpoints.files import DamagedError, partial_folder, publish_folder, remove, verify
-from lightrl.checkpoints.plugin import without_secrets
-from lightrl.checkpoints.reading import by_name, checkpoint_kind, read_checkpoint, readable, require_optimizer_states
 from lightrl.compat.lightning import set_data_parallel_size
 from lightrl.compat.lightning_checkpoints import load_module_state
 

@@ -26,8 +26,6 @@ TOLERANCE = {"float32": 5e-4, "float16": 0.05, "bfloat16": 0.5}
 LEAVE_SECONDS = 2.5
 """Time limit of `close` for the driver thread to finish a step."""
 
-_LINGER_SECONDS = 5.0  # idle time after which the driver thread ends
-
 
 class EngineDiedError(RuntimeError):
     """Raised if an engine process died. Sampling is not possible until the engine is restarted."""
@@ -103,31 +101,23 @@ class Engine(ABC):
         """
         if not trained:
             return
-        engine, plain = type(self).__name__, SamplingParams()
-        for key, value in (sampling.extra or {}).items():
-            if key not in self.harmless_extra:
-                raise ValueError(
-                    f"{name}.extra.{key}={value!r}: the trainer can't reproduce this sampling distribution. Remove it, "
-                    f"set it in evaluation.sampling, or list it in {engine}.harmless_extra."
-                )
         if sampling.temperature == 0:
             raise ValueError(
                 f"{name}.temperature=0: greedy completions of a prompt are all equal. Set it above 0 for training."
             )
-        fixes = {
-            "repetition_penalty": "Set it to 1 and use the reward RepetitionPenalty, or set it in evaluation.sampling",
-            "regex": "Remove it and use the reward RegexFormat, or set it in evaluation.sampling",
-            "json_schema": "Remove it and reward valid JSON, or set it in evaluation.sampling",
-        }
+        plain, listed = SamplingParams(), f"list it in {type(self).__name__}.harmless_extra"
+        extra = {key: value for key, value in (sampling.extra or {}).items() if key not in self.harmless_extra}
+        fixes = {"repetition_penalty": "use the reward RepetitionPenalty", "regex": "use the reward RegexFormat"}
+        fixes["json_schema"] = "reward valid JSON"
         if not self.records_support:
-            cut = f"{engine} does not record the kept tokens. Remove the setting, or use TransformersEngine"
-            fixes |= dict.fromkeys(("top_p", "top_k", "min_p"), cut)
-        for field, fix in fixes.items():
-            if getattr(sampling, field) != getattr(plain, field):
-                raise ValueError(
-                    f"{name}.{field}={getattr(sampling, field)!r}: the trainer can't reproduce this sampling "
-                    f"distribution. {fix}."
-                )
+            fixes |= dict.fromkeys(("top_p", "top_k", "min_p"), "use TransformersEngine")
+        wrong = [(f"extra.{key}", value, listed) for key, value in extra.items()]
+        wrong += [(f, v, fix) for f, fix in fixes.items() if (v := getattr(sampling, f)) != getattr(plain, f)]
+        for field, value, fix in wrong:
+            raise ValueError(
+                f"{name}.{field}={value!r}: the trainer can't reproduce this sampling distribution. Remove it, set it "
+                f"in evaluation.sampling, or {fix}."
+            )
 
     def known_model_len(self, model_path: str) -> int | None:
         """Returns `max_model_len` for a model directory or ID, or None if it is unknown before the start."""
@@ -271,7 +261,7 @@ class SteppingEngine(Engine):
 
     def __init__(self) -> None:
         self.lock = FairLock()
-        self._news = threading.Condition()  # guards the attributes below
+        self._news = threading.Lock()  # guards the attributes below
         self._made: dict[asyncio.AbstractEventLoop, list[GenerationRequest]] = defaultdict(list)  # in this tick
         self._asked: dict[GenerationRequest, asyncio.Future[CompletionGroup]] = {}
         self._waiting: list[GenerationRequest] = []  # not added yet
@@ -320,25 +310,21 @@ class SteppingEngine(Engine):
         self._tell(lambda: self._waiting.extend(made))
 
     def _tell(self, change: Callable[[], object]) -> None:
-        """Applies a change and wakes the driver thread."""
+        """Applies a change and starts the driver thread, which ends when it has no work."""
         with self._news:
             change()
             if self._driver is None and not self._ending:
                 self._driver = in_background(self._drive, "lightrl-sampling")
-            self._news.notify_all()
 
     def _drive(self) -> None:
         torch.get_num_threads()  # initializes this thread with the process's number of threads
         if self.device.startswith("cuda"):
             torch.cuda.set_device(self.device)
         while True:
-            if not self._has_work():
-                release_threads()
             with self._news:
-                self._news.wait_for(self._has_work, _LINGER_SECONDS)
                 if self._ending or not self._has_work():
                     self._driver = None
-                    return
+                    break
                 cancelled = [request for request in self._cancelled if request in self._running]
                 added = [] if self._paused else [request for request in self._waiting if request in self._asked]
                 self._cancelled.clear()
@@ -362,9 +348,10 @@ class SteppingEngine(Engine):
                 self.lose(RuntimeError(f"{type(self).__name__}.step raised {type(error).__name__}: {error}"))
             self.moved = time.monotonic()
             self._answer([(group.request, group) for group in groups])
+        release_threads()
 
     def _has_work(self) -> bool:
-        return bool(self._ending or self._cancelled or (not self._paused and (self._waiting or self._running)))
+        return bool(self._cancelled or (not self._paused and (self._waiting or self._running)))
 
     def _answer(self, answers: Iterable[tuple[GenerationRequest, CompletionGroup | Exception]]) -> None:
         """Settles futures, together for each event loop, so that follow-up requests are also added together."""
@@ -405,7 +392,6 @@ class SteppingEngine(Engine):
         """Stops the driver thread and fails pending requests. Returns False if the thread hangs and is leaked."""
         with self._news:
             self._ending = True
-            self._news.notify_all()
             driver = self._driver
         if driver is not None and driver is not threading.current_thread():
             driver.join(LEAVE_SECONDS)

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from lightrl.engines.background import all_of, release_threads
 from lightrl.environments.episodes import EnvironmentFailedError, Task
-from lightrl.ops.advantages import group_stats
 from lightrl.records import (
     CompletionGroup,
     GenerationRequest,
@@ -55,13 +54,6 @@ class ScoredGroup:
         """Weighted sum of function rewards plus turn rewards per trajectory; NaN if it failed or was not scored."""
         scored = [math.nan] * len(self.trajectories) if self.scores is None else self.scores.total
         return [_reward(t, total) for t, total in zip(self.trajectories, scored, strict=True)]
-
-    @property
-    def has_spread(self) -> bool:
-        """Whether the rewards of the scored trajectories differ. See `GroupStats.varied`."""
-        rewards = torch.tensor(self.rewards)
-        stats = group_stats(rewards, torch.zeros(len(rewards), dtype=torch.long), ~rewards.isnan())
-        return bool(stats.varied.any())
 
 
 def _reward(trajectory: Trajectory, scored: float) -> float:

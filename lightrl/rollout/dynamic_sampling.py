@@ -11,8 +11,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
+
 from lightrl.environments.episodes import request_seed
-from lightrl.rollout.collector import Collection
+from lightrl.ops.advantages import group_stats
+from lightrl.rollout.collector import Collection, ScoredGroup
 
 
 def refill(sampler: Any, rollout: Any, gather: Callable[[int], list[int]]) -> None:
@@ -29,7 +32,7 @@ def refill(sampler: Any, rollout: Any, gather: Callable[[int], list[int]]) -> No
     """
     data, wanted, rounds = sampler.data, len(rollout.groups), 0
     while rounds < data.dynamic_sampling_rounds:
-        missing = gather(wanted - sum(group.has_spread for group in rollout.sampled))
+        missing = gather(wanted - sum(map(has_spread, rollout.sampled)))
         if not any(missing):
             break
         if count := missing[data.rank]:
@@ -41,8 +44,8 @@ def refill(sampler: Any, rollout: Any, gather: Callable[[int], list[int]]) -> No
             for name, value in sampler.measured(more).items():
                 rollout.metrics[name] += value
         rollout.cursor, rounds = rollout.cursor + sum(missing), rounds + 1
-    kept = [group for group in rollout.sampled if group.has_spread]
-    flat = [group for group in rollout.sampled if not group.has_spread]
+    kept = [group for group in rollout.sampled if has_spread(group)]
+    flat = [group for group in rollout.sampled if not has_spread(group)]
     rollout.groups = [*kept, *flat[: wanted - len(kept)]]
     rewards = [reward for group in rollout.sampled for reward in group.rewards if not math.isnan(reward)]
     rollout.metrics |= {
@@ -51,3 +54,10 @@ def refill(sampler: Any, rollout: Any, gather: Callable[[int], list[int]]) -> No
         "rollout/flat_groups": float(wanted - len(kept)),
         "reward/sampled_mean": math.fsum(rewards) / len(rewards) if rewards else 0.0,
     }
+
+
+def has_spread(group: ScoredGroup) -> bool:
+    """Whether the rewards of the scored trajectories differ. See `GroupStats.varied`."""
+    rewards = torch.tensor(group.rewards)
+    stats = group_stats(rewards, torch.zeros(len(rewards), dtype=torch.long), ~rewards.isnan())
+    return bool(stats.varied.any())

@@ -17,7 +17,7 @@ from lightrl.engines.base import TOLERANCE, Engine, StaleWeightsError
 from lightrl.models.turns import harmless_id, placeholder_ids
 from lightrl.records import EngineContext, GenerationRequest, SamplingParams
 from lightrl.rollout.collector import ScoredGroup
-from lightrl.rollout.learner import RolloutLearner, TrajectoryCheck
+from lightrl.rollout.learner import RolloutLearner
 
 NUM_SEQUENCES, NUM_TOKENS = 2, 16
 """Number of sequences that the weight-sync check compares, and of tokens per sequence. Mixture-of-experts models get
@@ -252,9 +252,9 @@ class EngineHost:
 
     # ---- callbacks ---------------------------------------------------------------------------------------------
 
-    def checks(self) -> list[TrajectoryCheck]:
-        """Returns the trainer's callbacks that check trajectories."""
-        return [callback for callback in self.data.trainer.callbacks if isinstance(callback, TrajectoryCheck)]
+    def checks(self) -> list[Any]:
+        """Returns the trainer's callbacks that check trajectories, such as `TrajectoryLogprobCheck`."""
+        return [callback for callback in self.data.trainer.callbacks if hasattr(callback, "check_trajectories")]
 
     def _syncs(self) -> list[WeightSync]:
         own = [callback for callback in self.data.trainer.callbacks if isinstance(callback, WeightSync)]
@@ -266,7 +266,7 @@ class EngineHost:
             sync.show(requests)
 
     def check_trajectories(self, groups: Sequence[ScoredGroup], sampling: SamplingParams) -> None:
-        """Runs the `TrajectoryCheck` callbacks on a training rollout, without prompts that contain media."""
+        """Runs the checks on a training rollout, without prompts that contain media. The engine must be idle."""
         trajectories = [t for group in groups if not any(group.prompt.media) for t in group.trajectories]
         for check in self.checks():
             check.check_sampling(sampling)

@@ -11,10 +11,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lightrl.distributed import strategies
-from lightrl.engines.base import Engine
 from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import ModelSpec
-from lightrl.records import Experience, Rollouts, RowBatch, SamplingParams, Trajectory
+from lightrl.records import Experience, Rollouts, RowBatch
 
 if TYPE_CHECKING:
     from lightrl.records import Routes
@@ -116,29 +115,6 @@ class RolloutLearner(LightningModule, ABC):
     def scores_rollouts(self) -> bool:
         """Whether reward models of the module add to the rewards."""
         return False
-
-
-class TrajectoryCheck(Callback, ABC):
-    """A callback that checks the trajectories of a training rollout while the engine still has the sampling weights.
-
-    `RolloutDataModule` finds it among the trainer's callbacks.
-    """
-
-    @abstractmethod
-    def check_sampling(self, sampling: SamplingParams) -> None:
-        """Raises a ValueError if the callback doesn't support the sampling settings. Called before training."""
-
-    @abstractmethod
-    def check_trajectories(self, engine: Engine, trajectories: Sequence[Trajectory], tokenizer: Any) -> None:
-        """Raises an error if trajectories must not be trained on.
-
-        Called on every rank, possibly in a background thread, while the engine is idle.
-
-        Args:
-            engine: The engine, started and awake, with the weights that sampled the trajectories.
-            trajectories: This rank's trajectories, including failed ones.
-            tokenizer: The policy's tokenizer.
-        """
 
 
 HOOKS = ("on_rollout_scored", "on_experience_made", "on_policy_updated")

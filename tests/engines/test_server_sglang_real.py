@@ -18,10 +18,10 @@ from typing import Any
 
 import httpx
 import pytest
+from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
 pytest.importorskip("uvicorn")
 
-from lightrl.engines.vllm.conversion import free_port
 from tests.engines.sglang_server import SGLangServer
 from tests.toys import quickstart_model
 
@@ -43,7 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    port = free_port("")
+    port = find_free_network_port()
     place = ["--host", "127.0.0.1", "--port", str(port), "--model-path", str(model), "--dtype", "float32"]
     limits = ["--max-total-tokens", "4096"]
     log = tmp_path_factory.mktemp("log") / "server.log"

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.plugins.environments.lightning import find_free_network_port
 from torch import Tensor
 
 from lightrl.compat.vllm import transfer_group
 from lightrl.engines.base import EngineDiedError
 from lightrl.engines.server.client import Server, ServerError, ServerLostError
 from lightrl.engines.server.pool import ServerPool
-from lightrl.engines.vllm.conversion import free_port
 
 _BUCKET_BYTES = 1 << 30
 
@@ -173,7 +173,7 @@ class TransferTransport(Transport):
         if server.life in self._groups:
             return
         size = 1 + int(self.pool.loop.run(server.get("/get_world_size"))["world_size"])
-        host, port = _own_address(server.url), free_port("")
+        host, port = _own_address(server.url), find_free_network_port()
         group = {"master_address": host, "master_port": port, "world_size": size}
         body = {"init_info": group | {"rank_offset": 1, "packed": False}}
         request = self.pool.loop.submit(server.post("/init_weight_transfer_engine", body))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any, TypeAlias
 
 import psutil  # type: ignore[import-untyped]
 import torch
+from lightning.fabric.plugins.environments.lightning import find_free_network_port
 from transformers import AutoConfig, PretrainedConfig
 
 from lightrl.models.loading import longest_sequence, longrope_limit
@@ -37,7 +37,7 @@ def environment(engine: VLLMEngine, context: EngineContext, cuda: bool) -> tuple
         # vLLM uses GPU LOCAL_RANK, so we set it to the trainer's GPU. vLLM reads the address only if no process group
         # exists yet, in single-process runs.
         forced = {"RANK": str(context.rank), "LOCAL_RANK": str(gpu), "WORLD_SIZE": str(context.world_size)}
-        return forced, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        return forced, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_network_port())}
     if cuda:
         return {"CUDA_VISIBLE_DEVICES": _own_gpus(engine, context, gpu)}, {}
     if engine.in_process:
@@ -193,13 +193,6 @@ def _free_memory() -> int:
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         free = min(free, limit - used + int(stat["inactive_file"]))
     return max(free, 0)
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """Returns a free TCP port, on all interfaces if `host` is empty."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 # ---- requests and completions ------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import count, pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -50,6 +50,10 @@ class _Group:
     def answer(self) -> CompletionGroup:
         parts = list((self.so_far | self.done).values())
         return CompletionGroup(self.request, parts, min((v for c in parts for v in c.policy_versions), default=-1))
+
+
+_Place: TypeAlias = tuple[_Group, int, list[tuple[int, int]]]
+"""Group, index in it, and weight changes of a completion: (tokens before, version after)."""
 
 
 class VLLMEngine(SteppingEngine):
@@ -121,9 +125,8 @@ class VLLMEngine(SteppingEngine):
         self._pushed: frozenset[str] | None = None  # names of the last push, or None if all must be checked
         self._lora_folder: TemporaryDirectory[str] | None = None  # from which the workers read the adapter
         self._finished: dict[str, Any] = {}
-        self._switches: dict[str, list[tuple[int, int]]] = {}  # per request: (tokens before, version after)
         self._groups: dict[GenerationRequest, _Group] = {}
-        self._places: dict[str, tuple[_Group, int]] = {}  # vLLM request -> its completion
+        self._places: dict[str, _Place] = {}  # by vLLM request
         self._keys = map("lightrl-{}".format, count())
         self._keeps_cache = self._on_cuda = False
         self._asleep: Literal[0, 1, 2] = 0
@@ -168,7 +171,6 @@ class VLLMEngine(SteppingEngine):
             )
         self._on_cuda, self._lost = cuda, None
         self._keeps_cache = context.keep_cache
-        self._finished, self._switches, self._groups, self._places = {}, {}, {}, {}
         self._asleep, self._cache_asleep = 0, False
         self.policy_version, self.dtype = -1, str(arguments["dtype"]).removeprefix("torch.")
         self.device = context.device if self.in_process else "cpu"
@@ -269,8 +271,7 @@ class VLLMEngine(SteppingEngine):
                         own = sampling_params(remaining(request, place))
                     own.seed = completion_seed(request.seed, place, begun)
                     key = next(self._keys)
-                    self._places[key] = (group, place)
-                    self._switches[key] = [(0, self.policy_version)]
+                    self._places[key] = group, place, [(0, self.policy_version)]
                     salt = {"cache_salt": str(self.policy_version)} if self._keeps_cache else {}
                     adapter.add(key, engine_prompt(request, place) | salt, own)
 
@@ -290,44 +291,45 @@ class VLLMEngine(SteppingEngine):
         """Returns the finished groups."""
         groups = []
         for key in [key for key in self._finished if key in self._places]:
-            group, place = self._places.pop(key)
-            group.done[place] = self._completion(group, place, self._finished.pop(key), self._switches.pop(key))
+            group, place, switches = self._places.pop(key)
+            group.done[place] = self._completion(group.request, place, self._finished.pop(key), switches)
             if len(group.done) == group.request.num_completions:
                 groups.append(self._groups.pop(group.request).answer())
         return groups
 
-    def _completion(self, group: _Group, place: int, output: Any, switches: list[tuple[int, int]]) -> Completion:
-        if group.request.media:
+    def _completion(
+        self, request: GenerationRequest, place: int, output: Any, switches: list[tuple[int, int]]
+    ) -> Completion:
+        if request.media:
             from lightrl.engines.vllm.media import check_prompt
 
-            check_prompt(output, group.request, place)
-        new = completion(output.outputs[0], group.request, place)
-        switches = [*switches, (len(new.token_ids), -1)]
-        versions = [version for (at, version), (end, _) in pairwise(switches) for _ in range(end - at)]
-        if group.request.so_far(place).token_ids:
+            check_prompt(output, request, place)
+        new = completion(output.outputs[0], request, place)
+        ends = pairwise([*switches, (len(new.token_ids), -1)])
+        versions = [version for (at, version), (end, _) in ends for _ in range(end - at)]
+        if request.so_far(place).token_ids:
             from lightrl.engines.vllm.resuming import joined
 
-            return joined(new, group.request, place, versions, self._started().decode)
-        whole = replace(new, policy_versions=versions)
-        if not group.request.trained and whole.finish_reason != "suspended":
-            whole.support = self._started().grammars.support(sampling_params(group.request.sampling), whole.token_ids)
-        return whole
+            return joined(new, request, place, versions, self._started().decode)
+        if not request.trained and new.finish_reason != "suspended":
+            new.support = self._started().grammars.support(sampling_params(request.sampling), new.token_ids)
+        return replace(new, policy_versions=versions)
 
     def abort(self, requests: list[GenerationRequest]) -> None:
         groups = [self._groups.pop(request, None) for request in requests]
-        keys = [key for key, (group, _) in self._places.items() if group in groups]
+        keys = [key for key, (group, *_) in self._places.items() if group in groups]
         for key in keys:
-            for of_keys in (self._places, self._finished, self._switches):
-                of_keys.pop(key, None)
+            del self._places[key]
+            self._finished.pop(key, None)
         with self._serving() as adapter:
             adapter.abort(keys)
 
     def partials(self) -> list[CompletionGroup]:
         with self._serving() as adapter:
             outputs = adapter.so_far(list(self._places)) | self._finished
-            for key, (group, place) in self._places.items():
+            for key, (group, place, switches) in self._places.items():
                 if key in outputs:
-                    group.so_far[place] = self._completion(group, place, outputs[key], self._switches[key])
+                    group.so_far[place] = self._completion(group.request, place, outputs[key], switches)
             return [group.answer() for group in self._groups.values()]
 
     def pause(self) -> list[CompletionGroup]:
@@ -407,8 +409,8 @@ class VLLMEngine(SteppingEngine):
             if not (busy and self._keeps_cache):
                 adapter.reset_caches()
             for key, tokens in adapter.counts().items():
-                if key in self._switches:
-                    self._switches[key].append((tokens, policy_version))
+                if key in self._places:
+                    self._places[key][2].append((tokens, policy_version))
             self.policy_version = policy_version
             if busy and not self._paused:
                 adapter.resume()
