@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -39,15 +39,6 @@ class _BesideTraining(Schedule):
             )
 
 
-@dataclass
-class _Flight:
-    """A rollout sampled in advance: its result, the version of its weights, and its staleness in rollouts."""
-
-    future: Future[SampledRollout]
-    version: int
-    behind: int
-
-
 class Ahead(_BesideTraining):
     """Samples `max_staleness` rollouts in advance with one version of the weights, while the policy is trained.
 
@@ -62,7 +53,7 @@ class Ahead(_BesideTraining):
 
     def __init__(self, max_staleness: int = 1) -> None:
         super().__init__(max_staleness)
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[Future[SampledRollout]] = deque()
         self._thread: threading.Thread | None = None
         self._side_group: Any = None
 
@@ -77,13 +68,11 @@ class Ahead(_BesideTraining):
         sync = 0.0 if self._flights else self._round(cursor, 1, behind=0)
         begin = time.perf_counter()
         release_threads()
-        rollout = self._flights[0].future.result()
-        flight, waited = self._flights.popleft(), time.perf_counter() - begin
-        rollout.version = flight.version
-        rollout.metrics |= {
-            "rollout/staleness": float(flight.behind),
-            "rollout/staleness_updates": float(self.sampler.data.learner.policy_version - flight.version),
-        }
+        rollout = self._flights[0].result()
+        self._flights.popleft()
+        waited = time.perf_counter() - begin
+        behind = self.sampler.data.learner.policy_version - (rollout.version or 0)
+        rollout.metrics["rollout/staleness_updates"] = float(behind)
         if not self._flights and left:
             sync += self._round(rollout.cursor, min(self.max_staleness, left), behind=1)
         rollout.metrics |= {"time/sync": sync, "time/wait": waited}
@@ -91,7 +80,7 @@ class Ahead(_BesideTraining):
 
     def drain(self) -> None:
         for flight in self._flights:
-            flight.future.exception()  # raised when its rollout is requested
+            flight.exception()  # raised when its rollout is requested
 
     def close(self, timeout: float) -> None:
         self._flights.clear()
@@ -101,22 +90,26 @@ class Ahead(_BesideTraining):
     def _round(self, cursor: int, count: int, behind: int) -> float:
         """Pushes the weights, starts `count` rollouts, and returns the seconds that the push took."""
         seconds, sampling = self.sampler.ready(cursor), self.sampler.data.training_sampling()
-        flights = [_Flight(Future(), self.sampler.data.learner.policy_version, behind + i) for i in range(count)]
+        flights: list[Future[SampledRollout]] = [Future() for _ in range(count)]
         self._flights.extend(flights)
-        self._thread = in_background(partial(self._sample, cursor, sampling, flights), "lightrl-ahead")
+        version = self.sampler.data.learner.policy_version
+        self._thread = in_background(partial(self._sample, cursor, sampling, version, behind, flights), "lightrl-ahead")
         return seconds
 
-    def _sample(self, cursor: int, sampling: SamplingParams, flights: list[_Flight]) -> None:
+    def _sample(
+        self, cursor: int, sampling: SamplingParams, version: int, behind: int, flights: list[Future[SampledRollout]]
+    ) -> None:
         gather = partial(gather_objects, group=self._side_group)
         for i, flight in enumerate(flights):
             try:
                 rollout = self.sampler.finish(self.sampler.begin(cursor, sampling=sampling), cursor, gather)
             except BaseException as error:
                 for unmade in flights[i:]:
-                    unmade.future.set_exception(error)
+                    unmade.set_exception(error)
                 return
-            cursor = rollout.cursor
-            flight.future.set_result(rollout)
+            cursor, rollout.version = rollout.cursor, version
+            rollout.metrics["rollout/staleness"] = float(behind + i)
+            flight.set_result(rollout)
 
 
 class RecordedCollection(Collection):

@@ -18,7 +18,7 @@ from lightrl.callbacks import RolloutCheckpoint, TrajectoryLogprobCheck
 from lightrl.data.prompts import PromptSource
 from lightrl.engines import ServerEngine
 from lightrl.engines.transformers.decoding import Generation
-from lightrl.engines.vllm.resuming import joined
+from lightrl.engines.vllm.special_requests import joined
 from lightrl.environments.episodes import Episode, Task, one_turn
 from lightrl.models.spec import LoraSpec, ModelSpec
 from lightrl.records import Completion, CompletionGroup, GenerationRequest, Rollouts, SamplingParams, Trajectory

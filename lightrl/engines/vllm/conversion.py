@@ -274,7 +274,7 @@ def engine_prompt(request: GenerationRequest, place: int) -> dict[str, Any]:
     begun = request.so_far(place).token_ids
     if not request.media:
         return {"prompt_token_ids": request.token_ids + begun}
-    from lightrl.engines.vllm.media import media_prompt
+    from lightrl.engines.vllm.special_requests import media_prompt
 
     return media_prompt(request.media, begun)
 

@@ -266,7 +266,7 @@ class VLLMEngine(SteppingEngine):
                     begun = len(request.so_far(place).token_ids)
                     own = params.clone()
                     if begun:
-                        from lightrl.engines.vllm.resuming import remaining
+                        from lightrl.engines.vllm.special_requests import remaining
 
                         own = sampling_params(remaining(request, place))
                     own.seed = completion_seed(request.seed, place, begun)
@@ -301,14 +301,14 @@ class VLLMEngine(SteppingEngine):
         self, request: GenerationRequest, place: int, output: Any, switches: list[tuple[int, int]]
     ) -> Completion:
         if request.media:
-            from lightrl.engines.vllm.media import check_prompt
+            from lightrl.engines.vllm.special_requests import check_prompt
 
             check_prompt(output, request, place)
         new = completion(output.outputs[0], request, place)
         ends = pairwise([*switches, (len(new.token_ids), -1)])
         versions = [version for (at, version), (end, _) in ends for _ in range(end - at)]
         if request.so_far(place).token_ids:
-            from lightrl.engines.vllm.resuming import joined
+            from lightrl.engines.vllm.special_requests import joined
 
             return joined(new, request, place, versions, self._started().decode)
         if not request.trained and new.finish_reason != "suspended":
