@@ -208,10 +208,11 @@ class Collection:
         self._future = sampler.loop.submit(self._collect())
 
     @property
-    def seconds(self) -> dict[str, float]:
-        """Seconds of generation, and of scoring after generation."""
+    def metrics(self) -> dict[str, float]:
+        """Seconds of generation, and of scoring after generation; number of retries of multi-turn episodes."""
         late = max(self._scored - self._generated, 0.0)
-        return {"time/generate": self._generated - self._begun, "time/score": late}
+        retried = {"rollout/retried": float(self.retried)} if self._episode.multi_turn else {}
+        return {"time/generate": self._generated - self._begun, "time/score": late, **retried}
 
     def progress(self) -> tuple[int, int, str]:
         """(finished prompts, total prompts, activity). Thread-safe."""

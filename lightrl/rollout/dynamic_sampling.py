@@ -41,7 +41,7 @@ def refill(sampler: Any, rollout: Any, gather: Callable[[int], list[int]]) -> No
             seeds = [request_seed(data.seed, "train", rollout.cursor, offset + i) for i in range(count)]
             more = sampler.start(prompts, rollout.sampling, data.group_size, seeds, partial(Collection, trained=True))
             rollout.sampled = [*rollout.sampled, *more.finish()]
-            for name, value in sampler.measured(more).items():
+            for name, value in more.metrics.items():
                 rollout.metrics[name] += value
         rollout.cursor, rounds = rollout.cursor + sum(missing), rounds + 1
     kept = [group for group in rollout.sampled if has_spread(group)]

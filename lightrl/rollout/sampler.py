@@ -69,14 +69,15 @@ class RolloutSampler:
     @property
     def progress(self) -> tuple[int, int, str] | None:
         """(finished prompts, total prompts, activity) of the oldest unfinished rollout; None without one."""
-        live = (each for each in list(self._live) if each.task is None or not each.task.done())
-        return next((each.progress() for each in live), None)
+        return next((each.progress() for each in self._unfinished()), None)
 
     def collect(self, tasks: Sequence[Task], collection: Callable[..., Collection] = Collection) -> Collection:
         """Starts the episodes of P >= 1 tasks as a `collection`."""
-        self._live = [each for each in self._live if each.task is None or not each.task.done()]
-        self._live.append(collection(self, tasks))
+        self._live = [*self._unfinished(), collection(self, tasks)]
         return self._live[-1]
+
+    def _unfinished(self) -> list[Collection]:
+        return [each for each in self._live if each.task is None or not each.task.done()]
 
     def ready(self, first: int | None = None) -> float:
         """Pushes the weights and returns the elapsed seconds. Collective.
@@ -118,7 +119,7 @@ class RolloutSampler:
         assert self.prompts is not None, "training has prompts"
         groups = begun.finish()
         cursor = first + self.data.prompts_per_rollout
-        rollout = SampledRollout(groups, cursor, self.measured(begun), begun.sampling, groups)
+        rollout = SampledRollout(groups, cursor, begun.metrics, begun.sampling, groups)
         if self.data.dynamic_sampling_rounds:
             from lightrl.rollout.dynamic_sampling import refill
 
@@ -126,11 +127,6 @@ class RolloutSampler:
         rollout.metrics |= {f"rollout/prompts_{name}": float(number) for name, number in self.prompts.counts.items()}
         self.data.host.check_trajectories(rollout.groups, rollout.sampling)
         return rollout
-
-    def measured(self, collection: Collection) -> dict[str, float]:
-        """Returns the seconds of a finished collection and, with multi-turn episodes, its number of retries."""
-        retried = {"rollout/retried": float(collection.retried)} if self.data.episode.multi_turn else {}
-        return collection.seconds | retried
 
     def start(
         self,
@@ -167,7 +163,7 @@ class RolloutSampler:
         sync = self.data.host.ready()
         collection = self.start(prompts, sampling, group_size, self._seeds(prompts, cursor, stream))
         groups = collection.finish()
-        return SampledRollout(groups, cursor, collection.seconds | {"time/sync": sync}, sampling, groups)
+        return SampledRollout(groups, cursor, collection.metrics | {"time/sync": sync}, sampling, groups)
 
     def close(self, timeout: float) -> None:
         """Cancels unfinished rollouts and stops the episodes' thread within about `timeout` seconds."""
