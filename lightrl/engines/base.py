@@ -261,7 +261,7 @@ class SteppingEngine(Engine):
 
     def __init__(self) -> None:
         self.lock = FairLock()
-        self._news = threading.Lock()  # guards the attributes below
+        self._news = threading.RLock()  # guards the attributes below
         self._made: dict[asyncio.AbstractEventLoop, list[GenerationRequest]] = defaultdict(list)  # in this tick
         self._asked: dict[GenerationRequest, asyncio.Future[CompletionGroup]] = {}
         self._waiting: list[GenerationRequest] = []  # not added yet
