@@ -236,7 +236,7 @@ class RolloutDataModule(LightningDataModule):
             if scorer is not None:
                 for part in opened.sources:
                     labels = None if scorer.rewards_by_label is None else part.values(scorer.label_column)
-                    columns = [*part.columns, *["messages"] * self.episode.multi_turn]
+                    columns = [*part.columns, "messages"] if self.episode.multi_turn else part.columns
                     scorer.check_source(columns, f"{part.spec.label} ({name})", labels, opened.columns)
 
     @property
