@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -90,9 +91,9 @@ def test_the_trainers_unused_memory_is_given_back_before_an_engine_wakes(
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: told.append("empty_cache"))
     engine = VLLMEngine(in_process=False, sleep_level=level)
     engine._on_cuda = True
-    stand_in: Any = SimpleNamespace(sleep=told.append, wake=told.append)
+    stand_in: Any = SimpleNamespace(sleep=told.append, wake=told.append, guarded=nullcontext)
     engine._adapter = stand_in  # type: ignore[assignment]
     engine.sleep()
     engine.wake()
-    engine._wake_cache()  # as a push does, after the weights
+    engine._wake("weights", "kv_cache")  # as a push does, after the weights
     assert told == [level, "empty_cache", tags, *(["empty_cache", ["kv_cache"]] if level == 2 else [])]

@@ -129,8 +129,7 @@ class VLLMEngine(SteppingEngine):
         self._places: dict[str, _Place] = {}  # by vLLM request
         self._keys = map("lightrl-{}".format, count())
         self._keeps_cache = self._on_cuda = False
-        self._asleep: Literal[0, 1, 2] = 0
-        self._cache_asleep = False
+        self._asleep: list[str] = []  # of "weights" and "kv_cache"
 
     # -- life ------------------------------------------------------------------------------------------------------
 
@@ -171,7 +170,7 @@ class VLLMEngine(SteppingEngine):
             )
         self._on_cuda, self._lost = cuda, None
         self._keeps_cache = context.keep_cache
-        self._asleep, self._cache_asleep = 0, False
+        self._asleep = []
         self.policy_version, self.dtype = -1, str(arguments["dtype"]).removeprefix("torch.")
         self.device = context.device if self.in_process else "cpu"
         self.pushes = "adapter" if conversion.adapter_rank(self, context) else "checkpoint"
@@ -279,7 +278,7 @@ class VLLMEngine(SteppingEngine):
         with self._serving() as adapter:
             groups = self._collect()
             if not groups:
-                self._wake_cache()
+                self._wake("weights", "kv_cache")
                 self._note(adapter.step())
                 groups = self._collect()
             return groups
@@ -345,7 +344,7 @@ class VLLMEngine(SteppingEngine):
     def logprobs(self, sequences: Sequence[Sequence[int]], routes: Sequence[Routes | None] = ()) -> list[list[float]]:
         keys = [next(self._keys) for _ in sequences]
         with self._serving() as adapter:
-            self._wake_cache()
+            self._wake("weights", "kv_cache")
             try:
                 for key, ids in zip(keys, sequences, strict=True):
                     adapter.add(key, {"prompt_token_ids": list(ids)}, scoring_params())
@@ -364,8 +363,8 @@ class VLLMEngine(SteppingEngine):
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, policy_version: int) -> None:
         """See `Engine.load_weights`. Raises a ValueError that lists unknown and missing names."""
-        if self._asleep == 2:
-            self.wake()
+        if self.sleep_level == 2:
+            self._wake("weights")
         with self._changing(policy_version) as adapter:
             self._push(adapter, named_tensors)
 
@@ -405,7 +404,7 @@ class VLLMEngine(SteppingEngine):
             if busy:
                 self._note(adapter.pause())
             yield adapter
-            self._wake_cache()
+            self._wake("weights", "kv_cache")
             if not (busy and self._keeps_cache):
                 adapter.reset_caches()
             for key, tokens in adapter.counts().items():
@@ -421,7 +420,7 @@ class VLLMEngine(SteppingEngine):
         from lightrl.models.lora import save_adapter
 
         with self._changing(policy_version) as adapter:
-            self._wake_cache()
+            self._wake("weights", "kv_cache")
             if self._lora_folder is None:
                 memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
                 self._lora_folder = TemporaryDirectory(prefix="lightrl-lora-", dir=memory)
@@ -429,33 +428,28 @@ class VLLMEngine(SteppingEngine):
             adapter.load_lora(self._lora_folder.name)
 
     def sleep(self) -> None:
-        if self._asleep or not self.sleep_level:
+        if "weights" in self._asleep or not self.sleep_level:
             return
         with self._serving() as adapter:
             if self._on_cuda:
                 adapter.sleep(self.sleep_level)
             else:
                 adapter.reset_caches()
-            self._asleep = self.sleep_level
+            self._asleep = ["weights", "kv_cache"]
         if self.sleep_level == 2:
             self.policy_version, self._pushed = -1, None
 
     def wake(self) -> None:
-        if not self._asleep:
+        # After level 2, the KV cache is restored after the push, because gathering weights needs memory.
+        self._wake("weights", *(["kv_cache"] if self.sleep_level == 1 else []))
+
+    def _wake(self, *parts: str) -> None:
+        """Wakes those of the `parts` that sleep, "weights" and "kv_cache"."""
+        parts = tuple(part for part in parts if part in self._asleep)
+        if not parts:
             return
         with self._serving() as adapter:
             if self._on_cuda:
                 torch.cuda.empty_cache()  # blocks of the trainer's allocator
-                # After level 2, the KV cache is restored after the push, because gathering weights needs memory.
-                adapter.wake(["weights"] if self._asleep == 2 else None)
-        self._cache_asleep = self._asleep == 2
-        self._asleep = 0
-
-    def _wake_cache(self) -> None:
-        if self._asleep:
-            self.wake()
-        if self._cache_asleep:
-            self._cache_asleep = False
-            if self._on_cuda:
-                torch.cuda.empty_cache()
-                self._started().wake(["kv_cache"])
+                adapter.wake(list(parts) if len(parts) == 1 else None)
+        self._asleep = [part for part in self._asleep if part not in parts]
