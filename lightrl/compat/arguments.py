@@ -119,13 +119,13 @@ def lazy_names(package: str, modules: Sequence[str], names: Sequence[str]) -> Ca
 
     Args:
         package: Name of the package.
-        modules: Modules in search order, those with the fewest imports first.
+        modules: Modules in search order, those with the fewest imports first. A leading dot starts a sibling package.
         names: Public names, the package's `__all__`.
     """
 
     def getattribute(name: str) -> Any:
         for module in modules if name in names else ():
-            found = getattr(importlib.import_module(f"{package}.{module}"), name, None)
+            found = getattr(importlib.import_module(f".{module}", package), name, None)
             if found is not None:
                 return found
         raise AttributeError(f"module {package!r} has no attribute {name!r}")

@@ -248,6 +248,23 @@ def _without_end(text: str, end: str) -> str:
     return text
 
 
+@dataclass
+class PTXSource(SFTSource):
+    """Supervised examples for an auxiliary SFT loss during RL (`ptx_coef` of the module). Accepts the arguments of
+    `SFTSource` and the following.
+
+    Args:
+        batch_size: Number of examples per rollout and rank, shared by the rollout's mini-batches.
+    """
+
+    batch_size: int = 32
+
+    def loader(self, tokenizer: Any, processor: Any, **order: Any) -> SFTLoader:
+        """Returns a loader of the examples. `order` contains `seed`, `rank`, and `world_size` (see `SFTLoader`)."""
+        rows = self.tokenized(tokenizer, processor)
+        return SFTLoader(rows, self.batch_size, tokenizer.pad_token_id, **order)
+
+
 class SFTDataModule(LightningDataModule):
     """Data module for SFT, with the same token IDs as in RL. Only completion tokens are trained.
 

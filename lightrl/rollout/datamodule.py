@@ -31,8 +31,8 @@ from lightrl.rollout.sampler import OnPolicy, RolloutSampler, SampledRollout, Sc
 
 if TYPE_CHECKING:
     from lightrl.data.curriculum import PromptCurriculum
+    from lightrl.data.sft import PTXSource
     from lightrl.data.sft_loader import SFTLoader
-    from lightrl.rollout.ptx import PTXSource
 
 log = logging.getLogger(__name__)
 

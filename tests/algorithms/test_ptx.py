@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lightrl.algorithms.batches import cut_minibatches
 from lightrl.algorithms.settings import ExtraLosses, Updates
+from lightrl.data.sft import PTXSource
 from lightrl.records import Experience, RowBatch
-from lightrl.rollout.ptx import PTXSource
 from tests.algorithms.toys import fit, grpo, ppo, weights
 from tests.rows import as_rows
 from tests.toys import sgd

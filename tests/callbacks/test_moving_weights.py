@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 from lightrl.algorithms import GRPOLightningModule, PPOLightningModule
 from lightrl.algorithms.settings import ExtraLosses, Updates
 from lightrl.callbacks import EMA, AdaptiveEntropy, HFExport, ReferenceSync, WeightSync
+from lightrl.data.sft import PTXSource
 from lightrl.models.spec import LoraSpec, ModelSpec
 from lightrl.objectives import KLInLoss
 from lightrl.rollout import Evaluation
-from lightrl.rollout.ptx import PTXSource
 from tests.toys import SMALL, adam, model_fixture, quiet_trainer, sgd, some_flat, sums_data
 
 model_path = model_fixture(**SMALL)

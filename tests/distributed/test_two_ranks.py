@@ -17,12 +17,12 @@ from lightning.pytorch import seed_everything
 from lightrl.algorithms import GRPOLightningModule, PPOLightningModule
 from lightrl.algorithms.settings import ExtraLosses, Shaping, Updates
 from lightrl.callbacks import EMA, ReferenceSync, WeightSync
+from lightrl.data.sft import PTXSource
 from lightrl.distributed.fsdp2 import FSDP2Strategy
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives import GroupRelative, KLInLoss
 from lightrl.rollout import Ahead
 from lightrl.rollout.learner import RLCallback
-from lightrl.rollout.ptx import PTXSource
 from tests import forks
 from tests.toys import OtherExperts, ThreadEngine, digits_reward, quickstart_model, quiet_trainer, some_flat, sums_data
 

@@ -15,13 +15,13 @@ from lightrl.algorithms import CriticSpec
 from lightrl.algorithms.schedules import LRSchedule
 from lightrl.algorithms.settings import ExtraLosses, Shaping, Updates
 from lightrl.data.prompts import PromptSource
+from lightrl.data.sft import PTXSource
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.environments import EnvironmentEpisode
 from lightrl.models.spec import LoraSpec, ModelSpec
 from lightrl.records import SamplingParams
 from lightrl.rewards.scorer import RewardScorer
 from lightrl.rollout import Ahead, OnPolicy, RolloutDataModule
-from lightrl.rollout.ptx import PTXSource
 from tests.rollout.tasks import Letters
 from tests.toys import ThreadEngine
 from tests.vision.conftest import picture
