@@ -395,17 +395,12 @@ class RolloutDataModule(LightningDataModule):
         metrics = sampled.metrics | rollouts.metrics | turns
         return replace(rollouts, metrics=metrics, reward_weights=weights, **fields)
 
-    def training_sampling(self) -> SamplingParams:
-        """Returns the current sampling settings, which callbacks may change between rollouts."""
-        self.engine.check_sampling(self.sampling, trained=True)
-        return self.sampling
-
     # ---- checks ------------------------------------------------------------------------------------------------
 
     def _check_learner(self, module: RolloutLearner) -> None:
         """Rejects incompatible settings of the data module and the module."""
         rounds, size, scored = self.dynamic_sampling_rounds, self.group_size, self.scorer or self.episode.multi_turn
-        self.training_sampling()
+        self.engine.check_sampling(self.sampling, trained=True)
         if size < 2 and (module.needs_groups or rounds):
             raise ValueError(
                 f"group_size={size} with {type(module).__name__}, dynamic_sampling_rounds={rounds}: a group of one has "

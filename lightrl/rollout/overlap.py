@@ -89,7 +89,7 @@ class Ahead(_BesideTraining):
 
     def _round(self, cursor: int, count: int, behind: int) -> float:
         """Pushes the weights, starts `count` rollouts, and returns the seconds that the push took."""
-        seconds, sampling = self.sampler.ready(cursor), self.sampler.data.training_sampling()
+        seconds, sampling = self.sampler.ready(cursor), self.sampler.sampling()
         flights: list[Future[SampledRollout]] = [Future() for _ in range(count)]
         self._flights.extend(flights)
         version = self.sampler.data.learner.policy_version

@@ -86,8 +86,14 @@ class RolloutSampler:
             first: Index of the next training rollout's first prompt, for the weight-sync check.
         """
         if first is not None:
-            self._show(self._own_prompts(first), self.data.training_sampling())
+            self._show(self._own_prompts(first), self.sampling())
         return self.data.host.ready()
+
+    def sampling(self) -> SamplingParams:
+        """Returns the current settings of training, which callbacks may change between rollouts."""
+        self.data.engine.check_sampling(self.data.sampling, trained=True)
+        sampling: SamplingParams = self.data.sampling
+        return sampling
 
     def begin(
         self,
@@ -103,7 +109,7 @@ class RolloutSampler:
             sampling: Sampling settings. Defaults to the data module's current ones.
             collection: Creates the collection from this sampler and the tasks.
         """
-        prompts, sampling = self._own_prompts(first), sampling or self.data.training_sampling()
+        prompts, sampling = self._own_prompts(first), sampling or self.sampling()
         return self.start(prompts, sampling, self.data.group_size, self._seeds(prompts, first, "train"), collection)
 
     def finish(
