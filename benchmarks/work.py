@@ -276,8 +276,9 @@ def update(policy: PolicyModel, rows: tuple[Tensor, ...], host: Any, budget: int
         for some in parts:
             width = int(host[1][some].sum(1).max())
             own = [x[some, :width] for x in (ids, attention, response)]
+            batch = RowBatch(**dict(zip(ROWS, own, strict=True)), group_ids=groups[some])
             given = dict(zip(ROWS, (x[some, :width] for x in host[:3]), strict=True), group_ids=host[3][some])
-            batch = RowBatch(**dict(zip(ROWS, own, strict=True)), group_ids=groups[some]).with_host(given)
+            batch.host = {name: (getattr(batch, name), copy) for name, copy in given.items()}
             out = policy(batch, entropy=True)
             ratio = (out.logprobs - out.logprobs.detach()).exp()
             (-(torch.minimum(ratio, ratio.clamp(0.8, 1.2)) * own[2]).sum() / 64.0).backward()

@@ -134,7 +134,7 @@ def gather_objects(own: Any, group: Any = None) -> list[Any]:
     """Returns every rank's object, in rank order. Collective over the process group; defaults to all ranks."""
     if not has_process_group():
         return [own]
-    objects: list[Any] = [None] * torch.distributed.get_world_size()
+    objects: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(objects, own, group=group)
     return objects
 

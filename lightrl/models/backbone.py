@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,10 +20,7 @@ from lightrl.models.packing.attention import IMPLEMENTATION
 from lightrl.models.packing.streams import LayoutError, TokenStream, make_stream
 from lightrl.models.spec import Layout
 from lightrl.models.turns import TOKEN_INPUT, causal_type, harmless_id, placeholder_ids
-from lightrl.records import HostRows, RowBatch
-
-if TYPE_CHECKING:
-    from lightrl.records import Routes
+from lightrl.records import RowBatch
 
 
 @dataclass
@@ -51,27 +47,6 @@ class BackboneOutput:
             values = values * 0.0
         width = self.shape[1]  # not a view of a flat tensor: FSDP2's output hooks don't support in-place changes
         return values.new_zeros(self.shape).index_put((self.targets // width, self.targets % width), values)
-
-
-@dataclass
-class Batch:
-    """A (B, T) batch on the device and in host memory.
-
-    `rows` are B dictionaries of media inputs, None for text. `hidden` is (B, T) bool, True on placeholders sampled by
-    the policy. Only the first `count` rows are in the load-balancing loss. Defaults to all.
-    """
-
-    token_ids: Tensor
-    attention_mask: Tensor
-    host: HostRows
-    rows: list[dict[str, Any]] | None
-    routes: Sequence[Routes | None]
-    hidden: Tensor | None = None
-    count: int | None = None
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.token_ids.shape[0], self.token_ids.shape[1]
 
 
 class Backbone:
@@ -111,62 +86,56 @@ class Backbone:
             else:
                 self._fall_back(reason)
 
-    def __call__(self, rows: RowBatch) -> BackboneOutput:
-        """Returns hidden states at t - 1 for each response token t, or at each row's last token without a mask."""
-        host = rows.host_rows()
-        self._refuse_long(host.attention_mask)
-        inputs = rows.inputs if any(rows.inputs) else None
-        batch = Batch(rows.token_ids, rows.attention_mask, host, inputs, rows.routes)
-        if batch.rows:
-            from lightrl.models.multimodal import leave_unread_media_out
+    def __call__(self, rows: RowBatch, *, last: bool = False) -> BackboneOutput:
+        """Returns hidden states at t - 1 for each response token t, or at the `last` token of each row."""
+        lengths = rows.on_host("attention_mask").sum(1)
+        if self._longest is not None and int(lengths.max()) > self._longest:
+            raise ValueError(
+                f"{self.name} with sequences of {int(lengths.max())} tokens: above {self._longest} tokens, its RoPE "
+                "uses different factors, which depend on the batch. Use shorter sequences."
+            )
+        if any(rows.inputs) and not last:
+            from lightrl.models.multimodal import without_unread_media
 
-            leave_unread_media_out(self.config, batch)
+            rows = without_unread_media(self.config, rows)
         if self.group is not None:
             from lightrl.models.packing.context import run_spread
 
-            return BackboneOutput(*run_spread(self, batch, self.group))
+            return BackboneOutput(*run_spread(self, rows, self.group))
         if self.sees:
             from lightrl.models.multimodal import lent_rows, own_output, runs_on_all_ranks, with_lent
 
-            if runs_on_all_ranks(self.body):
-                lent = lent_rows(self.config, batch.rows or [], batch.host, batch.token_ids.device)
-                if lent:
-                    output: BackboneOutput = own_output(self._run(with_lent(batch, lent)), *batch.shape)
-                    return output
-        return self._run(batch)
+            if runs_on_all_ranks(self.body) and (lent := lent_rows(self.config, rows)):
+                output: BackboneOutput = own_output(self._run(*with_lent(rows, lent), last), *rows.token_ids.shape)
+                return output
+        return self._run(rows, None, last)
 
-    def _refuse_long(self, mask: Tensor) -> None:
-        if self._longest is not None and (tokens := int(mask.sum(1).max())) > self._longest:
-            raise ValueError(
-                f"{self.name} with sequences of {tokens} tokens: above {self._longest} tokens, its RoPE uses "
-                "different factors, which depend on the batch. Use shorter sequences."
-            )
-
-    def _run(self, batch: Batch) -> BackboneOutput:
-        if batch.rows:
+    def _run(self, rows: RowBatch, count: int | None, last: bool) -> BackboneOutput:
+        """Runs the rows, of which only the first `count` are in the load-balancing loss; None for all."""
+        hidden = None  # (B, T) bool, True on placeholders sampled by the policy
+        if any(rows.inputs):
             from lightrl.models.multimodal import sampled_placeholders
 
-            if any("token_type_ids" in row for row in batch.rows) and self.layout != "padded":
+            if any("token_type_ids" in row for row in rows.inputs) and self.layout != "padded":
                 self._fall_back("parts of its images use bidirectional attention")
-            hidden = sampled_placeholders(self.config, batch.host.token_ids, batch.host.response_mask)
-            batch.hidden = None if hidden is None else hidden.to(batch.token_ids.device)
+            hidden = sampled_placeholders(self.config, rows)
         if self.layout != "padded":
-            stream = self._stream(batch)
+            stream = self._stream(rows, last)
             try:
-                with self._replaying(batch, stream.source):
-                    return self._run_stream(batch, stream)
+                with self._replaying(rows, stream.source):
+                    return self._run_stream(rows, stream, hidden, count)
             except LayoutError as error:
                 self._fall_back(str(error))
-        with self._replaying(batch, torch.arange(batch.token_ids.numel(), device=batch.token_ids.device)):
-            return self._run_padded(batch)
+        with self._replaying(rows, torch.arange(rows.token_ids.numel(), device=rows.token_ids.device)):
+            return self._run_padded(rows, hidden, count, last)
 
-    def _replaying(self, batch: Batch, places: Tensor) -> Any:
+    def _replaying(self, rows: RowBatch, places: Tensor) -> Any:
         """Context manager in which the routers use the recorded experts of N tokens of the flattened batch."""
-        if all(routes is None for routes in batch.routes):
+        if all(routes is None for routes in rows.routes):
             return nullcontext()
         from lightrl.records import Routes
 
-        return self.routers.replaying(Routes.at(batch.routes, places, batch.shape[1]))
+        return self.routers.replaying(Routes.at(rows.routes, places, rows.token_ids.shape[1]))
 
     @property
     def routers(self) -> Any:
@@ -188,43 +157,45 @@ class Backbone:
 
     # ---- layouts --------------------------------------------------------------------------------------------------
 
-    def _stream(self, batch: Batch) -> TokenStream:
-        ids, spans = batch.host.token_ids, None
-        if batch.rows:
+    def _stream(self, rows: RowBatch, last: bool) -> TokenStream:
+        ids, spans = rows.on_host("token_ids"), None
+        if any(rows.inputs):
             from lightrl.models.multimodal import marked_tokens
 
-            ids, spans = marked_tokens(self.config, batch.rows, batch.host)
+            ids, spans = marked_tokens(self.config, rows)
         return make_stream(
             ids,
-            batch.host.attention_mask,
-            batch.host.response_mask,
-            share=self.layout != "packed" and batch.host.group_ids is not None,
+            rows.on_host("attention_mask"),
+            rows.on_host("response_mask"),
+            last=last,
+            share=self.layout != "packed" and rows.group_ids is not None,
             spans=spans,
-            routes=batch.routes,
-            device=batch.token_ids.device,
+            routes=rows.routes,
+            device=rows.token_ids.device,
         )
 
-    def _run_stream(self, batch: Batch, stream: TokenStream) -> BackboneOutput:
+    def _run_stream(
+        self, rows: RowBatch, stream: TokenStream, hidden: Tensor | None, count: int | None
+    ) -> BackboneOutput:
         def of_stream(x: Tensor) -> Tensor:
             return x.reshape(1, -1).index_select(1, stream.source)
 
-        ids = of_stream(batch.token_ids)
+        ids = of_stream(rows.token_ids)
         positions, inputs = stream.position_ids.unsqueeze(0), no_token_inputs(self.body, ids)
-        if batch.rows:
+        if any(rows.inputs):
             from lightrl.models.multimodal import media_positions, merged_inputs
 
             shown = stream.shown if len(stream.targets) > 0 else []  # an empty stream has no media
-            device = batch.token_ids.device
-            merged = merged_inputs(batch.rows, shown, stream.shape, device, causal_type(self.config))
+            merged = merged_inputs(rows.inputs, shown, stream.shape, ids.device, causal_type(self.config))
             inputs |= {name: of_stream(x) if name.endswith(TOKEN_INPUT) else x for name, x in merged.items()}
-            own = media_positions(self.body, batch.token_ids, batch.rows)
+            own = media_positions(self.body, rows.token_ids, rows.inputs)
             if own is not None:
                 positions = own.flatten(1).index_select(1, stream.source).unsqueeze(1)
-        hidden = None if batch.hidden is None else of_stream(batch.hidden)
+        hidden = None if hidden is None else of_stream(hidden)
         out = self.call(ids, hidden, position_ids=positions, stream=stream, **inputs)
         if stream.num_calls != self.num_layers:
             raise LayoutError(f"only {stream.num_calls} of its {self.num_layers} layers use the replaced attention")
-        counted = None if batch.count is None else (stream.source < batch.count * stream.shape[1]).long().unsqueeze(0)
+        counted = None if count is None else (stream.source < count * stream.shape[1]).long().unsqueeze(0)
         return self._output(out, stream.read, stream.targets, stream.shape, counted)
 
     def call(self, ids: Tensor, hidden: Tensor | None, **inputs: Any) -> Any:
@@ -238,37 +209,37 @@ class Backbone:
         with true_embeddings(self.body, hidden, ids):
             return self.body(input_ids=ids.masked_fill(hidden, harmless_id(self.config)), use_cache=False, **inputs)
 
-    def _run_padded(self, batch: Batch) -> BackboneOutput:
-        (rows, width), device = batch.shape, batch.token_ids.device
+    def _run_padded(self, rows: RowBatch, hidden: Tensor | None, count: int | None, last: bool) -> BackboneOutput:
+        shape, device = (rows.token_ids.shape[0], rows.token_ids.shape[1]), rows.token_ids.device
         text = self.config.get_text_config()
         chosen = getattr(text, "index_topk", None)
-        if "indexed_attention" in (getattr(text, "layer_types", None) or ()) and chosen and width > chosen:
+        if "indexed_attention" in (getattr(text, "layer_types", None) or ()) and chosen and shape[1] > chosen:
             raise ValueError(
-                f"{self.name} with sequences of {width} tokens: its attention selects the best {chosen} keys "
+                f"{self.name} with sequences of {shape[1]} tokens: its attention selects the best {chosen} keys "
                 "(index_topk), and transformers selects different ones in a padded batch. Use sequences of at most "
                 "that length."
             )
-        inputs = no_token_inputs(self.body, batch.token_ids)
-        if batch.rows:
+        inputs = no_token_inputs(self.body, rows.token_ids)
+        if any(rows.inputs):
             from lightrl.models.multimodal import media_positions, merged_inputs
 
-            inputs |= merged_inputs(batch.rows, range(rows), batch.shape, device, causal_type(self.config))
-            own = media_positions(self.body, batch.token_ids, batch.rows)
+            inputs |= merged_inputs(rows.inputs, range(len(rows)), shape, device, causal_type(self.config))
+            own = media_positions(self.body, rows.token_ids, rows.inputs)
             inputs |= {} if own is None else {"position_ids": own}
-        out = self.call(batch.token_ids, batch.hidden, attention_mask=batch.attention_mask.long(), **inputs)
-        if batch.host.response_mask is None:
-            starts = torch.arange(rows, device=device) * width
-            targets = read = starts + batch.attention_mask.sum(1).clamp(min=1) - 1
+        out = self.call(rows.token_ids, hidden, attention_mask=rows.attention_mask.long(), **inputs)
+        if last:
+            starts = torch.arange(len(rows), device=device) * shape[1]
+            targets = read = starts + rows.attention_mask.sum(1).clamp(min=1) - 1
         else:
-            wanted = batch.host.response_mask.to(torch.bool, copy=True)
+            wanted = rows.on_host("response_mask").to(torch.bool, copy=True)
             wanted[:, :1] = False
             targets = wanted.reshape(-1).nonzero().squeeze(1).to(device, non_blocking=True)
             read = targets - 1
-        counted = batch.attention_mask
-        if batch.count is not None:
+        counted = rows.attention_mask
+        if count is not None:
             counted = counted.clone()
-            counted[batch.count :] = False
-        return self._output(out, read, targets, batch.shape, counted)
+            counted[count:] = False
+        return self._output(out, read, targets, shape, counted)
 
     # ---- outputs --------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,6 @@ from transformers import AutoModel
 
 from lightrl.models.backbone import Backbone
 from lightrl.models.loading import load_model
-from lightrl.models.policy import transformer_blocks
 from lightrl.models.spec import Layout, ModelSpec
 from lightrl.records import RowBatch
 
@@ -56,7 +55,3 @@ class ValueModel(nn.Module):
         """Returns (B, T) float32 values of the state before each response token, 0 elsewhere."""
         out = self.stream(replace(rows, routes=[]))
         return out.scatter(self.value_head(out.hidden))
-
-    def blocks(self) -> list[nn.Module]:
-        """Returns the transformer blocks, as FSDP2 shards them."""
-        return transformer_blocks(self.backbone)

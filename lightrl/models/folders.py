@@ -26,6 +26,7 @@ from lightrl.compat.deepspeed import skip_unused
 from lightrl.compat.torch import persistent_buffers
 from lightrl.compat.transformers import cached_path
 from lightrl.distributed.sharded import keep_zero3_config, shard_model
+from lightrl.models.policy import transformer_blocks
 from lightrl.models.turns import end_of_turn, placeholder_ids
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -90,11 +91,9 @@ def _weight_places(model: PreTrainedModel) -> dict[str, tuple[str, str]] | None:
 
 @torch.no_grad()
 def fill_shards(wrapper: nn.Module, device: torch.device) -> None:
-    """Loads the parameters on the meta device, if any. Every rank reads independently.
+    """Loads the parameters on the meta device, if any, to `device`. Every rank reads independently.
 
-    Args:
-        wrapper: Module with the transformers model, sharded by `fully_shard` along the first dimension.
-        device: Device of this rank's shards.
+    `wrapper` contains the transformers model and is sharded by `fully_shard` along the first dimension.
     """
     for model in wrapper.children():
         if isinstance(model, PreTrainedModel) and any(p.is_meta for p in model.parameters()):
@@ -134,7 +133,7 @@ def build_in_shards(module: Any, strategy: Strategy, *, built: bool) -> None:
     group = getattr(strategy, "context_group", None)  # ranks that share one stream of tokens; collective
     device = torch.device("cpu") if getattr(strategy, "cpu_offload", False) else strategy.root_device
     for model in module.models():
-        shard_model(model, model.blocks(), module)
+        shard_model(model, transformer_blocks(model), module)
         fill_shards(model, device)
         if group is not None and hasattr(model, "stream"):  # reward models read whole sequences on each rank
             model.stream.group = group

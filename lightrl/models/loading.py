@@ -136,7 +136,7 @@ def _prepared(model: Any, spec: ModelSpec, *, trainable: bool) -> PreTrainedMode
         add_lora(model, lora)
     if not trainable:
         model.requires_grad_(False)
-    if trainable:
+    else:
         _freeze(model, spec.freeze)
         if spec.gradient_checkpointing:
             checkpointing: dict[str, Any] = {"use_reentrant": False}

@@ -81,18 +81,13 @@ def named_merged_weights(policy: Any) -> Iterator[tuple[str, Tensor]]:
     """`named_hf_weights` of a policy with adapters."""
     layers = adapter_layers(policy.lm)
     for name, parameter in policy.lm.named_parameters():
-        path, _, leaf = name.rpartition(".")
-        owner = path.removesuffix(".base_layer")
-        if not path.endswith(".base_layer"):
-            if ".lora_" not in name:
-                with gathered(parameter) as full:
-                    yield name, full
-        elif leaf == "weight":
+        if ".lora_" not in name:
+            owner, adapted, leaf = name.rpartition(".base_layer.")
             with ExitStack() as stack:
-                yield f"{owner}.weight", _merged(layers[owner], parameter, stack)
-        else:
-            with gathered(parameter) as full:
-                yield f"{owner}.{leaf}", full
+                if adapted and leaf == "weight":
+                    yield f"{owner}.weight", _merged(layers[owner], parameter, stack)
+                else:
+                    yield f"{owner}.{leaf}" if adapted else name, stack.enter_context(gathered(parameter))
 
 
 def adapter_config(policy: Any, spec: LoraSpec) -> dict[str, Any]:

@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightrl.distributed.sharded import is_sharded
+from lightrl.distributed.strategies import gather_objects, has_process_group
 from lightrl.models.turns import TOKEN_INPUT, harmless_id, placeholder_ids
-from lightrl.records import HostRows
+from lightrl.records import RowBatch
 
 Rows = Sequence[dict[str, Any]]
 
@@ -70,7 +71,7 @@ def _padded(part: Tensor, sizes: list[int]) -> Tensor:
     return F.pad(part, [pad for extra in reversed(missing) for pad in (0, extra)]) if any(missing) else part
 
 
-def marked_tokens(config: Any, rows: Rows, host: HostRows) -> tuple[Tensor, Tensor]:
+def marked_tokens(config: Any, rows: RowBatch) -> tuple[Tensor, Tensor]:
     """Returns token IDs for finding shared prefixes.
 
     A row's media are computed once, at its first placeholder. Rows therefore share that position only if all of their
@@ -81,15 +82,14 @@ def marked_tokens(config: Any, rows: Rows, host: HostRows) -> tuple[Tensor, Tens
         at sampled placeholders, and other numbers for other token types; and the (B, 2) positions of the first and last
         placeholder, -1 without media.
     """
-    ids = host.token_ids.clone()
-    places = torch.isin(ids, torch.tensor(list(placeholder_ids(config).values()))) & host.attention_mask.bool()
-    if host.response_mask is not None:
-        sampled = places & host.response_mask.bool()
-        ids[sampled] = -1 - len(rows) - ids[sampled]
-        places &= ~sampled
+    ids, response = rows.on_host("token_ids").clone(), rows.on_host("response_mask")
+    places = _placeholders(config, ids) & rows.on_host("attention_mask")
+    sampled = places & response
+    ids[sampled] = -1 - len(rows) - ids[sampled]
+    places &= ~sampled
     spans = torch.full((len(rows), 2), -1)
     kinds: list[dict[str, Any]] = []
-    for i, row in enumerate(rows):
+    for i, row in enumerate(rows.inputs):
         if not row:
             continue
         kind = next((k for k, known in enumerate(kinds) if _same(known, row)), len(kinds))
@@ -102,6 +102,11 @@ def marked_tokens(config: Any, rows: Rows, host: HostRows) -> tuple[Tensor, Tens
         spans[i] = torch.stack([found.min(), found.max()]) if len(found) else torch.zeros(2, dtype=torch.long)
         ids[i, spans[i, 0]] = -1 - kind
     return ids, spans
+
+
+def _placeholders(config: Any, token_ids: Tensor) -> Tensor:
+    """Returns which tokens, in host memory, are placeholders."""
+    return torch.isin(token_ids, torch.tensor(list(placeholder_ids(config).values())))
 
 
 def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -195,7 +200,7 @@ def idle_parameters(body: Any) -> Tensor | float:
 
 
 def _several_ranks() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return has_process_group() and dist.get_world_size() > 1
 
 
 def runs_on_all_ranks(body: Any) -> bool:
@@ -205,87 +210,68 @@ def runs_on_all_ranks(body: Any) -> bool:
     return any(is_sharded(p) or (p.requires_grad and torch.is_grad_enabled()) for p in body.parameters())
 
 
-def lent_rows(config: Any, rows: Rows, host: HostRows, device: torch.device) -> list[tuple[list[int], dict[str, Any]]]:
-    """Returns rows of other ranks that make this rank run the same modules. Collective.
+def lent_rows(config: Any, rows: RowBatch) -> list[RowBatch]:
+    """Returns single rows of other ranks that make this rank run the same modules. Collective.
 
     A vision tower that is sharded, or whose gradients are reduced as they arrive, must run on all ranks. A rank without
-    media of a kind that another rank has gets the shortest row of that rank.
-
-    Args:
-        config: Config of the model.
-        rows: B dictionaries of model inputs, `{}` for text.
-        host: Tokens of the same rows.
-        device: Device of the model.
-
-    Returns:
-        (token IDs, inputs) of each row to run, whose last token follows its media. Empty if all ranks have the same
-        kinds.
+    media of a kind that another rank has gets the shortest row of that rank. Empty if all ranks have the same kinds.
     """
-    offers = _offers(config, rows, host)
-    kinds, rank = list(placeholder_ids(config)), dist.get_rank()
-    shows = torch.tensor([kind in offers for kind in kinds], dtype=torch.long, device=device)
-    agreed = torch.cat([shows * (rank + 1), -shows])
-    dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
-    lenders, all_show = agreed.view(2, -1).tolist()
-    lent = []
-    for kind, lender, shown in zip(kinds, lenders, all_show, strict=True):
-        if lender == 0 or shown == -1:
-            continue
-        parcel = [offers.get(kind)]
-        dist.broadcast_object_list(parcel, src=lender - 1)
-        if kind not in offers and parcel[0] is not None:
-            lent.append(parcel[0])
+    offers, lent = _offers(config, rows), []
+    kinds_of_ranks = gather_objects(list(offers))
+    for kind in placeholder_ids(config):
+        shows = [kind in kinds for kinds in kinds_of_ranks]
+        if any(shows) and not all(shows):
+            parcel: list[Any] = [offers.get(kind)]
+            dist.broadcast_object_list(parcel, src=shows.index(True))
+            if kind not in offers:
+                lent.append(parcel[0])
     return lent
 
 
-def _offers(config: Any, rows: Rows, host: HostRows) -> dict[str, tuple[list[int], dict[str, Any]]]:
+def _offers(config: Any, rows: RowBatch) -> dict[str, RowBatch]:
     """Returns the shortest row with each kind of media, up to the first token after all of its media."""
     found: dict[str, tuple[int, int]] = {}
-    placeholders = placeholder_ids(config)
-    sampled = torch.zeros_like(host.attention_mask.bool()) if host.response_mask is None else host.response_mask.bool()
-    for i, row in enumerate(rows):
-        if not row:
-            continue
-        places = {kind: (host.token_ids[i] == token) & ~sampled[i] for kind, token in placeholders.items()}
+    ids, sampled, harmless = rows.on_host("token_ids"), rows.on_host("response_mask"), harmless_id(config)
+    for i, row in enumerate(rows.inputs):
+        places = {kind: (ids[i] == token) & ~sampled[i] for kind, token in placeholder_ids(config).items() if row}
         ends = {kind: int(at.nonzero().max()) + 1 for kind, at in places.items() if bool(at.any())}
         for kind in ends:
             found[kind] = min(found.get(kind, (1 << 60, i)), (max(ends.values()), i))
     offers = {}
     for kind, (end, i) in found.items():
-        ids = host.token_ids[i, :end].clone()
-        ids[torch.isin(ids, torch.tensor(list(placeholders.values()))) & sampled[i, :end]] = harmless_id(config)
+        tokens = F.pad(ids[i : i + 1, :end], (0, 1), value=harmless)  # the last one reads its media
+        tokens[:, :end].masked_fill_(_placeholders(config, tokens[:, :end]) & sampled[i, :end], harmless)
         inputs = {
             name: (x[:, :end] if name.endswith(TOKEN_INPUT) else x).cpu() if isinstance(x, Tensor) else x
-            for name, x in rows[i].items()
+            for name, x in rows.inputs[i].items()
         }
-        offers[kind] = ([*ids.tolist(), harmless_id(config)], inputs)
+        real = torch.ones_like(tokens, dtype=torch.bool)
+        read = F.pad(torch.zeros_like(real[:, 1:]), (0, 1), value=True)
+        offers[kind] = RowBatch(token_ids=tokens, attention_mask=real, response_mask=read, inputs=[inputs])
     return offers
 
 
-def with_lent(batch: Any, lent: list[tuple[list[int], dict[str, Any]]]) -> Any:
-    """Returns the backbone's `Batch` with rows of other ranks at the end."""
-    (count, width), more, host = batch.shape, len(lent), batch.host
-    longest = max(width, *(len(ids) for ids, _ in lent))
-    attention = host.attention_mask.bool()
-    response = attention & False if host.response_mask is None else host.response_mask.bool()
-    ids, attention, response = (F.pad(x, (0, longest - width, 0, more)) for x in (host.token_ids, attention, response))
-    for i, (tokens, _) in enumerate(lent, count):
-        ids[i, : len(tokens)] = torch.tensor(tokens)
-        attention[i, : len(tokens)] = True
-        response[i, len(tokens) - 1] = True
-    groups = host.group_ids
+def with_lent(rows: RowBatch, lent: list[RowBatch]) -> tuple[RowBatch, int | None]:
+    """Returns B rows with those of other ranks at the end, and B; None if no output of the B rows is read."""
+    parts, count, groups = [rows, *lent], len(rows), rows.on_host("group_ids")
+    width = max(part.token_ids.shape[1] for part in parts)
+
+    def joined(name: str) -> Tensor:
+        return torch.cat([F.pad(x, (0, width - x.shape[1])) for x in (part.on_host(name) for part in parts)])
+
+    response = joined("response_mask")
     if groups is not None:
-        groups = torch.cat([groups, int(groups.max()) + 1 + torch.arange(more)])
-    device = batch.token_ids.device
-    return replace(
-        batch,
-        token_ids=ids.to(device),
-        attention_mask=attention.to(device),
-        host=HostRows(ids, attention, None if host.response_mask is None else response, groups),
-        rows=[*(batch.rows or [{}] * count), *(inputs for _, inputs in lent)],
-        routes=[*batch.routes, *[None] * more] if batch.routes else batch.routes,
-        count=count if bool(response[:count, 1:].any()) else None,  # a loss over no rows would be NaN
+        groups = torch.cat([groups, int(groups.max()) + 1 + torch.arange(len(lent))])
+    whole = RowBatch(
+        token_ids=joined("token_ids"),
+        attention_mask=joined("attention_mask"),
+        response_mask=response,
+        group_ids=groups,
+        inputs=[*(rows.inputs or [{}] * count), *(part.inputs[0] for part in lent)],
+        routes=[*rows.routes, *[None] * len(lent)] if rows.routes else [],
     )
+    # A load-balancing loss over no rows would be NaN.
+    return whole.to(rows.token_ids.device), count if bool(response[:count, 1:].any()) else None
 
 
 def own_output(out: Any, count: int, width: int) -> Any:
@@ -302,27 +288,23 @@ def own_output(out: Any, count: int, width: int) -> Any:
 # ---- unread media and sampled placeholders ---------------------------------------------------------------------------
 
 
-def leave_unread_media_out(config: Any, batch: Any) -> None:
+def without_unread_media(config: Any, rows: RowBatch) -> RowBatch:
     """Converts rows without read outputs to text: their masks don't mark sampled placeholders."""
-    host = batch.host
-    if host.response_mask is None or bool((read := host.response_mask[:, 1:].any(1)).all()):
-        return
-    rows = [row if used else {} for row, used in zip(batch.rows or (), read.tolist(), strict=True)]
-    places = torch.isin(host.token_ids, torch.tensor(list(placeholder_ids(config).values())))
-    places &= ~read[:, None]
-    harmless = harmless_id(config)
-    batch.host = replace(host, token_ids=host.token_ids.masked_fill(places, harmless))
-    batch.token_ids = batch.token_ids.masked_fill(places.to(batch.token_ids.device), harmless)
-    batch.rows = rows if any(rows) else None
+    read = rows.on_host("response_mask")[:, 1:].any(1)
+    if bool(read.all()):
+        return rows
+    ids, device = rows.on_host("token_ids"), rows.token_ids.device
+    ids = ids.masked_fill(_placeholders(config, ids) & ~read[:, None], harmless_id(config))
+    inputs = [row if used else {} for row, used in zip(rows.inputs, read.tolist(), strict=True)]
+    changed = replace(rows, token_ids=ids.to(device), inputs=inputs)
+    changed.host = {**rows.host, "token_ids": (changed.token_ids, ids)}
+    return changed
 
 
-def sampled_placeholders(config: Any, token_ids: Tensor, response_mask: Tensor | None) -> Tensor | None:
+def sampled_placeholders(config: Any, rows: RowBatch) -> Tensor | None:
     """Returns (B, T) bool, True if the policy sampled a token that stands for a feature; None if it sampled none."""
-    ids = list(placeholder_ids(config).values())
-    if response_mask is None or not ids:
-        return None
-    found = torch.isin(token_ids, torch.tensor(ids, device=token_ids.device)) & response_mask
-    return found if bool(found.any()) else None
+    found = _placeholders(config, rows.on_host("token_ids")) & rows.on_host("response_mask")
+    return found.to(rows.token_ids.device) if bool(found.any()) else None
 
 
 @contextmanager

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from lightrl.compat.transformers import block_class_names, router_modules
 from lightrl.distributed.strategies import gathered
@@ -21,9 +22,6 @@ from lightrl.models.loading import load_causal_lm
 from lightrl.models.logprobs import Distribution, LogitMap, install_head
 from lightrl.models.spec import Layout, ModelSpec
 from lightrl.records import RowBatch
-
-if TYPE_CHECKING:
-    from lightrl.records import Routes
 
 
 class PolicyOutput(NamedTuple):
@@ -124,15 +122,6 @@ class PolicyModel(nn.Module):
         """Whether it is a mixture-of-experts model."""
         return bool(router_modules(self.lm))
 
-    def agreed_routes(self, token_ids: Tensor) -> list[Routes | None]:
-        """Returns arbitrary but fixed experts for (B, T) tokens, to compare engine and trainer."""
-        routes: list[Routes | None] = self.stream.routers.arbitrary(*token_ids.shape)
-        return routes
-
-    def blocks(self) -> list[nn.Module]:
-        """Returns the transformer blocks, as FSDP2 shards them."""
-        return transformer_blocks(self.lm)
-
     def as_reference(self) -> AbstractContextManager[None]:
         """Context manager in which the policy is its LoRA reference: the base without the adapter."""
         from lightrl.models.lora import as_reference
@@ -164,7 +153,7 @@ def named_hf_weights(policy: Any) -> Iterator[tuple[str, Tensor]]:
             yield name, full
 
 
-def transformer_blocks(model: Any) -> list[nn.Module]:
-    """Returns modules of the classes that the model declares indivisible."""
-    names = block_class_names(model)
+def transformer_blocks(model: nn.Module) -> list[nn.Module]:
+    """Returns the modules that the transformers model inside `model` declares indivisible, as FSDP2 shards them."""
+    names = block_class_names(next(module for module in model.modules() if isinstance(module, PreTrainedModel)))
     return [module for module in model.modules() if type(module).__name__ in names]

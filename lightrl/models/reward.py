@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -12,14 +12,12 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
 from lightrl.compat.transformers import model_class, with_from_config
-from lightrl.distributed.strategies import gather_objects
 from lightrl.models.backbone import Backbone
 from lightrl.models.loading import causal_class, load_model, model_config
-from lightrl.models.packing.micro_batches import micro_batches, told_apart
-from lightrl.models.policy import transformer_blocks
+from lightrl.models.packing.micro_batches import run_micro_batches
 from lightrl.models.spec import Layout, ModelSpec, read_chat_template
 from lightrl.models.turns import placeholder_ids, text_ids
-from lightrl.records import RowBatch, pad_rows
+from lightrl.records import Rollouts, RowBatch, pad_rows
 
 
 @dataclass
@@ -64,6 +62,20 @@ class RewardModelSpec:
         if self.labels is None:
             return None
         return [label in self.labels for label in columns[self.label_column]]
+
+    def add_scores(self, rollouts: Rollouts, scores: Tensor) -> None:
+        """Adds the model's (B,) scores to the rewards in place. Each trajectory's last row has its score.
+
+        Trajectories without other rewards get only the scores of models. Failed trajectories and examples with other
+        labels remain unscored, and weight 0 only records scores.
+        """
+        applies = self.applies(rollouts.columns) or [True] * len(rollouts)
+        unscored = [failed or not own for failed, own in zip(rollouts.failed, applies, strict=True)]
+        scores = scores[last_rows(rollouts.trajectory_ids)]
+        scores = scores.masked_fill(torch.tensor(unscored, device=scores.device), float("nan"))
+        rollouts.reward_parts[self.name], rollouts.reward_weights[self.name] = scores, self.weight
+        total = rollouts.rewards.nan_to_num(0.0) + self.weight * scores
+        rollouts.rewards = torch.where(scores.isfinite() & (self.weight != 0), total, rollouts.rewards)
 
 
 class RewardModel(nn.Module):
@@ -122,26 +134,11 @@ class RewardModel(nn.Module):
         return [p for p in head.parameters() if p.requires_grad] if isinstance(head, nn.Linear) else []
 
     def forward(self, rows: RowBatch) -> Tensor:
-        """Returns (B,) float32 scores, read at each row's last real token.
-
-        Args:
-            rows: B rows. With `group_ids`, `response_mask` is True on the end of each row that is not shared within its
-                group.
-        """
+        """Returns (B,) float32 scores, read at each row's last real token. Rows of a group share their prompt."""
         if self._backbone is None:
             logits = self.model(input_ids=rows.token_ids, attention_mask=rows.attention_mask.long()).logits
             return logits.squeeze(-1).float()
-        if not self._shares or rows.group_ids is None:
-            last: Any = {"response_mask": None}
-            return _read(_head(self.model), self._backbone(replace(rows, **last)).hidden)
-        # Adds a column, since the last token's state is read as if to predict a token after it.
-        index, ends = torch.arange(len(rows), device=rows.token_ids.device), rows.attention_mask.sum(1)
-        own = (rows.token_ids, rows.attention_mask, rows.response_mask & rows.attention_mask)
-        ids, attention, wanted = (F.pad(x, (0, 1)) for x in own)
-        attention[index, ends] = True
-        wanted[index, ends] = True
-        out = self._backbone(replace(rows, token_ids=ids, attention_mask=attention, response_mask=wanted))
-        return out.scatter(_read(_head(self.model), out.hidden))[index, ends]
+        return _read(_head(self.model), self._backbone(rows, last=True).hidden)
 
     @torch.no_grad()
     def score(self, rollouts: Any, micro_batch_tokens: int) -> Tensor:
@@ -162,8 +159,13 @@ class RewardModel(nn.Module):
             templated = self.chat_template is not None and rollouts.raw_prompts
             prompts = rollouts.raw_prompts if templated else rollouts.prompts
             return self.score_texts(prompts, rollouts.completions, micro_batch_tokens)
-        own = rollouts.token_ids, rollouts.attention_mask, rollouts.group_ids
-        rows = _rows(*own, rollouts.response_mask, inputs=rollouts.inputs) if sees else _rows(*own)
+        rows = RowBatch(
+            token_ids=rollouts.token_ids,
+            attention_mask=rollouts.attention_mask,
+            response_mask=rollouts.response_mask,
+            group_ids=rollouts.group_ids,
+            inputs=rollouts.inputs if sees else [],
+        )
         return self._score_rows(rows, micro_batch_tokens)
 
     @torch.no_grad()
@@ -187,8 +189,9 @@ class RewardModel(nn.Module):
         mask = torch.arange(token_ids.shape[1], device=device) < lengths[:, None]
         numbers: dict[str, int] = {}
         groups = torch.tensor([numbers.setdefault(str(prompt), len(numbers)) for prompt in prompts], device=device)
-        scores = self._score_rows(_rows(token_ids, mask, groups), micro_batch_tokens)
-        return scores.masked_fill(empty, float("nan"))
+        ends = own_ends(token_ids, mask, groups)
+        batch = RowBatch(token_ids=token_ids, attention_mask=mask, response_mask=ends, group_ids=groups)
+        return self._score_rows(batch, micro_batch_tokens).masked_fill(empty, float("nan"))
 
     def encode(self, prompt: Any, completion: str) -> list[int]:
         """Returns the token IDs of a prompt and completion for `score_texts`; may be empty."""
@@ -202,24 +205,12 @@ class RewardModel(nn.Module):
 
     def _score_rows(self, rows: RowBatch, budget: int) -> Tensor:
         """Returns (B,) scores, with shared prefixes computed once."""
-        ids = told_apart(rows.on_host("token_ids"), rows.inputs)
-        masks = rows.on_host("attention_mask"), rows.on_host("response_mask")
-        bins = micro_batches(ids, *masks, budget, layout="auto" if self._shares else "packed")
-        scores = torch.zeros(len(rows), device=rows.token_ids.device)
-        for i in range(max(gather_objects(len(bins)))):
-            index = bins[i] if i < len(bins) else torch.zeros(1, dtype=torch.long)
-            part = self(rows.select(index).crop())
-            if i < len(bins):
-                scores[index.to(scores.device)] = part
-        return scores
+        layout: Layout = "auto" if self._shares else "packed"
+        return run_micro_batches(lambda part: {"scores": self(part)}, rows, budget, layout)["scores"]
 
     @property
     def _shares(self) -> bool:
         return self._backbone is not None and self._backbone.layout not in ("packed", "padded")
-
-    def blocks(self) -> list[nn.Module]:
-        """Returns the transformer blocks, as FSDP2 shards them."""
-        return transformer_blocks(self.model)
 
 
 def load_scalar(spec: ModelSpec, *, trainable: bool) -> PreTrainedModel:
@@ -244,10 +235,11 @@ def scalar_class(config: Any) -> Any:
     return with_from_config(name, (GenericForSequenceClassification, base), model_class(causal_class(config), config))
 
 
-def _rows(token_ids: Tensor, mask: Tensor, groups: Tensor, ends: Tensor | None = None, **fields: Any) -> RowBatch:
-    """Returns rows to score. `ends` marks where rows of a group differ. Defaults to finding it."""
-    ends = own_ends(token_ids, mask, groups) if ends is None else ends
-    return RowBatch(token_ids=token_ids, attention_mask=mask, response_mask=ends, group_ids=groups, **fields)
+def last_rows(trajectory_ids: Tensor) -> Tensor:
+    """Returns the (B,) index of the last row of each row's trajectory."""
+    index = trajectory_ids.unique(return_inverse=True)[1]
+    rows = torch.arange(len(index), device=index.device)
+    return rows.clone().scatter_reduce_(0, index, rows, "amax", include_self=False)[index]
 
 
 def own_ends(token_ids: Tensor, mask: Tensor, groups: Tensor) -> Tensor:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from lightrl.records.rollouts import (
     Advantages,
     Experience,
-    HostRows,
     MicroBatch,
     ModelOutputs,
     Rollouts,
@@ -48,7 +47,6 @@ __all__ = [
     "EngineContext",
     "Experience",
     "GenerationRequest",
-    "HostRows",
     "Media",
     "MicroBatch",
     "ModelOutputs",

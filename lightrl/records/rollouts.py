@@ -138,24 +138,7 @@ class Scores:
         )
 
 
-HOST_NAMES = ("token_ids", "attention_mask", "response_mask", "group_ids")
-
-
-@dataclass
-class HostRows:
-    """Tensors in host memory from which layouts are planned. Not a tuple, since FSDP2 moves the tensors of tuples.
-
-    Attributes:
-        token_ids, attention_mask: As in `Rollouts`.
-        response_mask: As in `Rollouts`. None if only each row's last token is read.
-        group_ids: As in `Rollouts`. None if rows share no prefix.
-    """
-
-    token_ids: Tensor
-    attention_mask: Tensor
-    response_mask: Tensor | None
-    group_ids: Tensor | None
-
+HOST_NAMES = ("token_ids", "attention_mask", "response_mask", "group_ids", "trajectory_ids")
 
 R = TypeVar("R", bound="RowBatch")
 
@@ -207,36 +190,23 @@ class RowBatch:
     def __len__(self) -> int:
         return int(self.token_ids.shape[0])
 
-    def on_host(self, name: str) -> Tensor:
-        """Returns a tensor of the record in host memory.
+    def on_host(self, name: str) -> Any:
+        """Returns a tensor of the record in host memory; None for a field without one.
 
         `to`, `select`, and `crop` keep host copies of device tensors, so planning a micro-batch doesn't wait for the
         device. A tensor replaced since then is copied once.
         """
-        value: Tensor = getattr(self, name)
-        source, copy = self.host.get(name, (None, value))
-        if source is value:
-            return copy
+        value = getattr(self, name)
+        source, copy = self.host.get(name, (None, None))
         if value is None or value.device.type == "cpu":
             return value
-        self.host[name] = value, value.cpu()
-        return self.host[name][1]
-
-    def host_rows(self) -> HostRows:
-        """Returns the tensors from which layouts are planned, in host memory."""
-        return HostRows(*(self.on_host(name) for name in HOST_NAMES))
-
-    def with_host(self: R, host: dict[str, Tensor]) -> R:
-        """Returns the record with these host copies of its tensors."""
-        pairs = {name: (getattr(self, name), copy) for name, copy in host.items()}
-        return replace(self, host=pairs)
-
-    def host_copies(self) -> dict[str, Tensor]:
-        """Returns the host copies that are up to date."""
-        return {name: copy for name, (source, copy) in self.host.items() if getattr(self, name) is source}
+        if source is not value:
+            copy = value.cpu()
+            self.host[name] = value, copy
+        return copy
 
     def _mapped(self: R, change: Callable[[Any], Any], *kinds: str) -> R:
-        """Applies `change` to each tensor and non-empty list of fields of these kinds."""
+        """Applies `change` to each tensor and non-empty list of fields of these kinds, and to their host copies."""
 
         def one(value: Any) -> Any:
             if isinstance(value, dict):
@@ -244,7 +214,11 @@ class RowBatch:
             return change(value) if isinstance(value, Tensor) or (isinstance(value, list) and value) else value
 
         names = [f.name for f in fields(self) if f.metadata.get("per") in kinds]
-        return replace(self, **{name: one(getattr(self, name)) for name in names})
+        changed = replace(self, **{name: one(getattr(self, name)) for name in names})
+        current = {name: copy for name, (source, copy) in self.host.items() if getattr(self, name) is source}
+        copies = {name: change(copy) if name in names else copy for name, copy in current.items()}
+        changed.host = {name: (getattr(changed, name), copy) for name, copy in copies.items()}
+        return changed
 
     def select(self: R, rows: Tensor) -> R:
         """Selects rows by index (int64, any order)."""
@@ -255,25 +229,21 @@ class RowBatch:
         def chosen(x: Any) -> Any:
             return [x[i] for i in picked] if isinstance(x, list) else x[own if x.device == own.device else rows]
 
-        copies = {name: copy[rows] for name, copy in self.host_copies().items()}
-        return self._mapped(chosen, "row", "token").with_host(copies)
+        return self._mapped(chosen, "row", "token")
 
     def crop(self: R) -> R:
         """Removes columns that are padding in all rows."""
-        width = self.token_ids.shape[1]
         used = self.on_host("attention_mask").any(0).nonzero()
         length = int(used[-1]) + 1 if len(used) else 1
-        if length == width:
-            return self
-        copies = {name: x[:, :length] if x.ndim > 1 else x for name, x in self.host_copies().items()}
-        return self._mapped(lambda x: x[:, :length], "token").with_host(copies)
+        return self if length == self.token_ids.shape[1] else self._mapped(lambda x: x[:, :length], "token")
 
     def to(self: R, device: torch.device | str) -> R:
         """Moves all tensors except `inputs` to `device`. Lightning calls this to move a batch."""
-        names = [name for name in (*HOST_NAMES, "trajectory_ids") if getattr(self, name, None) is not None]
-        host = {name: self.on_host(name) for name in names}
+        copies = {name: self.on_host(name) for name in HOST_NAMES if getattr(self, name, None) is not None}
         moved = self._mapped(lambda x: x.to(device) if isinstance(x, Tensor) else x, "row", "token")
-        return moved if moved.token_ids.device.type == "cpu" else moved.with_host(host)
+        if moved.token_ids.device.type != "cpu":
+            moved.host = {name: (getattr(moved, name), copy) for name, copy in copies.items()}
+        return moved
 
 
 @dataclass(kw_only=True)
@@ -361,16 +331,16 @@ class ModelOutputs:
         ref_logprobs: Log-probs of the reference. None without one.
         values: Values of the critic. None without a critic.
         entropy: Entropy of the policy that starts the updates. None if unused.
-        token_extras: Additional (B, T, ...) tensors by name, copied to `Experience.token_extras`.
-        row_extras: Additional (B, ...) tensors or lists of B by name, copied to `Experience.row_extras`.
+        token_extras: Additional (B, T, ...) tensors by name, which follow their rows into micro-batches.
+        row_extras: Additional (B, ...) tensors or lists of B by name, which follow their rows into micro-batches.
     """
 
-    old_logprobs: Tensor | None = None
-    ref_logprobs: Tensor | None = None
-    values: Tensor | None = None
-    entropy: Tensor | None = None
-    token_extras: dict[str, Tensor] = field(default_factory=dict)
-    row_extras: dict[str, Any] = field(default_factory=dict)
+    old_logprobs: Tensor | None = per_token(default=None)
+    ref_logprobs: Tensor | None = per_token(default=None)
+    values: Tensor | None = per_token(default=None)
+    entropy: Tensor | None = per_token(default=None)
+    token_extras: dict[str, Tensor] = per_token(default_factory=dict)
+    row_extras: dict[str, Any] = per_row(default_factory=dict)
 
 
 @dataclass
@@ -380,38 +350,29 @@ class Advantages:
     Attributes:
         advantages: (B, T) float32, 0 outside the response mask, before whitening and clipping.
         returns: (B, T) float32 targets for the critic. None without one.
-        rewards: (B,) float32 finite sequence rewards.
+        rewards: (B,) float32 sequence rewards after shaping, 0 on rows that are not `valid`.
         valid: (B,) bool, False on rows without a reward, which are excluded from all losses.
     """
 
-    advantages: Tensor
-    returns: Tensor | None
-    rewards: Tensor
-    valid: Tensor
+    advantages: Tensor = per_token()
+    returns: Tensor | None = per_token()
+    rewards: Tensor = per_row()
+    valid: Tensor = per_row()
 
 
 @dataclass(kw_only=True)
-class Experience(RowBatch):
+class Experience(RowBatch, ModelOutputs, Advantages):
     """Rollouts with log-probs, values, and advantages: everything that an update reads.
 
-    Adds these attributes to those of `RowBatch`. Log-probs and entropies are over the tokens in `supports`. The
-    response mask excludes rows without a reward and, if the module masks them, truncated rows.
+    Adds these attributes to those of `RowBatch`, `ModelOutputs`, and `Advantages`, whose `advantages` are now whitened
+    and clipped. Log-probs and entropies are over the tokens in `supports`. The response mask excludes rows without a
+    reward and, if the module masks them, truncated rows.
 
     Attributes:
         trajectory_ids, turn_ids, engine_logprobs: As in `Rollouts`.
-        advantages: (B, T) float32, 0 outside the mask.
-        rewards: (B,) float32 sequence rewards after shaping, 0 on rows that are not `valid`.
-        valid: (B,) bool, False on rows without a reward.
-        old_logprobs: (B, T) log-probs. None if exactly one update follows, see `ModelOutputs`.
-        ref_logprobs: (B, T) log-probs of the reference. None without one.
-        values: (B, T) values of the critic at the start of the updates. None without a critic.
-        returns: (B, T) targets for the critic. None without a critic.
-        entropy: (B, T) entropy of the policy that starts the updates. None if unused.
         in_policy_loss: (B, T) bool, True on tokens whose policy loss has a gradient. None for all masked tokens. Other
             tokens still count in the normalizer, the KL penalty, the entropy bonus, and the critic's loss.
         is_stale: Whether the rows were sampled by older weights than those that start the updates.
-        token_extras: Additional (B, T, ...) tensors by name, which follow their rows into micro-batches.
-        row_extras: Additional (B, ...) tensors or lists of B by name, which follow their rows into micro-batches.
         supervised: Examples of the supervised loss (`ptx_coef`). None without one.
         metrics: Scalars measured while creating the experience, reduced over ranks.
     """
@@ -419,19 +380,10 @@ class Experience(RowBatch):
     group_ids: Tensor = per_row()
     trajectory_ids: Tensor = per_row()
     engine_logprobs: Tensor = per_token()
-    advantages: Tensor = per_token()
-    rewards: Tensor = per_row()
-    valid: Tensor = per_row()
-    old_logprobs: Tensor | None = per_token(default=None)
-    ref_logprobs: Tensor | None = per_token(default=None)
-    values: Tensor | None = per_token(default=None)
     returns: Tensor | None = per_token(default=None)
-    entropy: Tensor | None = per_token(default=None)
     in_policy_loss: Tensor | None = per_token(default=None)
     is_stale: bool = False
     turn_ids: Tensor | None = per_token(default=None)
-    token_extras: dict[str, Tensor] = per_token(default_factory=dict)
-    row_extras: dict[str, Any] = per_row(default_factory=dict)
     supervised: RowBatch | None = None
     metrics: dict[str, float] = field(default_factory=dict)
 

@@ -101,7 +101,7 @@ class WeightSync(Callback):
         tokens = self._tokens(module, engine, min(NUM_TOKENS, engine.max_model_len - 1))
         for placeholder in placeholder_ids(module.actor.lm.config).values():  # has no media here
             tokens[tokens == placeholder] = harmless_id(module.actor.lm.config)
-        routes = [module.actor.agreed_routes(tokens)] if engine.replays_routes else []
+        routes = [module.actor.stream.routers.arbitrary(*tokens.shape)] if engine.replays_routes else []
         theirs = torch.tensor(engine.logprobs(tokens.tolist(), *routes))
         ours = module.token_logprobs(tokens.to(module.device), *routes).cpu()[:, 1:]
         if bool(module.all_max((~ours.isfinite()).any().float())):

@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 from lightrl.models.critic import ValueModel
 from lightrl.models.folders import fill_shards
 from lightrl.models.loading import load_causal_lm
-from lightrl.models.policy import PolicyModel
+from lightrl.models.policy import PolicyModel, transformer_blocks
 from lightrl.models.spec import LoraSpec, ModelSpec
 from tests import forks
 from tests.rows import as_rows
@@ -78,7 +78,7 @@ def main(rank: int, folder: Path) -> None:
         for expected, model in zip(whole, parts, strict=True):
             of_files = [n for n, p in model.named_parameters() if p.is_meta]
             assert len(of_files) == sum("value_head" not in n for n, _ in model.named_parameters())
-            for block in model.blocks():
+            for block in transformer_blocks(model):
                 fully_shard(block, mesh=mesh)
             fully_shard(model, mesh=mesh)
             fill_shards(model, torch.device("cpu"))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightrl.models.policy import transformer_blocks
 from lightrl.models.reward import RewardModel, RewardModelSpec
 from tests.models.conftest import Batch
 from tests.rows import unshared
@@ -82,7 +83,7 @@ def test_from_spec_is_frozen(tmp_path: Path) -> None:
     classifier().save_pretrained(tmp_path)
     reward = RewardModel.from_spec(RewardModelSpec("quality", str(tmp_path), tokenizer="policy", dtype="bfloat16"))
     assert not any(p.requires_grad for p in reward.parameters())
-    assert next(reward.parameters()).dtype == torch.bfloat16 and len(reward.blocks()) == 2
+    assert next(reward.parameters()).dtype == torch.bfloat16 and len(transformer_blocks(reward)) == 2
 
 
 @pytest.mark.parametrize("layout", ["auto", "packed", "padded"])

@@ -57,7 +57,7 @@ def system_prompt_batch() -> Batch:
     system, one, two, other, *ends = (torch.randint(1, 97, (n,), generator=draw) for n in (40, 20, 30, 50, *[10] * 5))
     for i, part in enumerate((one, two, other, *ends)):
         part[0] = i + 1
-    system[0] = 90
+    system[0] = 1  # before the row apart in the order of tokens
     rows = [[system, one, ends[0]], [system, one, ends[1]], [system, two, ends[2]], [system, two, ends[3]]]
     rows.append([other, ends[4]])
     lengths = torch.tensor([sum(map(len, row)) for row in rows])
@@ -80,6 +80,7 @@ def test_groups_share_their_system_prompt() -> None:
 
 def test_a_few_equal_tokens_are_no_node_and_a_short_prompt_of_a_group_is() -> None:
     batch = make_batch([(5, [40, 40, 40])], pad=0)
+    batch.token_ids[2, 5] = 96  # the last in the order of tokens
     batch.token_ids[1, 5:30] = batch.token_ids[0, 5:30]  # 25 tokens that agree by chance
     assert make_stream(*batch[:3]).lengths == [5, 39, 39, 39]
     batch.token_ids[1, 30:40] = batch.token_ids[0, 30:40]  # 35 of them are worth it

@@ -10,7 +10,7 @@ import torch
 from lightrl.models.multimodal import marked_tokens, media_positions
 from lightrl.models.packing.streams import make_stream
 from lightrl.models.turns import placeholder_ids
-from lightrl.records import HostRows
+from lightrl.records import RowBatch
 from tests.rows import as_rows
 from tests.vision.conftest import Batch, completed, film, mixed_rows, picture
 from tests.vision.models import FAMILIES, QWEN
@@ -241,11 +241,10 @@ def test_prefixes_end_before_pictures_that_differ_and_never_between_two(folder_o
     rows = [question("<image> and that <image> " + "what else is there? " * 3 + end, 1, 2) for end in ("left?", "up?")]
     rows += [question("<image> is it?", 5)]
     batch = completed(folder.prompts(rows), 2, 5)
-    host = HostRows(*batch[:4])
-    ids, spans = marked_tokens(folder.policy().lm.config, batch.inputs, host)
+    ids, spans = marked_tokens(folder.policy().lm.config, RowBatch(**batch._asdict()))
     stream = make_stream(ids, batch.attention_mask, batch.response_mask, spans=spans)
     ends = [offset + length for offset, length in zip(stream.offsets, stream.lengths, strict=True)]
     assert stream.lengths[0] == 77 and stream.parents[0] == -1 and stream.parents.count(0) == 2
     for first, last in spans.tolist():
         assert not any(first < ends[parent] <= last for parent in stream.parents if parent >= 0)
-    assert sorted(stream.shown) == [0, 4]
+    assert sorted(row // 4 for row in stream.shown) == [0, 1]

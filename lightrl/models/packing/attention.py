@@ -6,7 +6,6 @@ equal results. Without a stream, it is transformers' regular SDPA attention.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -95,25 +94,6 @@ def stream_attention(
     return _masked_sdpa(q, k, v, stream, scale, window)
 
 
-@dataclass
-class _Batch:
-    """Segments as right-padded matrices, in which padding points to token 0.
-
-    Attributes:
-        queries: (S, L) stream tokens.
-        keys: (S, K) stream tokens, preceded by all ancestors.
-        real: (n,) positions of real tokens in the flattened queries.
-        tokens: (n,) stream tokens at these positions.
-        mask: (S, 1, L, K) bool, the keys visible to each query.
-    """
-
-    queries: Tensor
-    keys: Tensor
-    real: Tensor
-    tokens: Tensor
-    mask: Tensor
-
-
 def _masked_sdpa(q: Tensor, k: Tensor, v: Tensor, stream: TokenStream, scale: float, window: int | None) -> Tensor:
     """Attends each segment's queries to its own and its ancestors' keys, in batches with a boolean mask."""
     repeat = q.shape[1] // k.shape[1]
@@ -124,16 +104,24 @@ def _masked_sdpa(q: Tensor, k: Tensor, v: Tensor, stream: TokenStream, scale: fl
 
     parts, tokens = [], []
     bound = NEW_BUCKET // (q.shape[1] * q.shape[2])
-    for batch in stream.cached(("masked", window), lambda: _masked_batches(stream, window, q.device, bound)):
-        keys, values = (taken(x, batch.keys).repeat_interleave(repeat, 1) for x in (k, v))
-        out = F.scaled_dot_product_attention(taken(q, batch.queries), keys, values, attn_mask=batch.mask, scale=scale)
-        parts.append(out.transpose(1, 2).flatten(0, 1).index_select(0, batch.real))
-        tokens.append(batch.tokens)
+    batches = stream.cached(("masked", window), lambda: _masked_batches(stream, window, q.device, bound))
+    for queries, seen, real, own, mask in batches:
+        keys, values = (taken(x, seen).repeat_interleave(repeat, 1) for x in (k, v))
+        out = F.scaled_dot_product_attention(taken(q, queries), keys, values, attn_mask=mask, scale=scale)
+        parts.append(out.transpose(1, 2).flatten(0, 1).index_select(0, real))
+        tokens.append(own)
     order = torch.cat(tokens)  # every stream token once
     return torch.cat(parts).index_select(0, order.argsort())
 
 
-def _masked_batches(stream: TokenStream, window: int | None, device: torch.device, new_bucket: int) -> list[_Batch]:
+def _masked_batches(
+    stream: TokenStream, window: int | None, device: torch.device, new_bucket: int
+) -> list[tuple[Tensor, ...]]:
+    """Returns batches of S segments as right-padded matrices, in which padding points to token 0.
+
+    Each has (S, L) stream tokens as queries; (S, K) stream tokens as keys, preceded by all ancestors; (n,) positions of
+    real tokens in the flattened queries, and the stream tokens there; and (S, 1, L, K) keys visible to each query.
+    """
     paths: list[Tensor] = []  # stream tokens visible to each segment
     for start, length, parent in zip(stream.starts, stream.lengths, stream.parents, strict=True):
         own = torch.arange(start, start + length)
@@ -153,16 +141,14 @@ def _masked_batches(stream: TokenStream, window: int | None, device: torch.devic
             mask &= columns > place - window
         real = (slots < lengths[:, None]).view(-1).nonzero().squeeze(1)
         tensors = (queries, keys, real, queries.view(-1)[real], mask[:, None])
-        result.append(_Batch(*(x.to(device) for x in tensors)))
+        result.append(tuple(x.to(device) for x in tensors))
     return result
 
 
 def buckets(sizes: list[tuple[int, int]], new_bucket: int) -> list[list[int]]:
-    """Groups (queries, keys) segments into buckets in which padding to the longest wastes little.
+    """Groups segments by their (queries, keys) into buckets in which padding to the longest wastes little.
 
-    Args:
-        sizes: Queries and keys of each segment.
-        new_bucket: Number of query-key pairs that take as long as the kernel calls of a new bucket.
+    `new_bucket` is the number of query-key pairs that take as long as the kernel calls of a new bucket.
     """
     order = sorted(range(len(sizes)), key=lambda i: (sizes[i][1], sizes[i][0]), reverse=True)
     result: list[list[int]] = []

@@ -1,28 +1,23 @@
-"""Splits sequences into micro-batches by tokens."""
+"""Splits sequences into micro-batches by tokens, and runs models on them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from lightrl.distributed.strategies import gather_objects
 from lightrl.models.packing.streams import Prefixes, no_prefixes, shared_prefixes
 from lightrl.models.spec import Layout
+from lightrl.records import Experience, RowBatch
+
+Rows = TypeVar("Rows", bound=RowBatch)
 
 PAIRS_PER_TOKEN = 6144  # query-key pairs that cost as much as a token's linear layers: 6 x hidden size, here 1024
-
-
-@dataclass
-class _Block:
-    """Rows that stay together: a tree, or as much of it as fits the budget. Prefixes count once."""
-
-    rows: list[int]
-    tokens: int
-    cost: float
 
 
 def micro_batches(
@@ -64,20 +59,69 @@ def micro_batches(
         prompts = torch.where(response_mask.any(1), response_mask.int().argmax(1), attention_mask.sum(1)).cpu()
         prefixes = shared_prefixes(token_ids.cpu(), lengths, prompts)
     blocks = _blocks(prefixes, lengths.tolist(), budget, units)
-    fewest = _first_fit(blocks, budget)
-    wanted = len(fewest) if num_bins is None else num_bins
-    chosen = _balanced(blocks, budget, wanted)
-    if chosen is None:  # balancing needs more room than first fit
-        chosen = fewest + [[] for _ in range(wanted - len(fewest))]
+    chosen = None if num_bins is None else _balanced(blocks, budget, num_bins)
+    count = -(-sum(min(block.tokens, budget) for block in blocks) // budget)
+    while chosen is None:
+        chosen = _balanced(blocks, budget, count)
+        count += 1
+    chosen += [[] for _ in range((num_bins or 0) - len(chosen))]
     return [torch.tensor(sorted(row for i in bin_ for row in blocks[i].rows), dtype=torch.long) for bin_ in chosen]
 
 
-def told_apart(token_ids: Tensor, inputs: Sequence[dict[str, Any]] | None) -> Tensor:
+def cut_micro_batches(
+    rows: Rows, budget: int, layout: Layout, *, skip_zero: bool = False, whole_trajectories: bool = False
+) -> list[Rows]:
+    """Splits sequences into micro-batches, at least one and the same number on every rank. Collective.
+
+    A rank without sequences gets one sequence with an empty response mask. `skip_zero` excludes trajectories whose
+    advantages are all 0, and `whole_trajectories` keeps rows of a trajectory together, even above the budget.
+    """
+    units = None
+    if isinstance(rows, Experience):
+        if skip_zero:
+            kept = _rows_with_advantage(rows)
+            rows = rows.select(kept) if len(kept) else _without_response(rows)  # type: ignore[assignment]
+        trajectory_ids = rows.on_host("trajectory_ids")
+        if whole_trajectories and len(trajectory_ids.unique()) < len(rows):
+            units = trajectory_ids
+    found = _row_indices(rows, budget, layout, units)
+    return [rows.select(index).crop() if len(index) else _without_response(rows) for index in found]
+
+
+def run_micro_batches(
+    forward: Callable[[RowBatch], dict[str, Tensor]], rows: RowBatch, budget: int, layout: Layout
+) -> dict[str, Tensor]:
+    """Runs `forward` over micro-batches, the same number of times on every rank, as sharded models require. Collective.
+
+    Returns:
+        Results by name: (B,) from (b,), or (B, T) from (b, t), 0 beyond a micro-batch's width.
+    """
+    out: dict[str, Tensor] = {}
+    for index in _row_indices(rows, budget, layout):
+        part = rows.select(index if len(index) else torch.zeros(1, dtype=torch.long)).crop()
+        index = index.to(rows.token_ids.device)
+        for name, value in forward(part).items():
+            full = out.setdefault(name, value.new_zeros(rows.token_ids.shape[: value.ndim]))
+            whole = full if value.ndim == 1 else full[:, : value.shape[1]]
+            whole[index] = value[: len(index)]
+    return out
+
+
+def _row_indices(rows: RowBatch, budget: int, layout: Layout, units: Tensor | None = None) -> list[Tensor]:
+    """Returns the row indices of `micro_batches`, the same number on every rank (some may be empty)."""
+    ids = _told_apart(rows.on_host("token_ids"), rows.inputs)
+    host = ids, rows.on_host("attention_mask"), rows.on_host("response_mask")
+    bins = micro_batches(*host, budget, layout=layout, units=units)
+    most = max(gather_objects(len(bins)))
+    return bins if most == len(bins) else micro_batches(*host, budget, num_bins=most, layout=layout, units=units)
+
+
+def _told_apart(token_ids: Tensor, inputs: Sequence[dict[str, Any]]) -> Tensor:
     """Returns token IDs for splitting micro-batches, in which rows share media only if inputs are the same object.
 
     This counts at least as many tokens as the stream computes, without comparing pixels.
     """
-    if not inputs or not any(inputs):
+    if not any(inputs):
         return token_ids
     ids = token_ids.clone()
     numbers: dict[int, int] = {}
@@ -85,6 +129,35 @@ def told_apart(token_ids: Tensor, inputs: Sequence[dict[str, Any]] | None) -> Te
         if row:
             ids[i, 0] = -1 - numbers.setdefault(id(row), i)
     return ids
+
+
+def _rows_with_advantage(minibatch: Experience) -> Tensor:
+    """Returns the rows of trajectories with a nonzero advantage on any token."""
+    index = minibatch.trajectory_ids.unique(return_inverse=True)[1]
+    trained = (minibatch.advantages != 0).any(1)
+    return trained.new_zeros(len(index)).index_put_((index[trained],), trained.new_ones(()))[index].nonzero().squeeze(1)
+
+
+def _without_response(rows: Rows) -> Rows:
+    """Returns one row that participates in forward, backward, and collectives but contributes nothing."""
+    row = rows.select(torch.zeros(1, dtype=torch.long)).crop()
+    row.response_mask = torch.zeros_like(row.response_mask)
+    if isinstance(row, Experience):
+        row.advantages = torch.zeros_like(row.advantages)
+        row.token_extras = {name: torch.zeros_like(x) for name, x in row.token_extras.items()}
+    return row
+
+
+# ---- plan ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Block:
+    """Rows that stay together: a tree, or as much of it as fits the budget. Prefixes count once."""
+
+    rows: list[int]
+    tokens: int
+    cost: float
 
 
 def _by_unit(rows: Iterable[int], units: Tensor | None) -> list[list[int]]:
@@ -165,22 +238,6 @@ def _branches(sizes: list[int], shared: list[int], budget: int) -> list[list[int
         bounds = [first, *(i for i in range(first + 1, last) if shared[i] == least), last]
         waiting += reversed(list(pairwise(bounds)))
     return branches
-
-
-def _first_fit(blocks: list[_Block], budget: int) -> list[list[int]]:
-    """Assigns blocks to as few bins as possible by tokens (first-fit decreasing)."""
-    bins: list[list[int]] = []
-    room: list[int] = []
-    for i in sorted(range(len(blocks)), key=lambda i: -blocks[i].tokens):
-        tokens = blocks[i].tokens
-        at = next((b for b, left in enumerate(room) if tokens <= left), None)
-        if at is None:
-            bins.append([])
-            room.append(budget)
-            at = len(bins) - 1
-        bins[at].append(i)
-        room[at] -= tokens
-    return bins
 
 
 def _balanced(blocks: list[_Block], budget: int, num_bins: int) -> list[list[int]] | None:

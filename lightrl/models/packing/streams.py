@@ -109,21 +109,21 @@ class TokenStream:
 
 
 class _Segment(NamedTuple):
-    """A part of `row`, and of all rows at positions `first` to `last` (exclusive) of the order."""
+    """A part of `row`, and of all `rows` as far as they go."""
 
     row: int
     offset: int
     length: int
     parent: int
-    first: int
-    last: int
+    rows: list[int]
 
 
 def make_stream(
     token_ids: Tensor,
     attention_mask: Tensor,
-    response_mask: Tensor | None,
+    response_mask: Tensor,
     *,
+    last: bool = False,
     share: bool = True,
     spans: Tensor | None = None,
     routes: Sequence[Routes | None] = (),
@@ -135,7 +135,7 @@ def make_stream(
         token_ids: (B, T) int64. For rows with media, from `multimodal.marked_tokens`.
         attention_mask: (B, T) bool, True on real tokens, which start at 0 without gaps.
         response_mask: (B, T) bool, tokens whose outputs are read. That of token t is read at t - 1; token 0 has none.
-            None reads one output per row, at its last token.
+        last: Read one output per row instead, at its last token.
         share: Compute shared prefixes once.
         spans: (B, 2), see `shared_prefixes`.
         routes: B records of experts. Only tokens with the same experts are shared.
@@ -148,13 +148,12 @@ def make_stream(
     attention = attention_mask.to("cpu", torch.bool)
     if bool((attention[:, 1:] & ~attention[:, :-1]).any()):
         raise ValueError("attention_mask: has gaps or is not True at the start. Pad rows on the right.")
-    if response_mask is None:
-        wanted = torch.zeros_like(attention)
-        needed, prompts = attention.sum(1).clamp(min=1), torch.zeros(len(attention), dtype=torch.long)
-    else:
-        wanted = response_mask.to("cpu", torch.bool, copy=True)
-        wanted[:, :1] = False
-        needed, prompts = _extents(wanted)
+    wanted = response_mask.to("cpu", torch.bool, copy=True)
+    wanted[:, :1] = False
+    width, columns = token_ids.shape[1], torch.arange(token_ids.shape[1])
+    # Number of tokens to compute per row, and before the first response token.
+    needed = attention.sum(1).clamp(min=1) if last else torch.where(wanted, columns, 0).amax(1)
+    prompts = torch.minimum(torch.where(wanted, columns, width).amin(1), needed)
     ids = token_ids.cpu()
     if any(of_row is not None for of_row in routes):
         from lightrl.records import Routes
@@ -162,16 +161,18 @@ def make_stream(
         ids = Routes.told_apart(ids, routes)
     prefixes = shared_prefixes(ids, needed, prompts, spans) if share else no_prefixes(needed)
     # If no output is read, one token keeps the graph and the collectives alive.
-    segments = _segments(prefixes, needed.tolist()) or [_Segment(0, 0, 1, -1, 0, 0)]
-    rows, offsets, lengths, parents, _, _ = (list(column) for column in zip(*segments, strict=True))
+    segments = _segments(prefixes, needed.tolist()) or [_Segment(0, 0, 1, -1, [])]
+    rows, offsets, lengths, parents, _ = (list(column) for column in zip(*segments, strict=True))
     sizes = torch.tensor(lengths)
     starts = sizes.cumsum(0) - sizes
     segment_of = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
     positions = torch.arange(len(segment_of)) - (starts - torch.tensor(offsets))[segment_of]
-    width = token_ids.shape[1]
     source = torch.tensor(rows)[segment_of] * width + positions
-    where = _places(segments, starts.tolist(), prefixes.order, attention.shape)
-    if response_mask is None:
+    where = torch.full(attention.shape, -1)  # position in the stream of each token of the batch, -1 for dropped ones
+    for segment, start in zip(segments, starts.tolist(), strict=True):
+        where[segment.rows, segment.offset : segment.offset + segment.length] = start + torch.arange(segment.length)
+    where = where.view(-1)
+    if last:
         targets = torch.arange(len(attention)) * width + needed - 1
         read = where[targets]
     else:
@@ -185,23 +186,6 @@ def make_stream(
         source, positions, read, targets,
         starts.tolist(), lengths, parents, shown, (len(attention), width),
     )  # fmt: skip
-
-
-def _extents(wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the number of tokens to compute per row, and the number before the first read output; 0 for neither."""
-    positions = torch.arange(wanted.shape[1])
-    last = torch.where(wanted, positions, 0).amax(1)
-    first = torch.where(wanted, positions, wanted.shape[1]).amin(1)
-    return last, torch.minimum(first, last)
-
-
-def _places(segments: list[_Segment], starts: list[int], order: list[int], shape: torch.Size) -> Tensor:
-    """Returns the position in the stream of each token of the flattened (B, T) batch, -1 for dropped ones."""
-    where, rows = torch.full(shape, -1), torch.tensor(order, dtype=torch.long)
-    for segment, start in zip(segments, starts, strict=True):
-        own = rows[segment.first : segment.last]
-        where[own, segment.offset : segment.offset + segment.length] = torch.arange(start, start + segment.length)
-    return where.view(-1)
 
 
 def _segments(prefixes: Prefixes, lengths: list[int]) -> list[_Segment]:
@@ -220,7 +204,7 @@ def _segments(prefixes: Prefixes, lengths: list[int]) -> list[_Segment]:
                 break
             low, high = parts[0]  # the other rows end here, so no split is needed
         if end > offset:
-            segments.append(_Segment(order[low], offset, end - offset, parent, first, last))
+            segments.append(_Segment(order[low], offset, end - offset, parent, order[first:last]))
             parent = len(segments) - 1
         waiting += [(a, b, end, parent) for a, b in reversed(parts)]
     return segments
@@ -235,7 +219,7 @@ class Prefixes(NamedTuple):
     Any two rows share the minimum of `shared` between them.
 
     Attributes:
-        order: R row indices; among rows with equally long shared prefixes, ascending.
+        order: R row indices.
         shared: R numbers of tokens that a row shares with the previous one in `order`; 0 for the first.
     """
 
@@ -266,7 +250,7 @@ def shared_prefixes(token_ids: Tensor, lengths: Tensor, prompts: Tensor, spans: 
     alike = sorted(range(len(keys)), key=keys.__getitem__)
     by_token = rows[torch.tensor(alike)]
     cut = _cut(ids[alike], lengths[by_token], prompts[by_token], None if spans is None else spans[by_token])
-    return _in_own_order(by_token.tolist(), cut)
+    return Prefixes(by_token.tolist(), [0, *cut])
 
 
 def _cut(ids: np.ndarray, lengths: Tensor, prompts: Tensor, spans: Tensor | None) -> list[int]:
@@ -306,22 +290,3 @@ def _prompt_ends(prompts: list[int], common: list[int]) -> list[int]:
 
     before, after = reached(prompts, common), reached(prompts[::-1], common[::-1])[::-1]
     return [max(one | other, default=0) for one, other in zip(before, after, strict=True)]
-
-
-def _in_own_order(rows: list[int], cut: list[int]) -> Prefixes:
-    """Sorts rows with equally long shared prefixes by index."""
-    order: list[int] = []
-    shared: list[int] = []
-    waiting = [(0, len(rows), 0)]
-    while waiting:
-        start, end, link = waiting.pop()
-        if end - start == 1:
-            order.append(rows[start])
-            shared.append(link)
-            continue
-        least = min(cut[start : end - 1])
-        bounds = [start, *(i + 1 for i in range(start, end - 1) if cut[i] == least), end]
-        parts = sorted(pairwise(bounds), key=lambda part: min(rows[part[0] : part[1]]))
-        links = [link] + [least] * (len(parts) - 1)
-        waiting += [(*part, own) for part, own in zip(reversed(parts), reversed(links), strict=True)]
-    return Prefixes(order, shared)
