@@ -8,7 +8,6 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightrl.algorithms.experience import first_rows
-from lightrl.ops.entropy import adaptive_entropy_coef
 from lightrl.records import Rollouts
 from lightrl.rollout.learner import RLCallback
 
@@ -68,10 +67,9 @@ class AdaptiveEntropy(StatefulCallback):
         entropy = metrics.get("policy/entropy")
         if entropy is None:
             return
-        self.coef = adaptive_entropy_coef(
-            self.coef, entropy, self.target, step=self.step, minimum=self.minimum, maximum=self.maximum
-        )
         self.active = entropy <= self.target
+        step = self.step if self.active else -self.step
+        self.coef = min(max(self.coef + step, self.minimum), self.maximum)
         self._apply(pl_module)
 
     def _apply(self, pl_module: Any) -> None:

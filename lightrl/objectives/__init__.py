@@ -35,13 +35,16 @@ if TYPE_CHECKING:
         GDPO,
         OPO,
         RLOO,
+        GiGPO,
         MaxRL,
         PassAtK,
         Reinforce,
         ReinforcePlusPlus,
         ReinforcePlusPlusBaseline,
+        TurnGAE,
+        TurnReturns,
+        Turns,
     )
-    from lightrl.objectives.turn_estimators import GiGPO, TurnGAE, TurnReturns, Turns
 
 __all__ = [
     "CISPO",
@@ -97,7 +100,6 @@ _MODULES = (
     "off_policy",
     "policy_losses",
     "special_estimators",
-    "turn_estimators",
     "divergences",
 )
 __getattr__ = lazy_names(__name__, _MODULES, __all__)

@@ -104,14 +104,9 @@ class PolicyLoss(ABC):
 
     @abstractmethod
     def __call__(self, given: LossInput) -> tuple[Tensor, Metrics]:
-        """Computes token losses.
+        """Returns (B, T) token losses, 0 outside the mask, and metrics: (B, T) tensors by name, without graph.
 
-        Args:
-            given: B trajectories.
-
-        Returns:
-            (B, T) token losses, 0 outside the mask, and metrics: (B, T) tensors by name, without graph. They include
-            `kl/old` (k3 estimate of KL(pi_old || pi) per token) and `policy/ratio_max`.
+        Metrics include `kl/old` (k3 estimate of KL(pi_old || pi) per token) and `policy/ratio_max`.
         """
 
 
@@ -234,9 +229,7 @@ class KLInReward(KLPenalty):
     def __call__(self, old_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
         """Returns (B, T) KL estimates without gradients. The caller subtracts `coef` times them from the rewards.
 
-        Args:
-            old_logprobs: (B, T) log-probs of the policy that starts the update.
-            ref_logprobs: (B, T) log-probs of the reference.
+        Both (B, T) log-probs are of the sampled tokens; the old ones of the policy that starts the update.
         """
         return kl_estimate(old_logprobs, ref_logprobs, self.estimator).detach()
 

@@ -14,9 +14,7 @@ def leave_one_out(scores: Tensor, groups: Tensor, valid: Tensor) -> Tensor:
     Computed as the equivalent `n / (n - 1) * (r_i - mean)`.
 
     Args:
-        scores: (B,) float scores.
-        groups: (B,) int64 labels.
-        valid: (B,) bool, False on rows to exclude.
+        scores, groups, valid: As in `group_stats`.
 
     Returns:
         (B,), 0 on invalid rows and in groups of one.
@@ -27,25 +25,6 @@ def leave_one_out(scores: Tensor, groups: Tensor, valid: Tensor) -> Tensor:
     return group_centered(scores, stats, valid) * stats.size / (stats.size - 1).clamp(min=1)
 
 
-def optimal_baseline(scores: Tensor, groups: Tensor, valid: Tensor, lengths: Tensor) -> Tensor:
-    """Score minus the length-weighted mean of its group: `r_i - sum_j l_j r_j / sum_j l_j`.
-
-    Minimizes the gradient's variance if the squared norm of a response's score function grows with its length.
-
-    Args:
-        scores: (B,) float scores.
-        groups: (B,) int64 labels.
-        valid: (B,) bool, False on rows to exclude.
-        lengths: (B,) number of sampled tokens.
-
-    Returns:
-        (B,), 0 on invalid rows and in groups without spread.
-
-    Source: OPO, https://arxiv.org/abs/2505.23585.
-    """
-    return group_centered(scores, group_stats(scores, groups, valid, lengths), valid)
-
-
 def pass_at_k(successes: Tensor, groups: Tensor, valid: Tensor, k: int) -> Tensor:
     """Mean normalized pass@k reward over all k-subsets of the group that contain the row.
 
@@ -54,8 +33,7 @@ def pass_at_k(successes: Tensor, groups: Tensor, valid: Tensor, k: int) -> Tenso
 
     Args:
         successes: (B,) float, 1 or 0.
-        groups: (B,) int64 labels.
-        valid: (B,) bool, False on rows to exclude.
+        groups, valid: As in `group_stats`.
         k: Subset size, at least 1.
 
     Returns:

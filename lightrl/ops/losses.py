@@ -54,11 +54,6 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator =
     raise ValueError(f"estimator={estimator!r}: must be 'k1', 'k2', or 'k3'.")
 
 
-def importance_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """Computes `pi(a) / pi_old(a)` per token with log-ratios clamped to +-20. (B, T), differentiable in `logprobs`."""
-    return (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-
-
 def ratio_corrected_kl(
     logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator = "k3"
 ) -> Tensor:
@@ -68,17 +63,15 @@ def ratio_corrected_kl(
         k2:      stop(ratio) * k2   E_old[ratio * d * grad log pi]; the ratio's gradient would add a wrong term
 
     Args:
-        logprobs: (B, T) log-probs of the policy.
         old_logprobs: (B, T) log-probs of the policy that sampled the tokens.
-        ref_logprobs: (B, T) log-probs of the reference.
-        estimator: "k1", "k2", or "k3".
+        logprobs, ref_logprobs, estimator: As in `kl_estimate`.
 
     Returns:
         (B, T), differentiable in `logprobs`.
 
     Source: https://arxiv.org/abs/2512.02556, section "Unbiased KL estimate" (k3); TRL's `use_bias_correction_kl`.
     """
-    ratio = importance_ratio(logprobs, old_logprobs)
+    ratio = (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     if estimator == "k2":
         ratio = ratio.detach()
     return ratio * kl_estimate(logprobs, ref_logprobs, estimator)
