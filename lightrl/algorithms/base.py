@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
-from lightrl.algorithms.batches import micro_batch_rows
 from lightrl.algorithms.saving import SavesPretrained
 from lightrl.algorithms.settings import ExtraLosses, Updates, make_optimizer
 from lightrl.compat.lightning import run_seed
 from lightrl.distributed import strategies
 from lightrl.distributed.strategies import MetricSums, fingerprint
+from lightrl.models.packing.micro_batches import run_micro_batches
 from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives.estimators import AdvantageEstimator
@@ -32,64 +31,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class WeightsAtStart:
-    """Records the initial state of the reference and frozen parameters, so that checkpoints can omit unchanged ones."""
-
-    def __init__(self, module: Any) -> None:
-        reference = module.reference
-        self._reference = None if reference is None else fingerprint(reference)
-        self._frozen = {name: fingerprint([p]) for name, p in _own_parameters(module) if not p.requires_grad}
-
-    def has(self, name: str, parameter: nn.Parameter, in_parts: bool) -> bool:
-        """Whether a frozen parameter has been frozen from the start and is unchanged (not checked for shards)."""
-        before = self._frozen.get(name)
-        return before is not None and (in_parts or fingerprint([parameter]) == before)
-
-    def reference_moved(self, module: Any, strategy: Strategy | None) -> bool:
-        """Whether the reference differs from the model it was built from.
-
-        FSDP2 requests names before it loads, so there the result is True if anything may change the reference.
-        """
-        if self._reference is None:
-            return False
-        if not isinstance(strategy, ModelParallelStrategy):
-            return fingerprint(module.reference) != self._reference
-        own = type(module).__module__.startswith("lightrl.")
-        return not own or any(may_move_reference(callback) for callback in module.trainer.callbacks)
-
-
-def needed_weights(module: Any, state: Mapping[str, Any], start: WeightsAtStart | None) -> dict[str, Any]:
-    """Returns the entries of a state dict that can't be reloaded from their source.
-
-    Omits reward models, teachers, an unchanged reference, and parameters of policy and critic that were built frozen
-    (the base of a LoRA run, `freeze`). Randomly initialized or changed parameters are kept.
-    """
-    try:
-        strategy: Strategy | None = module.trainer.strategy
-    except RuntimeError:  # built without a trainer
-        strategy = None
-    in_parts = isinstance(strategy, ModelParallelStrategy | DeepSpeedStrategy)
-    frozen: set[str] = set()
-    if not module.actor_spec.random_init:
-        named = [(name, p) for name, p in _own_parameters(module) if not p.requires_grad]
-        frozen = {name for name, p in named if start is None or start.has(name, p, in_parts)}
-    moved = start is not None and start.reference_moved(module, strategy)
-    dropped = ("reward_models.", "teachers.") if moved else ("reward_models.", "teachers.", "reference.")
-    return {name: value for name, value in state.items() if not name.startswith(dropped) and name not in frozen}
-
-
-def _own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    named = module.named_parameters(remove_duplicate=False)
-    return [(name, p) for name, p in named if not name.startswith(("reward_models.", "reference.", "teachers."))]
-
-
 class RLLightningModule(SavesPretrained, RolloutLearner):
     """Base of `PolicyGradientLightningModule`: models, optimizer, evaluation, and checkpoints.
 
     Subclasses implement `training_step`.
     """
 
-    actor: PolicyModel
     reference: PolicyModel | None
     reward_models: nn.ModuleDict
     reference_spec: ModelSpec | None
@@ -112,7 +59,7 @@ class RLLightningModule(SavesPretrained, RolloutLearner):
         self.num_skipped_updates = 0
         self.skipped_in_a_row = 0
         self.updates_made = 0  # for the current rollout
-        self._start: WeightsAtStart | None = None
+        self._start: dict[str, int] | None = None
         self._restored_rng: list[Any] | None = None
         self._restored_optimizers: list[str] | None = None
         self._eval_sums = MetricSums()
@@ -157,14 +104,13 @@ class RLLightningModule(SavesPretrained, RolloutLearner):
 
             self.reward_models[each.name] = RewardModel.from_spec(each)
         if not in_shards:  # before weights of a checkpoint are loaded
-            self._start = WeightsAtStart(self)
+            self._start = self._frozen_fingerprints()
 
     def build_actor(self, in_shards: bool) -> None:
         """Sets the actor."""
         self.actor = PolicyModel.from_spec(self.actor_spec, trainable=True, in_shards=in_shards)
 
     def models(self) -> list[Any]:
-        """Returns the models that the strategy shards."""
         frozen = (self.reference, *self.reward_models.values())
         return [*self.trained_models, *(model for model in frozen if model is not None)]
 
@@ -172,11 +118,6 @@ class RLLightningModule(SavesPretrained, RolloutLearner):
     def trained_models(self) -> list[Any]:
         """The models with a backward pass."""
         return [self.actor]
-
-    @property
-    def saved_specs(self) -> dict[str, ModelSpec]:
-        """The specs of the trained models, for checkpoints."""
-        return {"actor": self.actor_spec}
 
     @property
     def gradients(self) -> strategies.Gradients:
@@ -202,7 +143,7 @@ class RLLightningModule(SavesPretrained, RolloutLearner):
             set_gradient_clipping(strategy, self.updates.max_grad_norm)
         self._eval_sums = MetricSums()  # without those of an interrupted evaluation
         super().configure_model()
-        self._start = self._start or WeightsAtStart(self)
+        self._start = self._frozen_fingerprints() if self._start is None else self._start
 
     def configure_optimizers(self) -> Any:
         """Builds one optimizer, since DeepSpeed supports only one."""
@@ -216,14 +157,10 @@ class RLLightningModule(SavesPretrained, RolloutLearner):
     # ---- evaluation --------------------------------------------------------------------------------------------
 
     def score(self, rollouts: Rollouts) -> None:
-        """Adds the rewards of `reward_models` to `rollouts.rewards` and `reward_parts` in place; see `add_scores`."""
+        """Adds the rewards of `reward_models` to `rollouts.rewards` and `reward_parts` in place."""
         for spec in self.reward_model_specs:
-            from lightrl.algorithms.rewards import add_scores
-
             model: Any = self.reward_models[spec.name]
-            applies = spec.applies(rollouts.columns)
-            scores = model.score(rollouts, self.updates.tokens(self.device.type))
-            add_scores(rollouts, spec.name, spec.weight, scores, applies)
+            spec.add_scores(rollouts, model.score(rollouts, self.updates.tokens(self.device.type)))
 
     def validation_step(self, rollouts: Rollouts, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Adds one batch of evaluation rollouts; excludes sequences that only keep an idle rank in step."""
@@ -319,25 +256,9 @@ class RLLightningModule(SavesPretrained, RolloutLearner):
         """Sets the weight of the entropy bonus, effective from the next rollout."""
         self.entropy_coef = coef
 
-    @property
-    def trained_model(self) -> tuple[PolicyModel, ModelSpec]:
-        """The policy and its spec, for saving in Hugging Face format."""
-        return self.actor, self.actor_spec
-
     def batched(self, model: Any, forward: Callable[[Any], dict[str, Tensor]], rows: Any) -> dict[str, Tensor]:
-        """Runs `forward` over micro-batches; returns (B, T) results, 0 outside the response mask.
-
-        Every rank calls `forward` the same number of times, as sharded models require.
-        """
-        out: dict[str, Tensor] = {}
-        for index in micro_batch_rows(rows, self.updates.tokens(self.device.type), self.all_max, model.stream.layout):
-            part = rows.select(index if len(index) else torch.zeros(1, dtype=torch.long)).crop()
-            index = index.to(rows.token_ids.device)
-            for name, value in forward(part).items():
-                full = out.setdefault(name, value.new_zeros(rows.token_ids.shape))
-                if len(index):
-                    full[index, : value.shape[1]] = value
-        return out
+        """Runs `forward` over micro-batches; see `run_micro_batches`."""
+        return run_micro_batches(forward, rows, self.updates.tokens(self.device.type), model.stream.layout)
 
     def means(self, sums: MetricSums) -> dict[str, float]:
         """Reduces collected metrics to means and maxima over ranks. Collective."""
@@ -366,17 +287,54 @@ class RLLightningModule(SavesPretrained, RolloutLearner):
 
     # ---- checkpoints -------------------------------------------------------------------------------------------
 
+    def _frozen_fingerprints(self) -> dict[str, int]:
+        """Returns the fingerprints of frozen parameters, and of the reference, so that checkpoints can omit them."""
+        found = {name: fingerprint([p]) for name, p in self._frozen_parameters()}
+        return found if self.reference is None else {**found, "reference.": fingerprint(self.reference)}
+
+    def _frozen_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Returns the named parameters of policy and critic that aren't trained."""
+        named = [(name, p) for name, p in self.named_parameters(remove_duplicate=False) if not p.requires_grad]
+        return [(name, p) for name, p in named if not name.startswith(("reward_models.", "reference.", "teachers."))]
+
+    def _reference_moved(self, strategy: Strategy | None) -> bool:
+        """Whether the reference differs from the model it was built from.
+
+        FSDP2 requests names before it loads, so there the result is True if anything may change the reference.
+        """
+        if self._start is None or "reference." not in self._start:
+            return False
+        if not isinstance(strategy, ModelParallelStrategy):
+            return fingerprint(self.reference or ()) != self._start["reference."]
+        return not type(self).__module__.startswith("lightrl.") or any(map(may_move_reference, self._callbacks()))
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the weights that can't be reloaded from their source; see `needed_weights`."""
-        return needed_weights(self, super().state_dict(*args, **kwargs), self._start)
+        """Returns the entries that can't be reloaded from their source.
+
+        Omits reward models, teachers, an unchanged reference, and parameters of policy and critic that were built
+        frozen (the base of a LoRA run, `freeze`) and are unchanged (not checked for shards). Randomly initialized
+        parameters are kept.
+        """
+        state, start = super().state_dict(*args, **kwargs), self._start
+        try:
+            strategy: Any = self.trainer.strategy
+        except RuntimeError:  # built without a trainer
+            strategy = None
+        frozen = [] if self.actor_spec.random_init else self._frozen_parameters()
+        if start is not None:
+            frozen = [(name, p) for name, p in frozen if name in start]
+            if not strategies.shards(strategy):
+                frozen = [(name, p) for name, p in frozen if fingerprint([p]) == start[name]]
+        moved, omitted = self._reference_moved(strategy), {name for name, _ in frozen}
+        dropped = ("reward_models.", "teachers.") if moved else ("reward_models.", "teachers.", "reference.")
+        return {name: value for name, value in state.items() if not name.startswith(dropped) and name not in omitted}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds the model specs, counters, and random states. Collective."""
         from lightrl.algorithms import run_record
 
         super().on_save_checkpoint(checkpoint)
-        checkpoint["lightrl"] = {
-            **self._description(self.saved_specs),
+        checkpoint["lightrl"] |= {
             "seed": self.seed,
             "outside_changes": int(self.outside_changes),
             "num_skipped_updates": int(self.num_skipped_updates),

@@ -137,30 +137,24 @@ class DistillLightningModule(PolicyGradientLightningModule):
 
     def evaluate_models(self, rollouts: Rollouts) -> ModelOutputs:
         """Adds the teachers' log-probs, or what they need in the update."""
-        outputs = super().evaluate_models(rollouts)
-        teachers = self._rows_of_teachers(rollouts)
+        outputs, numbers = super().evaluate_models(rollouts), self._teacher_numbers(rollouts)
         if self.divergence is not None:
-            numbers = torch.zeros(len(rollouts), dtype=torch.long)
-            for name, rows in teachers.items():
-                numbers[rows] = self.teacher_names.index(name)
-                if name in self.teacher_servers:
-                    self._ask_server(name, rollouts, rows, outputs)
             outputs.row_extras[NUMBERS] = numbers
-            return outputs
-        if outputs.old_logprobs is None:
-            outputs.old_logprobs = self._scores(self.actor, rollouts)
-        outputs.token_extras[LOGPROBS] = torch.zeros_like(outputs.old_logprobs)
-        for name, rows in teachers.items():
+        else:
+            if outputs.old_logprobs is None:
+                outputs.old_logprobs = self._scores(self.actor, rollouts)
+            outputs.token_extras[LOGPROBS] = torch.zeros_like(outputs.old_logprobs)
+        for number, name in enumerate(self.teacher_names):
+            rows = (numbers == number).nonzero().squeeze(1)
             if name in self.teacher_servers:
                 self._ask_server(name, rollouts, rows, outputs)
-                continue
-            rows = rows.to(rollouts.token_ids.device)
-            part = rollouts.select(rows if len(rows) else torch.zeros(1, dtype=torch.long, device=rows.device))
-            if not len(rows):  # all ranks must run sharded teachers
-                part.response_mask = torch.zeros_like(part.response_mask)
-            part = replace(part, routes=[])  # the teacher routes tokens itself
-            scores = self._scores(self.teachers[name], part)
-            outputs.token_extras[LOGPROBS][rows] = scores[: len(rows)]
+            elif self.divergence is None:
+                part = rollouts.select(rows if len(rows) else torch.zeros(1, dtype=torch.long))
+                if not len(rows):  # all ranks must run sharded teachers
+                    part.response_mask = torch.zeros_like(part.response_mask)
+                part = replace(part, routes=[])  # the teacher routes tokens itself
+                scores = self._scores(self.teachers[name], part)
+                outputs.token_extras[LOGPROBS][rows.to(scores.device)] = scores[: len(rows)]
         return outputs
 
     def _ask_server(self, name: str, rollouts: Rollouts, rows: Tensor, outputs: ModelOutputs) -> None:
@@ -188,20 +182,17 @@ class DistillLightningModule(PolicyGradientLightningModule):
     def _scores(self, model: Any, rows: Rollouts) -> Tensor:
         return self.batched(model, lambda x: {"logprobs": model(x).logprobs}, rows)["logprobs"]
 
-    def _rows_of_teachers(self, rollouts: Rollouts) -> dict[str, Tensor]:
+    def _teacher_numbers(self, rollouts: Rollouts) -> Tensor:
+        """Returns the (B,) index of each row's teacher, in host memory."""
         if self.teacher_column is None:
-            return {name: torch.arange(len(rollouts)) for name in self.teacher_names}
+            return torch.zeros(len(rollouts), dtype=torch.long)
         named = [str(value) for value in rollouts.columns[self.teacher_column]]
-        unknown = sorted(set(named) - set(self.teacher_names))
-        if unknown:
+        if unknown := sorted(set(named) - set(self.teacher_names)):
             raise ValueError(
                 f"teacher_column={self.teacher_column!r}: {unknown[0]!r} is not one of the teachers "
                 f"{sorted(self.teacher_names)}. Add it to teachers, or fix the data."
             )
-        return {
-            name: torch.tensor([row for row, value in enumerate(named) if value == name], dtype=torch.long)
-            for name in self.teacher_names
-        }
+        return torch.tensor([self.teacher_names.index(name) for name in named])
 
     def compute_advantages(self, rollouts: Rollouts, outputs: ModelOutputs) -> Advantages:
         """Adds the teachers' part to the advantages of `PolicyGradientLightningModule`."""
@@ -273,7 +264,7 @@ class DistillLightningModule(PolicyGradientLightningModule):
             server.close()
 
 
-def _gap(mask: Tensor, outputs: ModelOutputs | Experience) -> Tensor:
+def _gap(mask: Tensor, outputs: ModelOutputs) -> Tensor:
     """(B, T) log pi_teacher - log pi on the mask, 0 elsewhere."""
     assert outputs.old_logprobs is not None
     return torch.where(mask, outputs.token_extras[LOGPROBS] - outputs.old_logprobs, 0.0)

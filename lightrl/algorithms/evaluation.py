@@ -52,15 +52,9 @@ def eval_metrics(rollouts: Rollouts, success_reward: float) -> dict[str, Tensor]
 def pass_at_k(n: int, correct: int, k: int) -> float:
     """Unbiased estimate of the probability that at least one of k samples is correct, from n samples.
 
-    `1 - C(n - c, k) / C(n, k)`, computed as a product (Chen et al. 2021, https://arxiv.org/abs/2107.03374, eq. 1).
+    `1 - C(n - c, k) / C(n, k)` (Chen et al. 2021, https://arxiv.org/abs/2107.03374, eq. 1).
     """
-    wrong = n - correct
-    if wrong < k:
-        return 1.0
-    miss = 1.0
-    for i in range(k):
-        miss *= (wrong - i) / (n - i)
-    return 1.0 - miss
+    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
 def _majority(rollouts: Rollouts, rows: Tensor, success: Tensor) -> float:

@@ -1,4 +1,4 @@
-"""Turns scored rollouts into experience and losses, per trajectory.
+"""Turns scored rollouts into experience, mini-batches, and losses, per trajectory.
 
 A trajectory whose history was rewritten has several rows. Estimators, loss weights, and sequence ratios work on
 `TrajectoryLayout`, with one row per trajectory, so results don't depend on the number of rows.
@@ -16,10 +16,15 @@ from torch import Tensor
 
 from lightrl.algorithms.settings import Shaping
 from lightrl.distributed.strategies import MetricSums
+from lightrl.models.packing.micro_batches import cut_micro_batches
+from lightrl.models.spec import Layout
 from lightrl.objectives.estimators import AdvantageEstimator, AdvantageInput
 from lightrl.objectives.loss_terms import Aggregation, KLInReward, KLPenalty, LossInput, PolicyLoss
-from lightrl.ops.advantages import AllSum, group_stats, masked_whiten
-from lightrl.records import Advantages, Experience, ModelOutputs, Rollouts
+from lightrl.ops.advantages import AllSum, group_stats, masked_whiten, top_entropy_mask
+from lightrl.records import Advantages, Experience, MicroBatch, ModelOutputs, Rollouts
+
+WEIGHTS = "lightrl/weights"
+"""Key of the token weights in `token_extras` of micro-batches."""
 
 # ---- trajectories ----------------------------------------------------------------------------------------------------
 
@@ -103,22 +108,14 @@ class TrajectoryLayout:
 # ---- rewards that an estimator reads ---------------------------------------------------------------------------------
 
 
-def reward_totals(rollouts: Rollouts) -> dict[str, Tensor]:
-    """Returns (B,) rewards by `AdvantageEstimator.credit`, 0 on unscored rows. "scale" sums their absolute values."""
-    turns, weights = _turn_totals(rollouts), rollouts.reward_weights
-    weighted = (weights.get(name, 1.0) * part.nan_to_num(0.0) for name, part in rollouts.reward_parts.items())
-    parts, total = torch.stack([turns, *weighted]), rollouts.rewards.nan_to_num(0.0)
-    return {"total": total, "parts": parts.sum(0), "turns": turns, "scale": total.abs() + parts.abs().sum(0)}
-
-
-def uncredited(estimator: AdvantageEstimator, rollouts: Rollouts, before: dict[str, Tensor] | None = None) -> Tensor:
-    """Returns the (B,) part of the total that `estimator` doesn't read, or its change since `before`; 0 if rounding."""
-    now, credit = reward_totals(rollouts), estimator.credit
-    missed = now["total"] - now[credit]
-    if before is not None:
-        missed = missed - (before["total"] - before[credit])
-    bound = 8 * torch.finfo(torch.float32).eps * (1.0 + now["scale"].max())
-    return torch.where(rollouts.rewards.isfinite() & (missed.abs() > bound), missed, 0.0)
+def _uncredited(estimator: AdvantageEstimator, rollouts: Rollouts) -> tuple[Tensor, Tensor]:
+    """Returns the (B,) part of the rewards that `estimator` doesn't read, for scored rows, and its rounding error."""
+    parts, weights = [_turn_totals(rollouts)], rollouts.reward_weights
+    if estimator.credit == "parts":
+        parts += [weights.get(name, 1.0) * part.nan_to_num(0.0) for name, part in rollouts.reward_parts.items()]
+    total, read = rollouts.rewards.nan_to_num(0.0), torch.stack(parts)
+    largest = (total.abs() + read.abs().sum(0)).max()
+    return total - read.sum(0), 8 * torch.finfo(torch.float32).eps * (1.0 + largest)
 
 
 @contextmanager
@@ -127,9 +124,10 @@ def keeps_credit(estimator: AdvantageEstimator, rollouts: Rollouts) -> Iterator[
     if estimator.credit == "total":
         yield
         return
-    before = reward_totals(rollouts)
+    before, _ = _uncredited(estimator, rollouts)
     yield
-    if bool(uncredited(estimator, rollouts, before).any()):
+    missed, rounding = _uncredited(estimator, rollouts)
+    if bool((rollouts.rewards.isfinite() & ((missed - before).abs() > rounding)).any()):
         estimator.refuse_shaped_rewards("on_rollout_scored: a callback changes rewards")
 
 
@@ -141,7 +139,8 @@ def _with_credited_parts(estimator: AdvantageEstimator, rollouts: Rollouts) -> R
         raise ValueError(
             f"rewards_by_label with advantage={name}: {several} need a weight that is equal for all labels."
         )
-    missed = uncredited(estimator, rollouts)
+    missed, rounding = _uncredited(estimator, rollouts)
+    missed = torch.where(rollouts.rewards.isfinite() & (missed.abs() > rounding), missed, 0.0)
     if rollouts.turn_rewards:  # lack those of turns without trained tokens
         name = next(iter(rollouts.turn_rewards))
         parts[name], weights[name] = _turn_totals(rollouts) + missed, 1.0
@@ -183,7 +182,7 @@ def estimate_advantages(
         token_rewards = token_rewards - kl.coef * penalty * rollouts.response_mask
     anchors = None
     if rollouts.states:
-        from lightrl.objectives.turn_estimators import turn_anchors
+        from lightrl.objectives.special_estimators import turn_anchors
 
         anchors = turn_anchors(rollouts)
     optional = (outputs.values, rollouts.turn_ids, anchors)
@@ -246,8 +245,6 @@ def join_experience(
     advantages = masked_whiten(found.advantages, mask, all_sum=all_sum) if whiten else found.advantages
     keep, clip = None, shaping.advantage_clip
     if shaping.top_entropy_fraction < 1 and outputs.entropy is not None:
-        from lightrl.ops.entropy import top_entropy_mask
-
         keep = top_entropy_mask(outputs.entropy, mask, shaping.top_entropy_fraction, all_sum=all_sum)
         metrics["policy/top_entropy"] = outputs.entropy[keep]
     metrics["advantage/abs"] = advantages[mask].abs()
@@ -323,7 +320,95 @@ def rollout_metrics(
     return metrics
 
 
-# ---- losses ----------------------------------------------------------------------------------------------------------
+# ---- mini-batches and micro-batches ----------------------------------------------------------------------------------
+
+
+def count_minibatches(size: int, total: int, ranks: int) -> int:
+    """Number of mini-batches of `size` trajectories in a rollout of `total` trajectories over all ranks.
+
+    Raises:
+        ValueError: `size` doesn't divide the rollout, or isn't a multiple of the ranks.
+    """
+    if size % ranks or total % size:
+        raise ValueError(
+            f"minibatch_size={size}: does not divide the rollout's {total} trajectories (prompts x group size over "
+            f"all {ranks} ranks) into equal parts per rank. Use a divisor of {total} that is a multiple of "
+            f"{ranks}, or null for one update per epoch."
+        )
+    return total // size
+
+
+def cut_minibatches(experience: Experience, count: int, *, seed: int) -> list[Experience]:
+    """Splits a rollout into `count` mini-batches with equal numbers of trajectories, with groups shuffled by the seed.
+
+    Groups stay whole if each rank's mini-batch size is a multiple of the group size. Rows of a trajectory always stay
+    together. Supervised examples keep their order and are distributed evenly.
+
+    Raises:
+        ValueError: There are fewer supervised examples than mini-batches.
+    """
+    if count == 1:
+        return [experience]
+    ids = experience.trajectory_ids
+    firsts = first_rows(ids)
+    groups = experience.group_ids[firsts]
+    unique = groups.unique()
+    place = torch.randperm(len(unique), generator=torch.Generator().manual_seed(seed)).to(ids.device)
+    shares = firsts[place[torch.searchsorted(unique, groups)].argsort(stable=True)].tensor_split(count)
+    if len(firsts) < len(ids):
+        shares = tuple((ids[part][:, None] == ids).nonzero()[:, 1] for part in shares)
+    parts = [experience.select(rows) for rows in shares]
+    extra = experience.supervised
+    if extra is None:
+        return parts
+    if len(extra) < count:
+        raise ValueError(
+            f"ptx.batch_size={len(extra)}: each rank needs at least one example per mini-batch ({count}). Use at "
+            f"least {count}, or a larger minibatch_size."
+        )
+    dealt = torch.arange(len(extra)).tensor_split(count)
+    return [replace(part, supervised=extra.select(rows)) for part, rows in zip(parts, dealt, strict=True)]
+
+
+def weighted_micro_batches(
+    module: Any, minibatch: Experience, *, skip_zero: bool, whole_trajectories: bool
+) -> list[MicroBatch]:
+    """Splits a mini-batch by tokens and weights them so that the micro-batch losses sum to the mini-batch loss.
+
+    Multiplies by the number of ranks, since Lightning averages gradients. Supervised examples, weighted by `ptx_coef`,
+    come first: DDP needs every trained model in the last backward pass.
+
+    Args:
+        module: The `PolicyGradientLightningModule`.
+        minibatch: The mini-batch.
+        skip_zero: Whether to exclude trajectories whose advantages are all 0, which still count in the normalizers.
+        whole_trajectories: Whether to keep rows of a trajectory together, even above the budget.
+
+    Returns:
+        Micro-batches, the same number on every rank. Empty if no rank has a trainable token.
+    """
+    ranks, used = module.trainer.world_size, {model.stream.layout for model in module.trained_models}
+    # The layout of the trained models that computes the most tokens.
+    layout: Layout = "padded" if "padded" in used else "packed" if "packed" in used else "auto"
+    budget = module.updates.tokens(module.device.type)
+    mask, ptx = minibatch.response_mask, minibatch.supervised
+    weights, count = loss_weights(module.aggregation, minibatch)
+    learned = mask.new_zeros(()) if ptx is None else ptx.response_mask.sum()
+    counts = module.all_sum(torch.stack([count, mask.sum().double(), learned.double()]))
+    if not bool(counts[1:].any()):
+        return []
+    policy, tokens, supervised = (ranks / max(x, 1.0) for x in counts.tolist())
+    micros = list[MicroBatch]()
+    if ptx is not None:
+        parts = cut_micro_batches(ptx, budget, layout)
+        micros += [MicroBatch(part, None, module.ptx_coef * supervised) for part in parts]
+    weighed = replace(minibatch, token_extras={**minibatch.token_extras, WEIGHTS: weights * policy})
+    options = {"skip_zero": skip_zero, "whole_trajectories": whole_trajectories}
+    for rows in cut_micro_batches(weighed, budget, layout, **options):
+        extras = dict(rows.token_extras)
+        own = extras.pop(WEIGHTS)
+        micros.append(MicroBatch(replace(rows, token_extras=extras), own, tokens))
+    return micros
 
 
 def loss_weights(aggregation: Aggregation, rows: Experience) -> tuple[Tensor, Tensor]:
@@ -331,6 +416,9 @@ def loss_weights(aggregation: Aggregation, rows: Experience) -> tuple[Tensor, Te
     layout = TrajectoryLayout(rows.trajectory_ids, rows.response_mask)
     weights = one_per_token("aggregation", aggregation, aggregation.weights(layout.mask), layout.mask)
     return layout.split(torch.where(layout.mask, weights.float(), 0.0)), aggregation.count(layout.mask).double()
+
+
+# ---- losses ----------------------------------------------------------------------------------------------------------
 
 
 def trajectory_loss(loss: PolicyLoss, rows: Experience, out: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:

@@ -26,13 +26,15 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 
 from lightrl.algorithms.base import RLLightningModule
-from lightrl.algorithms.batches import count_minibatches, cut_minibatches, weighted_micro_batches
 from lightrl.algorithms.experience import (
+    count_minibatches,
+    cut_minibatches,
     estimate_advantages,
     join_experience,
     keeps_credit,
     one_per_token,
     trajectory_loss,
+    weighted_micro_batches,
 )
 from lightrl.algorithms.settings import ExtraLosses, Shaping, Updates, require_matching_parts
 from lightrl.compat.lightning import forget_step_metrics
@@ -215,6 +217,8 @@ class PolicyGradientLightningModule(RLLightningModule):
         self.note_weight_changes()  # since the rollout was sampled
         outputs = self.evaluate_models(rollouts)
         found = self.compute_advantages(rollouts, outputs)
+        # Other data loaders may set any `policy_version`.
+        is_own = isinstance(self.trainer.datamodule, RolloutDataModule)  # type: ignore[attr-defined]
         experience = join_experience(
             rollouts,
             outputs,
@@ -222,7 +226,7 @@ class PolicyGradientLightningModule(RLLightningModule):
             raw_rewards,
             self.shaping,
             whiten=self.whiten_advantages,
-            is_stale=self._knows_versions and rollouts.policy_version != self.policy_version,
+            is_stale=is_own and rollouts.policy_version != self.policy_version,
             all_sum=self.all_sum,
             means=self.means,
         )
@@ -441,11 +445,6 @@ class PolicyGradientLightningModule(RLLightningModule):
             )
             self._correction = OffPolicyCorrection(self.loss)
         return self._correction
-
-    @property
-    def _knows_versions(self) -> bool:
-        """Whether `Rollouts.policy_version` counts this module's updates. Other data loaders may set any number."""
-        return isinstance(self.trainer.datamodule, RolloutDataModule)  # type: ignore[attr-defined]
 
 
 class GRPOLightningModule(PolicyGradientLightningModule):

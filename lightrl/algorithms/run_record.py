@@ -134,12 +134,9 @@ def _optimizer(optimizer: Any) -> dict[str, Any]:
 
 
 def description(module_class: str, models: dict[str, ModelSpec], tokenizer: str | None) -> dict[str, Any]:
-    """Returns the checkpoint format, module class, and model specs, without secrets.
+    """Returns the checkpoint format, module class, model specs by role, and tokenizer (None: the model's) for a file.
 
-    Args:
-        module_class: Name of the module class.
-        models: Model specs by role.
-        tokenizer: Model ID or directory. None if it is the model's.
+    Excludes secrets.
     """
     specs = {}
     for role, spec in models.items():
@@ -149,15 +146,7 @@ def description(module_class: str, models: dict[str, ModelSpec], tokenizer: str 
 
 
 def require_own(stored: Mapping[str, Any], module_class: str) -> None:
-    """Rejects a checkpoint of a different class or format.
-
-    Args:
-        stored: Description in the checkpoint; empty if it has none.
-        module_class: Name of the class that reads it.
-
-    Raises:
-        ValueError: The checkpoint was written by a different class or in a different format.
-    """
+    """Raises a ValueError if a checkpoint, described by `stored` (or {}), is of a different class or format."""
     if stored.get("class") != module_class:
         raise ValueError(
             f"The checkpoint was written by {stored.get('class', 'something other than LightRL')}, not by "

@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 
 from lightrl.distributed import strategies
-from lightrl.models.policy import named_hf_weights
+from lightrl.models.policy import PolicyModel, named_hf_weights
 from lightrl.models.spec import ModelSpec
 
 Module = TypeVar("Module", bound="SavesPretrained")
@@ -36,6 +36,9 @@ class SavesPretrained(LightningModule):
     _is_sharded = False
     _loaded_tokenizer: str | None = None  # tokenizer of the run whose checkpoint was loaded
     _tells_hyperparameters = True
+    model_name = "actor"  # in checkpoints
+    actor: PolicyModel
+    actor_spec: ModelSpec
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Runs our hooks before overrides of them: Lightning's hooks are empty, so users may not call `super`."""
@@ -49,14 +52,14 @@ class SavesPretrained(LightningModule):
     def build_models(self, in_shards: bool = False) -> None:
         """Sets the models as attributes, empty where possible if ranks load their shards (`in_shards`)."""
 
-    @abstractmethod
     def models(self) -> list[Any]:
-        """Returns the models, each with its `blocks()`."""
+        """Returns the models that the strategy shards."""
+        return [self.trained_model[0]]
 
     @property
-    @abstractmethod
     def trained_model(self) -> tuple[Any, ModelSpec]:
-        """Returns the model to save and its spec."""
+        """The trained model and its spec, for saving in Hugging Face format."""
+        return self.actor, self.actor_spec
 
     # ---- run ---------------------------------------------------------------------------------------------------
 
@@ -112,11 +115,21 @@ class SavesPretrained(LightningModule):
     # ---- checkpoints -------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Makes the hyperparameters of `save_hyperparameters` plain: reading objects would need trust in the file."""
-        from lightrl.algorithms.run_record import described
+        """Adds what `lightrl export` needs to build the models, and what identifies the run.
+
+        Makes the hyperparameters of `save_hyperparameters` plain: reading objects would need trust in the file.
+        """
+        from lightrl.algorithms import run_record
 
         for name in checkpoint.keys() & {"hyper_parameters", "datamodule_hyper_parameters"}:
-            checkpoint[name] = described(checkpoint[name])
+            checkpoint[name] = run_record.described(checkpoint[name])
+        described = run_record.description(type(self).__name__, self.saved_specs, self._tokenizer_path)
+        checkpoint["lightrl"] = {**described, "settings": self.run_settings()}
+
+    @property
+    def saved_specs(self) -> dict[str, ModelSpec]:
+        """The specs of the trained models, for checkpoints."""
+        return {self.model_name: self.trained_model[1]}
 
     @classmethod
     def load_from_checkpoint(  # type: ignore[override]
@@ -141,15 +154,13 @@ class SavesPretrained(LightningModule):
 
     def load_weights(self, checkpoint_path: str | Path) -> None:
         """Builds the models without a trainer and loads a checkpoint's weights; see `load_from_checkpoint`."""
-        from lightrl.algorithms import run_record
         from lightrl.checkpoints.checkpoint_io import read_checkpoint
 
         checkpoint = read_checkpoint(checkpoint_path)
-        run_record.require_own(checkpoint.get("lightrl", {}), type(self).__name__)
         self.build_models()
         self._is_built = True
+        SavesPretrained.on_load_checkpoint(self, checkpoint)
         self._loaded_tokenizer = checkpoint["lightrl"].get("tokenizer")
-        self._require_weights(checkpoint["state_dict"])
         self.load_state_dict(checkpoint["state_dict"], strict=False)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -162,14 +173,9 @@ class SavesPretrained(LightningModule):
 
         run_record.require_own(checkpoint.get("lightrl", {}), type(self).__name__)
         if "state_dict" in checkpoint:  # otherwise the strategy loads and checks sharded weights
-            self._require_weights(checkpoint["state_dict"])
-
-    def _require_weights(self, given: dict[str, Any]) -> None:
-        """Checks trained weights, except the reference: checkpoints omit one that hasn't changed."""
-        from lightrl.algorithms import run_record
-
-        own = {name: x for name, x in self.state_dict().items() if not name.startswith("reference.")}
-        run_record.require_weights(own, given)
+            # Without the reference: checkpoints omit one that hasn't changed.
+            own = {name: x for name, x in self.state_dict().items() if not name.startswith("reference.")}
+            run_record.require_weights(own, checkpoint["state_dict"])
 
     @property
     def _tokenizer_path(self) -> str | None:
@@ -180,13 +186,6 @@ class SavesPretrained(LightningModule):
             return self._loaded_tokenizer
         path = getattr(getattr(trainer, "datamodule", None), "tokenizer_path", None)
         return None if path is None else os.path.expanduser(path)
-
-    def _description(self, models: dict[str, ModelSpec]) -> dict[str, Any]:
-        """Returns what `lightrl export` needs to build the models, and what identifies the run."""
-        from lightrl.algorithms import run_record
-
-        described = run_record.description(type(self).__name__, models, self._tokenizer_path)
-        return {**described, "settings": self.run_settings()}
 
     # ---- Hugging Face format -----------------------------------------------------------------------------------
 

@@ -55,12 +55,8 @@ class LRSchedule:
 class NamedSchedule(LambdaLR):
     """Scheduler of an `LRSchedule` that depends only on the run's position, not on its own step count.
 
-    A run resumed with a different length therefore continues at the rate of the new schedule.
-
-    Args:
-        optimizer: Optimizer whose rates are set.
-        schedule: Factors of the learning rate.
-        position: Callable that returns (updates so far, updates of the whole run).
+    A run resumed with a different length therefore continues at the rate of the new schedule. `position` returns
+    (updates so far, updates of the whole run).
     """
 
     def __init__(self, optimizer: Optimizer, schedule: LRSchedule, position: Callable[[], tuple[float, float]]) -> None:

@@ -60,9 +60,7 @@ class GradientWindow:
 
 
 class _SupervisedModule(SavesPretrained):
-    """Base of supervised modules: one trained model (`model_name`) and one optimizer; losses per token or pair."""
-
-    model_name: str
+    """Base of supervised modules: one trained model and one optimizer; losses per token or pair."""
 
     def __init__(self, optimizer: Any, lr_scheduler: Any) -> None:
         super().__init__()
@@ -81,9 +79,6 @@ class _SupervisedModule(SavesPretrained):
                 "equal weight regardless of their number of tokens. Use DDP or FSDP2, or 1 with a larger batch_size."
             )
 
-    def models(self) -> list[Any]:
-        return [self.trained_model[0]]
-
     def parameter_groups(self) -> list[dict[str, Any]]:
         """Returns the optimizer's groups, with the parameters that a subclass adds."""
         return [{"params": [p for p in self.parameters() if p.requires_grad]}]
@@ -101,11 +96,6 @@ class _SupervisedModule(SavesPretrained):
         self.updates_ahead, scheduler = updates_ahead(self.trainer), self.lr_schedulers()
         if isinstance(scheduler, NamedSchedule):
             scheduler.refresh()
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds what `lightrl export` needs to build the model."""
-        super().on_save_checkpoint(checkpoint)
-        checkpoint["lightrl"] = self._description({self.model_name: self.trained_model[1]})
 
     def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         """Runs `validation_step`, for `lightrl test`."""
@@ -126,9 +116,6 @@ class SFTLightningModule(_SupervisedModule):
             that builds a scheduler from the optimizer. Stepped after every update. Defaults to a constant rate.
     """
 
-    actor: PolicyModel
-    model_name = "actor"
-
     def __init__(
         self,
         actor: str | ModelSpec,
@@ -141,11 +128,6 @@ class SFTLightningModule(_SupervisedModule):
 
     def build_models(self, in_shards: bool = False) -> None:
         self.actor = PolicyModel.from_spec(self.actor_spec, trainable=True, in_shards=in_shards)
-
-    @property
-    def trained_model(self) -> tuple[PolicyModel, ModelSpec]:
-        """The trained model and its spec, for saving in Hugging Face format."""
-        return self.actor, self.actor_spec
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """Returns the loss of a batch of {token_ids, attention_mask, response_mask}, each (B, T), and `inputs`."""

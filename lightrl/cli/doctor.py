@@ -152,7 +152,7 @@ def _prompts(data: Any) -> Any:
 
 def _minibatches(module: Any, data: Any) -> Iterator[Finding]:
     """Checks that the mini-batches divide the rollout."""
-    from lightrl.algorithms.batches import count_minibatches
+    from lightrl.algorithms.experience import count_minibatches
 
     total, size = data.prompts_per_rollout * data.group_size, module.updates.minibatch_size
     try:

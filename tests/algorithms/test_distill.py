@@ -156,7 +156,7 @@ def test_each_row_is_scored_by_the_teacher_that_its_column_names(tmp_path: Path)
     torch.testing.assert_close(kept.advantages, 0.5 * to_go, atol=1e-4, rtol=1e-4)
     module.teacher_column = "prompt"
     with pytest.raises(ValueError, match="teacher_column='prompt'"):
-        module._rows_of_teachers(module.rollouts)
+        module._teacher_numbers(module.rollouts)
 
 
 def test_teachers_that_cannot_score_the_samples_are_rejected(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightrl.algorithms.batches import cut_minibatches
+from lightrl.algorithms.experience import cut_minibatches
 from lightrl.algorithms.settings import ExtraLosses, Updates
 from lightrl.data.sft import PTXSource
 from lightrl.records import Experience, RowBatch

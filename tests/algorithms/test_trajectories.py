@@ -11,8 +11,7 @@ from lightning.pytorch import seed_everything
 from torch import Tensor
 
 from lightrl.algorithms import CriticSpec, PPOLightningModule
-from lightrl.algorithms.batches import cut_minibatches
-from lightrl.algorithms.experience import TrajectoryLayout, estimate_advantages, shape_rewards
+from lightrl.algorithms.experience import TrajectoryLayout, cut_minibatches, estimate_advantages, shape_rewards
 from lightrl.algorithms.settings import ExtraLosses, Updates
 from lightrl.distributed.strategies import MetricSums
 from lightrl.objectives import GDPO, RLOO, KLInLoss, PPOClip, SequenceMean, TokenMean

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lightrl.algorithms.experience import TrajectoryLayout, first_rows, trajectory_lengths
-from lightrl.algorithms.rewards import last_rows
+from lightrl.models.reward import last_rows
 from lightrl.objectives import (
     GSPO,
     LossInput,
