@@ -11,7 +11,7 @@ from copy import deepcopy
 from inspect import signature
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightConverter, rename_source_key
 from transformers.integrations import moe
@@ -98,9 +98,11 @@ def as_saved(model: Any, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterato
         )
 
 
-def block_class_names(model: Any) -> set[str]:
-    """Returns the class names of the model's blocks, which must not be split over devices."""
-    return set(getattr(model, "_no_split_modules", None) or ())
+def transformer_blocks(model: nn.Module) -> list[nn.Module]:
+    """Returns the modules that the transformers model inside `model` declares indivisible, as FSDP2 shards them."""
+    inner: Any = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
+    names = set(getattr(inner, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def model_class(auto_class: Any, config: Any) -> type[PreTrainedModel] | None:

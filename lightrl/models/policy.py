@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from lightrl.compat.transformers import block_class_names, router_modules
+from lightrl.compat.transformers import router_modules
 from lightrl.distributed.strategies import gathered
 from lightrl.models.backbone import Backbone, BackboneOutput
 from lightrl.models.loading import load_causal_lm
@@ -151,9 +150,3 @@ def named_hf_weights(policy: Any) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in policy.lm.named_parameters():
         with gathered(parameter) as full:
             yield name, full
-
-
-def transformer_blocks(model: nn.Module) -> list[nn.Module]:
-    """Returns the modules that the transformers model inside `model` declares indivisible, as FSDP2 shards them."""
-    names = block_class_names(next(module for module in model.modules() if isinstance(module, PreTrainedModel)))
-    return [module for module in model.modules() if type(module).__name__ in names]

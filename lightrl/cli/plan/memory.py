@@ -17,11 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from lightrl.compat.torch import fake_tensors, storage_key
-from lightrl.compat.transformers import experts_of_any_dtype
+from lightrl.compat.transformers import experts_of_any_dtype, transformer_blocks
 from lightrl.distributed.sharded import LARGE_MODEL
 from lightrl.models.loading import model_config
 from lightrl.models.logprobs import CHUNK_ELEMENTS, CUDA_CHUNK_ELEMENTS, KEPT_ELEMENTS
-from lightrl.models.policy import transformer_blocks
 from lightrl.models.spec import ModelSpec
 
 STRATEGIES = ("ddp", "fsdp2", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
