@@ -177,15 +177,15 @@ class SFTSource(ConversationSource):
                 begun = apply_template(tokenizer, before, tools, **{"add_generation_prompt": True, **variables})
             if number + 1 < len(messages):
                 alone = apply_template(tokenizer, [*before, message], tools, **variables)
-            _require_start(begun, alone, first=not number)
+            _require_start(begun, alone)
             turn = _turn(tokenizer, alone[len(begun) :], message)
             if done:
-                _require_start(done, begun, first=False)
+                _require_start(done, begun)
                 pieces.append(Piece(begun[len(done) :], "", False))
             pieces.append(turn)
             done = begun + turn.text + turn.end
             if number + 1 < len(messages):
-                _require_start(done, whole, first=False)
+                _require_start(done, whole)
         return encoded, True, pieces
 
 
@@ -205,20 +205,14 @@ def _in_form(message: Mapping[str, Any], blocks: bool) -> dict[str, Any]:
     return {**message, "content": [{"type": "text", "text": text}] if blocks else text}
 
 
-def _require_start(start: str, whole: str, *, first: bool) -> None:
+def _require_start(start: str, whole: str) -> None:
     """Raises a `ValueError` if a rendered conversation does not start with the rendered earlier turns."""
-    if whole.startswith(start):
-        return
-    if first:
+    if not whole.startswith(start):
         raise ValueError(
-            "the chat template renders the prompt differently when a completion follows: "
-            f"{start!r} is not the beginning of {whole!r}. Change template_kwargs or the template."
+            "train_on: the chat template renders the prompt differently when turns follow, so training would not match "
+            f"sampling: {start!r} is not the beginning of {whole!r}. Train only on the last turn, with an example for "
+            "each turn, change template_kwargs, or set actor.chat_template to a template that keeps earlier turns."
         )
-    raise ValueError(
-        "train_on: the chat template rewrites earlier turns when others follow, so training would not match sampling: "
-        f"{start!r} is not the beginning of {whole!r}. Train only on the last turn, with an example for each turn, or "
-        "set actor.chat_template to a template that keeps earlier turns."
-    )
 
 
 def _turn(tokenizer: PreTrainedTokenizerBase, body: str, message: Mapping[str, Any]) -> Piece:

@@ -65,7 +65,7 @@ def test_the_prompt_is_the_one_of_reinforcement_learning(tokenizer: Any) -> None
 
 def test_a_template_that_rewrites_the_prompt_is_rejected(tokenizer: Any) -> None:
     tokenizer.chat_template = "{{ messages | length }}{% if add_generation_prompt %}>{% endif %}"
-    with pytest.raises(ValueError, match="row 0: the chat template renders the prompt differently"):
+    with pytest.raises(ValueError, match="row 0: .* renders the prompt differently"):
         SFTSource(rows=ROWS).tokenized(tokenizer)
 
 
