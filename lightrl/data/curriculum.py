@@ -87,7 +87,13 @@ class PromptCurriculum:
         opened = open_source(self.source, reading)
         of_row = np.zeros(len(opened), dtype=np.int64)
         if self.class_column is not None and self.classes is not None:
-            of_row = np.array([self.classes.index(str(name)) for name in opened.values(self.class_column) or ()])
+            names = [str(name) for name in opened.values(self.class_column) or [None]]
+            if unknown := sorted({*names} - {*self.classes}):
+                raise ValueError(
+                    f"class_column={self.class_column!r}: {self.source.label} has {', '.join(unknown)}, which classes="
+                    f"{self.classes} lacks. Add them, or fix the column."
+                )
+            of_row = np.array([self.classes.index(name) for name in names])
         return CurriculumSet(self, opened, of_row, seed=reading.seed)
 
 

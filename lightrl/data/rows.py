@@ -22,6 +22,7 @@ from datasets import (
     IterableDatasetDict,
     ReadInstruction,
     Video,
+    concatenate_datasets,
     load_dataset,
     load_dataset_builder,
     load_from_disk,
@@ -111,11 +112,18 @@ class RowSource:
         if self.path is not None:
             data = self._from_path(self.path)
         if isinstance(data, DatasetDict | IterableDatasetDict):
-            data = data[self.split]
+            data = self._part(data)
         elif self.path is None and self.split != "train":
             raise ValueError(f"split={self.split!r}: {self.label} has no splits. Select its examples in the function.")
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"limit={self.limit}: must be at least 1. Omit it for all examples.")
         if isinstance(data, IterableDataset):
             return data if self.limit is None else data.take(self.limit)
+        data = data if hasattr(data, "__len__") else list(data)  # of a generator
+        if not isinstance(data, Dataset) and not isinstance(next(iter(data), {}), Mapping):
+            raise ValueError(
+                f"{self.label}: its rows are not dictionaries. Return a list of dictionaries or a Dataset."
+            )
         if len(data) == 0:
             raise ValueError(f"split={self.split!r}: {self.label} has no rows. Check the file and the split.")
         if self.limit is None:
@@ -207,9 +215,10 @@ class RowSource:
         if not local.is_dir():
             return self._load(path, name=self.name)
         if any((local / marker).exists() for marker in ("dataset_dict.json", "state.json")):
-            return load_from_disk(str(local))
+            stored = load_from_disk(str(local))
+            return stored if isinstance(stored, DatasetDict) else self._part({self.split.split("[")[0]: stored})
         found = self._load(str(local), load_dataset_builder, name=self.name)
-        files = {name: [str(file) for file in part] for name, part in (found.config.data_files or {}).items()}
+        files = {str(name): [str(file) for file in part] for name, part in (found.config.data_files or {}).items()}
         kinds = {BUILDERS.get(Path(file).suffix) for part in files.values() for file in part}
         return self._from_files(files) if kinds in ({"json"}, {"csv"}) else self._load(str(local), name=self.name)
 
@@ -220,16 +229,35 @@ class RowSource:
         another example has a fraction. A reward function that compares answers would then reject correct ones.
         """
         sep = self.load_kwargs.get("sep", ",")
-        name = self.split.split("[")[0]
-        if self.streaming and name != self.split:
+        if self.streaming and "[" in self.split:
             raise ValueError(f"split={self.split!r}: a stream of {self.label} has no slices. Set streaming=False.")
         if self.streaming:
-            return IterableDataset.from_generator(read_files, gen_kwargs={"files": files[name], "sep": sep})
-        if name == self.split:
-            return list(read_files(files[name], sep))
-        found = {split: list(read_files(part, sep)) for split, part in files.items()}
-        parts = ReadInstruction.from_spec(self.split).to_absolute({split: len(part) for split, part in found.items()})
-        return [row for part in parts for row in found[part.splitname][part.from_ : part.to]]
+            part = self._part(files)
+            return IterableDataset.from_generator(read_files, gen_kwargs={"files": part, "sep": sep})
+        if self.split in files:
+            return list(read_files(files[self.split], sep))
+        return self._part({split: list(read_files(part, sep)) for split, part in files.items()})
+
+    def _part(self, splits: Mapping[str, Any]) -> Any:
+        """Returns the rows of `split`, which may be a slice or a sum.
+
+        Raises:
+            ValueError: If there is no such split, or the slice is invalid.
+        """
+        if self.split in splits:
+            return splits[self.split]
+        try:
+            slices = ReadInstruction.from_spec(self.split).to_absolute(
+                {name: len(rows) for name, rows in splits.items()}
+            )
+        except (AssertionError, TypeError, ValueError) as error:
+            names = ", ".join(splits)
+            message = f"split={self.split!r}: {self.label} has {names}. Use one, or a slice such as train[:100]."
+            raise ValueError(message) from error
+        found = [(splits[each.splitname], range(each.from_, each.to)) for each in slices]
+        if all(isinstance(rows, Dataset) for rows, _ in found):
+            return concatenate_datasets([rows.select(picked) for rows, picked in found])
+        return [rows[i] for rows, picked in found for i in picked]
 
     def _load(self, path: str, load: Callable[..., Any] = load_dataset, **kwargs: Any) -> Any:
         if load is load_dataset:

@@ -137,8 +137,9 @@ def test_a_run_learns_from_what_it_can_learn_from_and_resumes_exactly(tmp_path: 
 def test_what_a_curriculum_lacks_is_named(tokenizer: Any) -> None:
     with pytest.raises(ValueError, match="class_column=None with classes"):
         PromptCurriculum(PromptSource(rows=ROWS), classes=["a"])
-    with pytest.raises(ValueError, match="'hard' is not in list"):
-        opened(tokenizer, class_column="level", classes=["easy"])
+    for column, unknown in (("level", "hard"), ("levle", "None")):
+        with pytest.raises(ValueError, match=f"class_column='{column}'.* {unknown}"):
+            opened(tokenizer, class_column=column, classes=["easy"])
     stream = PromptSource(rows=IterableDataset.from_generator(lambda: iter(ROWS)))
     with pytest.raises(ValueError, match="streaming"):
         PromptCurriculum(stream).load(tokenizer)

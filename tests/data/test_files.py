@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
+from datasets import Dataset, DatasetDict
 
 from lightrl.data.preferences import PreferenceSource
 from lightrl.data.prompts import PromptSource
@@ -102,6 +104,39 @@ def test_arguments_that_a_local_file_would_ignore_are_rejected(tmp_path: Path) -
     (tmp_path / "rows.json").write_text('{"data": [{"prompt": "1"}]}')
     with pytest.raises(ValueError, match="load_kwargs"):
         RowSource(path=str(tmp_path / "rows.json"), load_kwargs={"field": "data"}).read()
+
+
+@pytest.mark.parametrize("stored", ["saved", "saved_splits", "folder"])
+def test_slices_and_sums_of_splits(tmp_path: Path, stored: str) -> None:
+    """A slice that is ignored would evaluate on the training examples."""
+    splits = {"train": [{"prompt": str(i)} for i in range(4)], "test": [{"prompt": "t"}]}
+    made = DatasetDict({name: Dataset.from_list(rows) for name, rows in splits.items()})
+    made["train"].save_to_disk(str(tmp_path / "saved"))
+    made.save_to_disk(str(tmp_path / "saved_splits"))
+    (tmp_path / "folder").mkdir()
+    for name, rows in splits.items():
+        (tmp_path / "folder" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def prompts(split: str) -> list[str]:
+        return [row["prompt"] for row in RowSource(path=str(tmp_path / stored), split=split).read()]
+
+    assert prompts("train[:2]") == ["0", "1"] and prompts("train[75%:]") == ["3"]
+    assert prompts("train[:1]+train[-1:]") == ["0", "3"]
+    if stored != "saved":  # which has one split, of any name
+        assert prompts("train+test") == ["0", "1", "2", "3", "t"]
+        with pytest.raises(ValueError, match="split='validation': .* has train, test"):
+            prompts("validation")
+    with pytest.raises(ValueError, match=r"split='train\[x\]'"):
+        prompts("train[x]")
+
+
+@pytest.mark.parametrize("rows", [lambda: ["1", "2"], lambda: pandas.DataFrame({"prompt": ["1"]})])
+def test_rows_that_are_not_dictionaries_are_rejected(rows: Any) -> None:
+    with pytest.raises(ValueError, match="not dictionaries"):
+        RowSource(rows=rows).read()
+    assert RowSource(rows=lambda: iter([{"prompt": "1"}])).read() == [{"prompt": "1"}]  # type: ignore[arg-type, return-value]
+    with pytest.raises(ValueError, match="limit=-1"):
+        RowSource(rows=[{"prompt": "1"}], limit=-1).read()
 
 
 def test_files_of_a_folder_may_differ_in_columns(tmp_path: Path, tokenizer: Any) -> None:
