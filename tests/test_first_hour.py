@@ -60,7 +60,7 @@ def test_doctor_finds_nothing_wrong_with_a_sound_run(
 ) -> None:
     main(["doctor", "--config", config()])
     out = capsys.readouterr().out
-    assert "3 prompts; 4 to 4 tokens" in out
+    assert "3 prompts; 4 to 4 tokens" in out and ", 1 update; " in out
     assert "'I do not know.' -> 0" in out and "column sum -> 1" in out
     assert "GRPOLightningModule" in out
     assert out.endswith("No problems found.\n")

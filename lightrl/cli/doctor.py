@@ -14,6 +14,7 @@ from typing import Any, Literal
 from lightrl.checkpoints.redaction import redact_text
 from lightrl.cli.config_files import expand_configs
 from lightrl.compat.arguments import install_command
+from lightrl.ops.progress import count
 
 Finding = tuple[Literal["ok", "note", "problem"], str]
 
@@ -161,7 +162,10 @@ def _minibatches(module: Any, data: Any) -> Iterator[Finding]:
         yield "problem", str(error)
         return
     tokens = f"at most {data.sampling.max_new_tokens} tokens each, {data.eval_sampling.max_new_tokens} in evaluations"
-    yield "ok", f"rollout: {data.prompts_per_rollout} prompts, {total} completions, {updates} updates; {tokens}"
+    yield (
+        "ok",
+        f"rollout: {data.prompts_per_rollout} prompts, {total} completions, {count(updates, 'update')}; {tokens}",
+    )
 
 
 def _tools(episode: Any, tokenizer: Any) -> Iterator[Finding]:

@@ -289,8 +289,10 @@ def as_messages(prompt: Any) -> list[dict[str, Any]]:
     Removes keys with None. `content` is "" in turns with only tool calls or reasoning. Calls are in `tool_calls` with
     arguments as an object, and reasoning is in `reasoning_content`.
     """
-    if not isinstance(prompt, list | tuple) or not prompt:
-        raise ValueError(f"messages={str(prompt)[:80]}: must be a string or a nonempty list. Fix the column.")
+    if not isinstance(prompt, list | tuple) or not prompt or not all(isinstance(one, Mapping) for one in prompt):
+        raise ValueError(
+            f"messages={str(prompt)[:80]}: must be a string or a nonempty list of messages. Fix the column."
+        )
     return [_as_message(message) for message in prompt]
 
 

@@ -13,6 +13,7 @@ from datasets import Dataset, DatasetDict
 from lightrl.data.preferences import PreferenceSource
 from lightrl.data.prompts import PromptSource
 from lightrl.data.rows import RowSource
+from lightrl.data.templates import as_messages
 
 GOOD = b'{"prompt":"1+1="}\n'
 BROKEN = [
@@ -178,6 +179,11 @@ def test_a_bad_prompt_is_named_before_training(tokenizer: Any, prompt: Any) -> N
     tokenizer.chat_template = TURNS
     with pytest.raises(ValueError, match="list, row 2: "):
         PromptSource(rows=[{"prompt": [USER]}] * 2 + [{"prompt": prompt}]).load(tokenizer)
+
+
+def test_a_list_of_texts_is_not_a_conversation() -> None:
+    with pytest.raises(ValueError, match="nonempty list of messages"):
+        as_messages(["1"])
 
 
 def test_a_bad_row_of_a_file_is_named_by_its_line(tokenizer: Any, tmp_path: Path) -> None:
