@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from lightrl.algorithms.saving import SavesPretrained
-from lightrl.algorithms.settings import ExtraLosses, Updates, make_optimizer
+from lightrl.algorithms.settings import ExtraLosses, Updates
 from lightrl.compat.lightning import run_seed
 from lightrl.distributed import strategies
 from lightrl.distributed.strategies import MetricSums, fingerprint
@@ -147,7 +147,7 @@ class RLLightningModule(SavesPretrained, RolloutLearner):
 
     def configure_optimizers(self) -> Any:
         """Builds one optimizer, since DeepSpeed supports only one."""
-        optimizer = make_optimizer(self.optimizer_factory, self.parameter_groups(), self.trainer.strategy)
+        optimizer = self.make_optimizer(self.parameter_groups())
         if self.lr_scheduler_factory is None:
             return optimizer
         from lightrl.algorithms.schedules import rollout_position, with_schedule
@@ -371,6 +371,7 @@ class RLLightningModule(SavesPretrained, RolloutLearner):
         Raises:
             ValueError: The checkpoint has the state of a different optimizer. Torch would load it silently.
         """
+        super().on_train_start()
         stored, self._restored_optimizers = self._restored_optimizers, None
         if stored is not None and stored != (own := self._optimizer_names()):
             raise ValueError(

@@ -15,6 +15,8 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 
+from lightrl.algorithms.settings import change_settings, make_optimizer
+from lightrl.compat.lightning import refuse_callbacks
 from lightrl.distributed import strategies
 from lightrl.models.policy import PolicyModel, named_hf_weights
 from lightrl.models.spec import ModelSpec
@@ -32,6 +34,7 @@ def _after_base(own: Any, base: Any) -> Any:
 class SavesPretrained(LightningModule):
     """A LightningModule that builds its models once and saves its trained model in Hugging Face format."""
 
+    optimizer_factory: Any
     _is_built = False
     _is_sharded = False
     _loaded_tokenizer: str | None = None  # tokenizer of the run whose checkpoint was loaded
@@ -39,6 +42,8 @@ class SavesPretrained(LightningModule):
     model_name = "actor"  # in checkpoints
     actor: PolicyModel
     actor_spec: ModelSpec
+    _given_settings: list[dict[str, Any]] | None = None  # of the optimizer's groups
+    _saved_settings: list[dict[str, Any]] | None = None  # those given to the resumed run
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Runs our hooks before overrides of them: Lightning's hooks are empty, so users may not call `super`."""
@@ -64,9 +69,10 @@ class SavesPretrained(LightningModule):
     # ---- run ---------------------------------------------------------------------------------------------------
 
     def configure_callbacks(self) -> list[Any]:
-        """Preserves the `metrics.csv` of a previous run until this one logs."""
+        """Rejects callbacks that would have no effect, and preserves `metrics.csv` of a previous run until it logs."""
         trainer: Any = self.trainer
         if trainer.state.fn == "fit":
+            refuse_callbacks(trainer.callbacks, manual=not self.automatic_optimization)
             for logger in trainer.loggers if trainer.is_global_zero else ():
                 if isinstance(logger, CSVLogger):
                     from lightrl.compat.lightning_cli import begin_table
@@ -112,6 +118,21 @@ class SavesPretrained(LightningModule):
             self.build_models()
         self._is_built = self._is_sharded = True
 
+    def make_optimizer(self, groups: list[dict[str, Any]]) -> Any:
+        """Builds the optimizer with the settings of this run."""
+        optimizer = make_optimizer(self.optimizer_factory, groups, self.trainer.strategy)
+        self._given_settings = [
+            {name: value for name, value in group.items() if isinstance(value, float | int | tuple)}
+            for group in optimizer.param_groups
+        ]
+        return optimizer
+
+    def on_train_start(self) -> None:
+        """Sets the optimizer's settings, such as the learning rate, that differ from those of the resumed run."""
+        given, saved, self._saved_settings = self._given_settings, self._saved_settings, None
+        if saved is not None and given is not None and self.trainer.ckpt_path is not None:
+            change_settings(self.trainer, given, saved)
+
     # ---- checkpoints -------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -124,7 +145,7 @@ class SavesPretrained(LightningModule):
         for name in checkpoint.keys() & {"hyper_parameters", "datamodule_hyper_parameters"}:
             checkpoint[name] = run_record.described(checkpoint[name])
         described = run_record.description(type(self).__name__, self.saved_specs, self._tokenizer_path)
-        checkpoint["lightrl"] = {**described, "settings": self.run_settings()}
+        checkpoint["lightrl"] = {**described, "settings": self.run_settings(), "optimizer": self._given_settings}
 
     @property
     def saved_specs(self) -> dict[str, ModelSpec]:
@@ -172,6 +193,7 @@ class SavesPretrained(LightningModule):
         from lightrl.algorithms import run_record
 
         run_record.require_own(checkpoint.get("lightrl", {}), type(self).__name__)
+        self._saved_settings = checkpoint["lightrl"].get("optimizer")
         if "state_dict" in checkpoint:  # otherwise the strategy loads and checks sharded weights
             # Without the reference: checkpoints omit one that hasn't changed.
             own = {name: x for name, x in self.state_dict().items() if not name.startswith("reference.")}

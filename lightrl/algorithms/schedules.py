@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from lightrl.compat.lightning import count_updates
 
@@ -125,7 +125,7 @@ def with_schedule(optimizer: Optimizer, schedule: Any, position: Callable[[], tu
         position: Callable that returns (updates so far, updates of the whole run). The latter is infinite if unknown.
 
     Raises:
-        ValueError: An `LRSchedule` in a run without an end.
+        ValueError: An `LRSchedule` in a run without an end, or a scheduler that needs a metric.
     """
     if isinstance(schedule, LRSchedule):
         total = position()[1]
@@ -137,4 +137,6 @@ def with_schedule(optimizer: Optimizer, schedule: Any, position: Callable[[], tu
         made: Any = NamedSchedule(optimizer, schedule, position)
     else:
         made = schedule(optimizer)
+    if isinstance(made, ReduceLROnPlateau):
+        raise ValueError("lr_scheduler=ReduceLROnPlateau: it needs a metric at each update. Use an LRSchedule.")
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": made, "interval": "step"}}

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightrl.distributed.strategies import local_shard
 
@@ -39,6 +39,25 @@ def _warn_of_lost_updates(group: dict[str, Any]) -> None:
             f"{size * 2.0**-8:.1g}): most updates round to zero. Set actor.dtype=float32 with "
             "trainer.precision=bf16-mixed, or raise the learning rate."
         )
+
+
+def change_settings(trainer: Any, given: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
+    """Sets what a resumed run gives its optimizer's groups differently, instead of the checkpoint's values.
+
+    The learning rate is multiplied by `given / saved`, which keeps the position in a schedule.
+    """
+    for number, (own, before) in enumerate(zip(given, saved, strict=False)):
+        group = trainer.optimizers[0].param_groups[number]
+        for name in sorted(name for name in own.keys() & before.keys() if own[name] != before[name]):
+            rank_zero_info(f"Resuming with {name}={own[name]} instead of the checkpoint's {before[name]}.")
+            if name != "lr" or not before["lr"]:
+                group[name] = own[name]
+                continue
+            group["lr"] *= own["lr"] / before["lr"]
+            for scheduler in (config.scheduler for config in trainer.lr_scheduler_configs):
+                for each in (scheduler, *getattr(scheduler, "_schedulers", ())):  # of SequentialLR
+                    if hasattr(each, "base_lrs"):
+                        each.base_lrs[number] = group["initial_lr"] = own["lr"]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from torchmetrics.classification import BinaryAccuracy
 
 from lightrl.algorithms.saving import SavesPretrained
 from lightrl.algorithms.schedules import LRSchedule, NamedSchedule, run_position, updates_ahead, with_schedule
-from lightrl.algorithms.settings import make_optimizer
 from lightrl.compat.lightning import accumulates
 from lightrl.distributed import strategies
 from lightrl.models.policy import PolicyModel
@@ -85,14 +84,14 @@ class _SupervisedModule(SavesPretrained):
 
     def configure_optimizers(self) -> Any:
         """Builds the optimizer and its schedule, stepped per update."""
-        groups = [group for group in self.parameter_groups() if group["params"]]
-        optimizer = make_optimizer(self.optimizer_factory, groups, self.trainer.strategy)
+        optimizer = self.make_optimizer([group for group in self.parameter_groups() if group["params"]])
         if self.lr_scheduler_factory is None:
             return optimizer
         return with_schedule(optimizer, self.lr_scheduler_factory, run_position(self))
 
     def on_train_start(self) -> None:
         """Sets the rates of named schedules: a checkpoint's optimizer may come from a run of a different length."""
+        super().on_train_start()
         self.updates_ahead, scheduler = updates_ahead(self.trainer), self.lr_schedulers()
         if isinstance(scheduler, NamedSchedule):
             scheduler.refresh()

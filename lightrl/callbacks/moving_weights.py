@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,15 +26,21 @@ class EMA(Callback):
 
     Args:
         decay: Decay rate. 0.99 averages over about the last 100 rollouts.
-        evaluate: Whether validation uses the average. Adds weight pushes before and after validation.
+        evaluate: Whether validation and test use the average. Adds weight pushes before and after them.
     """
 
     def __init__(self, decay: float = 0.99, evaluate: bool = True) -> None:
         self.decay = decay
         self.evaluate = evaluate
+        self._module: Any = None  # weak reference
         self._average: dict[str, Tensor] = {}
         self._policy: dict[str, Tensor] = {}
         self._sharded = False
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        """Drops the average of another module."""
+        if self._module is None or self._module() is not pl_module:
+            self._module, self._average = weakref.ref(pl_module), {}
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Initializes the average from the policy or a checkpoint."""
@@ -79,6 +86,7 @@ class EMA(Callback):
         """Swaps the policy back in, after an error before a checkpoint is written."""
         self._swap_out(pl_module)
 
+    on_test_start, on_test_end = on_validation_start, on_validation_end
     on_exception = on_validation_end  # type: ignore[assignment]
 
     def _swap_in(self, pl_module: LightningModule) -> None:

@@ -2,16 +2,48 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Collection
 from typing import Any
 
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import ModelParallelStrategy
+
+_EARLY = "reads the module before its model is loaded"
+_FAILING = {"StochasticWeightAveraging": f"{_EARLY}. Use EMA.", "ModelPruning": f"{_EARLY}. Remove it."}
+_FAILING["BaseFinetuning"] = f"{_EARLY}. Use actor.freeze."
+_FAILING_IN_RL = {
+    "WeightAveraging": "its weights don't reach the engine. Use EMA.",
+    "BatchSizeFinder": "an update's memory doesn't depend on it. Use lightrl plan.",
+    "LearningRateFinder": "a rollout has no loss that shows progress. Remove it.",
+}
+"""Lightning's callbacks that have no effect, or a wrong one."""
+
+
+def refuse_callbacks(callbacks: Collection[Any], *, manual: bool) -> None:
+    """Raises a ValueError for a callback that has no effect; `manual` is for modules with manual optimization."""
+    failing = _FAILING | (_FAILING_IN_RL if manual else {})
+    for callback in callbacks:
+        for name in failing.keys() & {each.__name__ for each in type(callback).__mro__}:
+            raise ValueError(f"callback {type(callback).__name__}: {failing[name]}")
+        interval = getattr(callback, "_train_time_interval", None)
+        if manual and interval is not None:
+            raise ValueError(
+                f"{type(callback).__name__}.train_time_interval={interval}: Lightning never saves by time in manual "
+                "optimization. Use RolloutCheckpoint(every_n_rollouts=N)."
+            )
 
 
 def run_seed() -> int:
     """Returns the seed of `seed_everything`; 0 without one."""
     return int(os.environ.get("PL_GLOBAL_SEED", "0"))
+
+
+def require_data(trainer: Any, argument: str, found: Any) -> None:
+    """Raises a ValueError if a run that only evaluates has found no data: Lightning would do nothing, in silence."""
+    if not found and trainer is not None and trainer.state.fn in ("validate", "test"):
+        raise ValueError(f"{argument}=None: there is nothing to evaluate. Set it.")
 
 
 def tensor_parallel_size(strategy: ModelParallelStrategy) -> int | str:
@@ -30,9 +62,11 @@ def count_updates(trainer: Any) -> float:
     To count, Lightning sets up the training data before it reads a checkpoint, so a resumed run would begin with the
     first examples. This sets the data up again.
     """
+    if any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks):
+        raise ValueError("lr_scheduler: a named schedule with GradientAccumulationScheduler has no length. Use one.")
     updates: float = trainer.estimated_stepping_batches
     trainer.fit_loop._combined_loader = None
-    return updates
+    return math.inf if updates < 0 else updates  # -1 for a loader without a length
 
 
 def accumulates(trainer: Any) -> bool:

@@ -173,7 +173,6 @@ class PreferenceDataModule(SFTDataModule):
     ) -> None:
         super().__init__(train, val, batch_size, tokenizer, seed)  # type: ignore[arg-type]
 
-    def _reader(self, module: Any) -> Callable[[Any], Any]:
-        spec = module.model_spec
+    def _reader(self, spec: Any) -> Callable[[Any], Any]:
         self.tokenizer = load_tokenizer(self.tokenizer_path or spec.path, chat_template=spec.chat_template)
         return lambda source: source.tokenized(self.tokenizer)

@@ -325,6 +325,8 @@ def with_progress(items: Iterable[T], total: int, label: str) -> Iterator[T]:
 
 def columns_of(data: Any) -> list[str]:
     """Returns the columns of a dataset with a length, including those that only some rows have."""
+    if isinstance(data, IterableDataset):
+        raise ValueError("streaming=True: only prompts can be streamed, other data is read whole. Set streaming=False.")
     return list(getattr(data, "column_names", None) or dict.fromkeys(name for row in data for name in row))
 
 

@@ -6,12 +6,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from lightning.pytorch import LightningDataModule
 from transformers import PreTrainedTokenizerBase
 
-from lightrl.compat.lightning import run_seed
+from lightrl.compat.lightning import require_data, run_seed
 from lightrl.data.processing import ConversationSource, load_processor
 from lightrl.data.prompts import rendered_like
 from lightrl.data.rows import Encoded, MediaError, columns_of, entered
@@ -290,12 +290,18 @@ class SFTDataModule(LightningDataModule):
         self.batch_size = batch_size
         self.seed = run_seed() if seed is None else seed
         self._loaders: dict[str, SFTLoader] = {}
+        self._read_for: Any = None  # the model and rank of the loaders
 
     def setup(self, stage: str) -> None:
-        """Loads and tokenizes the examples of the stage, once."""
+        """Loads and tokenizes the examples of the stage, once per model and rank."""
         trainer: Any = self.trainer
-        read = self._reader(trainer.lightning_module)
+        module = trainer.lightning_module
+        spec = getattr(module, "actor_spec", getattr(module, "model_spec", None))
+        read = self._reader(spec)
         ranks = {"rank": trainer.global_rank, "world_size": trainer.world_size}
+        own = (ranks, self.tokenizer_path, spec and (spec.path, spec.chat_template))
+        if own != self._read_for:
+            self._loaders, self._read_for = {}, own
         pad: Any = self.tokenizer.pad_token_id
         for name, source in (("train", self.train if stage == "fit" else None), ("val", self.val)):
             if source is not None and name not in self._loaders:
@@ -303,9 +309,8 @@ class SFTDataModule(LightningDataModule):
                     read(source), self.batch_size, pad, seed=self.seed, train=name == "train", **ranks
                 )
 
-    def _reader(self, module: Any) -> Callable[[Any], Any]:
-        """Loads the tokenizer for a module and returns a function that tokenizes a source."""
-        spec = getattr(module, "actor_spec", None)
+    def _reader(self, spec: Any) -> Callable[[Any], Any]:
+        """Loads the tokenizer for a model and returns a function that tokenizes a source."""
         path: Any = self.tokenizer_path if spec is None else spec.path
         template = None if spec is None else spec.chat_template
         self.tokenizer = load_tokenizer(self.tokenizer_path or path, chat_template=template)
@@ -313,11 +318,15 @@ class SFTDataModule(LightningDataModule):
         return lambda source: source.tokenized(self.tokenizer, processor)
 
     def train_dataloader(self) -> SFTLoader:
-        """Returns the loader of the training data."""
-        return self._loaders["train"]
+        """Returns the loader of the training data, which repeats its first batches with `overfit_batches`."""
+        loader, trainer = self._loaders["train"], cast(Any, self.trainer)
+        loader.batch_size = self.batch_size  # `BatchSizeFinder` sets it
+        loader.repeats = trainer is not None and trainer.overfit_batches > 0
+        return loader
 
     def val_dataloader(self) -> SFTLoader | list[Any]:
         """Returns the loader of the validation data, or an empty list."""
+        require_data(self.trainer, "val", self.val)
         return self._loaders.get("val", [])
 
     def test_dataloader(self) -> SFTLoader | list[Any]:

@@ -52,6 +52,7 @@ class SFTLoader:
     world_size: int = 1
     epoch: int = field(default=0, init=False)
     position: int = field(default=0, init=False)
+    repeats: bool = field(default=False, init=False)  # every pass has the order of the first, from its start
 
     def __post_init__(self) -> None:
         if self.train and len(self) == 0:
@@ -65,13 +66,15 @@ class SFTLoader:
         return len(self.rows) // whole if self.train else -(-len(self.rows) // whole)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        if not self.train:
+        """Yields one pass of batches. Training continues after the last one, also if an epoch was shorter."""
+        if not self.train or self.repeats:
             self.position = 0
-        elif self.position >= len(self):
-            self.epoch, self.position = self.epoch + 1, 0
-        order = shuffled_order(len(self.rows), self.seed, self.epoch) if self.train else range(len(self.rows))
-        while self.position < len(self):
-            whole = self.batch_size * self.world_size
+        whole = self.batch_size * self.world_size
+        order: Any = None if self.train else range(len(self.rows))
+        for _ in range(len(self)):
+            if self.position >= len(self):
+                self.epoch, self.position, order = self.epoch + 1, 0, None
+            order = shuffled_order(len(self.rows), self.seed, self.epoch) if order is None else order
             picks = order[self.position * whole : (self.position + 1) * whole][self.rank :: self.world_size]
             self.position += 1
             yield self.collate([self.rows[int(i)] for i in picks])
@@ -88,11 +91,14 @@ class SFTLoader:
         return {**batch, "inputs": inputs} if inputs else batch
 
     def state_dict(self) -> dict[str, int]:
-        """Returns the seed, the pass, and the position within it."""
+        """Returns the seed, the pass, the position within it, and the number of examples of all ranks per batch."""
         passes, position = divmod(self.position, len(self))
-        return {"seed": self.seed, "epoch": self.epoch + passes, "position": position}
+        whole = self.batch_size * self.world_size
+        return {"seed": self.seed, "epoch": self.epoch + passes, "position": position, "whole": whole}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Resumes in the order and at the position of `state_dict`."""
+        """Resumes in the order and at the position of `state_dict`, also with another batch size or number of ranks."""
+        whole = self.batch_size * self.world_size
+        seen = state_dict["position"] * state_dict.get("whole", whole)
         self.seed = state_dict.get("seed", self.seed)
-        self.epoch, self.position = state_dict["epoch"], state_dict["position"]
+        self.epoch, self.position = state_dict["epoch"], seen // whole

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightrl import engines
 from lightrl.compat.arguments import imported
-from lightrl.compat.lightning import run_seed
+from lightrl.compat.lightning import require_data, run_seed
 from lightrl.data.processing import load_processor
 from lightrl.data.prompts import PromptMixture, PromptSet, PromptSource, prompt_source, rendered_like
 from lightrl.data.templates import load_tokenizer
@@ -178,8 +178,7 @@ class RolloutDataModule(LightningDataModule):
     @property
     def learner(self) -> RolloutLearner:
         """The module that is trained on the rollouts."""
-        module: RolloutLearner = self.trainer.lightning_module  # type: ignore[union-attr, assignment]
-        return module
+        return self.trainer.lightning_module  # type: ignore[union-attr, return-value]
 
     @property
     def group_size(self) -> int:
@@ -202,6 +201,9 @@ class RolloutDataModule(LightningDataModule):
         if spec.chat_template is not None:
             self.episode.check_template()
         self.episode.setup(self.tokenizer, self.processor)
+        run = (self.seed, self.rank, self.world_size, self.tokenizer_path, spec.path, spec.chat_template)
+        if run != self.host.run:  # another model, for example, needs other tokens
+            self._sets, self._ptx_loader, self.host = {}, None, EngineHost(self, run)
         self._load_prompts(stage)
         if stage == "fit" and self.ptx is not None and self._ptx_loader is None:
             order = {"seed": self.seed, "rank": self.rank, "world_size": self.world_size}
@@ -279,6 +281,7 @@ class RolloutDataModule(LightningDataModule):
     def val_dataloader(self) -> list[EvalLoader]:
         """Returns a loader for each set of evaluation prompts."""
         sets = {name: opened for name, opened in self._sets.items() if name.startswith("evaluation.prompts")}
+        require_data(self.trainer, "evaluation.prompts", sets)
         return [EvalLoader(self, name.removeprefix("evaluation.prompts").lstrip("."), sets[name]) for name in sets]
 
     test_dataloader = val_dataloader
@@ -322,8 +325,7 @@ class RolloutDataModule(LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resumes at the next prompt of the interrupted run."""
         if state_dict["seed"] != self.seed:
-            self.seed, self._ptx_loader, self._sampler = state_dict["seed"], None, None
-            self._sets.clear()
+            self.seed, self._sampler = state_dict["seed"], None
             self.setup("fit")
         self.prompt_cursor = state_dict["prompt_cursor"]
         self.schedule.load_state_dict(state_dict.get("schedule"))

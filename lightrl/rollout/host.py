@@ -195,10 +195,12 @@ class EngineHost:
 
     Args:
         data: The `RolloutDataModule`.
+        run: What the run's prompts and tokens depend on.
     """
 
-    def __init__(self, data: Any) -> None:
+    def __init__(self, data: Any, run: Any = None) -> None:
         self.data = data
+        self.run = run
         self._default_sync = WeightSync()
 
     def context(self) -> EngineContext:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,6 +90,12 @@ def numbered(count: int) -> list[Example]:
     return [Example([i, 99], [False, True]) for i in range(count)]
 
 
+def test_a_stream_is_rejected_by_name(tokenizer: Any, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "completion": "2"}\n')
+    with pytest.raises(ValueError, match="streaming=True"):
+        SFTSource(path=str(tmp_path / "rows.jsonl"), streaming=True).tokenized(tokenizer)
+
+
 def test_training_passes_are_shuffled_and_shared_by_ranks() -> None:
     ranks = [SFTLoader(numbered(9), 2, 0, seed=1, rank=rank, world_size=2) for rank in range(2)]
     assert [len(loader) for loader in ranks] == [2, 2]
@@ -119,7 +126,19 @@ def test_a_loader_resumes_within_a_pass_and_at_its_end() -> None:
         state = resumed.state_dict()
         resumed = SFTLoader(numbered(8), 2, 0, seed=1)
         resumed.load_state_dict(state)
-        assert firsts(resumed) == (first[position:] if position < 4 else second)
+        assert firsts(resumed) == [*first, *second][position : position + 4]
+
+
+def test_a_loader_resumes_at_the_same_example_on_other_ranks() -> None:
+    loader = SFTLoader(numbered(16), 2, 0, seed=1)
+    flat = [row for batch in firsts(loader) for row in batch]
+    begun = SFTLoader(numbered(16), 2, 0, seed=1)
+    part = iter(begun)
+    for _ in range(4):
+        next(part)
+    resumed = SFTLoader(numbered(16), 2, 0, seed=1, rank=1, world_size=2)
+    resumed.load_state_dict(begun.state_dict())
+    assert firsts(resumed)[:2] == [flat[8:12][1::2], flat[12:16][1::2]]
 
 
 def test_the_order_is_that_of_the_runs_seed_and_a_resumed_one_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
