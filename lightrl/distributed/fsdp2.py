@@ -6,8 +6,6 @@ checkpoint (single process or DDP) on any number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
@@ -30,7 +28,42 @@ from lightrl.compat.lightning import set_data_parallel_size
 from lightrl.compat.lightning_checkpoints import load_module_state
 
 
-class FSDP2Strategy(ModelParallelStrategy):
+class _FolderCheckpoints(ParallelStrategy):
+    """Saves checkpoints as verified directories, to which all ranks write."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Saves a directory with a part of every rank, which appears only when complete."""
+        path = Path(self.broadcast(filepath))
+        folder = partial_folder(path)
+        if self.is_global_zero:
+            remove(folder)
+        self.barrier("checkpoint_begun")
+        super().save_checkpoint(without_secrets(checkpoint), folder, storage_options)
+        self.barrier("checkpoint_written")
+        if self.is_global_zero:
+            publish_folder(folder, path)
+        self.barrier("checkpoint_named")
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Removes the directory or file and its checksums."""
+        if self.is_global_zero:
+            remove(filepath)
+
+    def _verify_checkpoint(self, path: Path) -> None:
+        """Verifies a directory on rank 0, and raises its error on every rank."""
+        damage = None
+        if self.is_global_zero:
+            try:
+                verify(path)
+            except DamagedError as error:
+                damage = str(error)
+        damage = self.broadcast(damage)
+        if damage is not None:
+            with readable(path):
+                raise DamagedError(damage)
+
+
+class FSDP2Strategy(_FolderCheckpoints, ModelParallelStrategy):
     """FSDP2: shards every model over all ranks with `fully_shard`, one unit per transformer block.
 
     Args:
@@ -100,16 +133,6 @@ class FSDP2Strategy(ModelParallelStrategy):
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(self.root_device))
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Saves a directory with a part of every rank, which appears only when complete."""
-        with _published(self, filepath) as folder:
-            super().save_checkpoint(without_secrets(checkpoint), folder, storage_options)
-
-    def remove_checkpoint(self, filepath: Any) -> None:
-        """Removes the directory or file and its checksums."""
-        if self.is_global_zero:
-            remove(filepath)
-
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Loads a directory on any number of ranks, or a plain file.
 
@@ -118,7 +141,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         """
         path = Path(self.broadcast(checkpoint_path))
         if checkpoint_kind(path) != "plain":
-            _verify_together(self, path)
+            self._verify_checkpoint(path)
             return super().load_checkpoint(path, weights_only)
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
@@ -135,7 +158,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         return checkpoint
 
 
-class ZeROStrategy(DeepSpeedStrategy):
+class ZeROStrategy(_FolderCheckpoints, DeepSpeedStrategy):
     """`DeepSpeedStrategy` that saves only the weights that the module needs, in verified directories.
 
     Checkpoints omit frozen parameters (of reference and reward models, or of a LoRA base) unless the module's
@@ -158,13 +181,7 @@ class ZeROStrategy(DeepSpeedStrategy):
         module: Any = self.lightning_module
         frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
         self.exclude_frozen_parameters = frozen.isdisjoint(checkpoint["state_dict"])
-        with _published(self, filepath) as folder:
-            super().save_checkpoint(without_secrets(checkpoint), folder, storage_options)
-
-    def remove_checkpoint(self, filepath: Any) -> None:
-        """Removes the directory or file and its checksums."""
-        if self.is_global_zero:
-            remove(filepath)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Loads a directory on as many ranks as wrote it.
@@ -173,37 +190,8 @@ class ZeROStrategy(DeepSpeedStrategy):
             ValueError: The path is not a checkpoint, or it is damaged.
         """
         path = Path(self.broadcast(checkpoint_path))
-        _verify_together(self, path)
+        self._verify_checkpoint(path)
         return super().load_checkpoint(path, weights_only)
-
-
-@contextmanager
-def _published(strategy: ParallelStrategy, filepath: Any) -> Iterator[Path]:
-    """Yields the directory that all ranks write to. When all are done, rank 0 renames it."""
-    path = Path(strategy.broadcast(filepath))
-    folder = partial_folder(path)
-    if strategy.is_global_zero:
-        remove(folder)
-    strategy.barrier("checkpoint_begun")
-    yield folder
-    strategy.barrier("checkpoint_written")
-    if strategy.is_global_zero:
-        publish_folder(folder, path)
-    strategy.barrier("checkpoint_named")
-
-
-def _verify_together(strategy: ParallelStrategy, path: Path) -> None:
-    """Verifies a directory on rank 0, and raises its error on every rank."""
-    damage = None
-    if strategy.is_global_zero:
-        try:
-            verify(path)
-        except DamagedError as error:
-            damage = str(error)
-    damage = strategy.broadcast(damage)
-    if damage is not None:
-        with readable(path):
-            raise DamagedError(damage)
 
 
 def _group_names(model: Any, optimizer: Any) -> list[list[str]]:

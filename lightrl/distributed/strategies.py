@@ -154,8 +154,7 @@ class MetricSums:
     """
 
     def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}
-        self._counts: dict[str, Tensor] = {}
+        self._sums: dict[str, Tensor] = {}  # (2,) sum and count
         self._maxima: dict[str, Tensor] = {}
 
     @torch.no_grad()
@@ -176,9 +175,8 @@ class MetricSums:
                 top = torch.cat([torch.where(chosen, values, low).reshape(-1), low]).max()
                 self._maxima[name] = torch.maximum(self._maxima.get(name, top), top)
             else:
-                total = torch.where(chosen, values, 0.0).sum()
-                self._sums[name] = self._sums.get(name, torch.zeros_like(total)) + total
-                self._counts[name] = self._counts.get(name, torch.zeros_like(total)) + chosen.sum()
+                new = torch.stack([torch.where(chosen, values, 0.0).sum(), chosen.sum(dtype=torch.float64)])
+                self._sums[name] = self._sums[name] + new if name in self._sums else new
 
     def reduce(
         self, all_sum: Callable[[Tensor], Tensor], all_max: Callable[[Tensor], Tensor], device: torch.device
@@ -188,22 +186,19 @@ class MetricSums:
         Ranks may have added different names, such as a reward function that only some examples need. They first agree
         on the union of names.
         """
-        known = gather_objects((sorted(self._sums), sorted(self._maxima)))
+        names = sorted({name for known in gather_objects([*self._sums, *self._maxima]) for name in known})
+        tops = [name for name in names if name.endswith(("_max", "_min"))]
+        names = [name for name in names if name not in tops]
         out: dict[str, float] = {}
-        zero, low = torch.zeros((), dtype=torch.float64), torch.full((), -float("inf"), dtype=torch.float64)
-        names = sorted({name for sums, _ in known for name in sums})
+        zero, low = torch.zeros(2, dtype=torch.float64), torch.full((), -float("inf"), dtype=torch.float64)
         if names:
-            pairs = [(self._sums.get(n, zero), self._counts.get(n, zero)) for n in names]
-            stacked = torch.stack([torch.stack([total.to(device), count.to(device)]) for total, count in pairs])
-            for name, (total, count) in zip(names, all_sum(stacked).tolist(), strict=True):
-                if count:
-                    out[name] = total / count
-        names = sorted({name for _, maxima in known for name in maxima})
-        if names:
-            stacked = torch.stack([self._maxima.get(n, low).to(device) for n in names])
-            tops = zip(names, all_max(stacked).tolist(), strict=True)
-            signs = {name: -1.0 if name.endswith("_min") else 1.0 for name in names}
-            out.update({name: signs[name] * top for name, top in tops if top > -float("inf")})
+            stacked = torch.stack([self._sums.get(name, zero).to(device) for name in names])
+            reduced = zip(names, all_sum(stacked).tolist(), strict=True)
+            out |= {name: total / count for name, (total, count) in reduced if count}
+        if tops:
+            stacked = torch.stack([self._maxima.get(name, low).to(device) for name in tops])
+            reduced = zip(tops, all_max(stacked).tolist(), strict=True)
+            out |= {name: -top if name.endswith("_min") else top for name, top in reduced if top > -float("inf")}
         return out
 
 
