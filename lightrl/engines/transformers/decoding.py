@@ -34,7 +34,6 @@ class _Job:
         self.request = request
         self.start = start
         self.version = version
-        self.copies = request.num_completions
         self.sampling = sampling = request.sampling
         self.shared = replace(sampling, max_new_tokens=max(1, sampling.min_new_tokens))
         self.limit = sampling.max_new_tokens
@@ -42,18 +41,13 @@ class _Job:
         self.stops = list(sampling.stop or [])
         # A visible token has at least one byte, so this many tokens cover a stop string.
         self.stop_window = max((len(stop.encode()) for stop in self.stops), default=0) + 8
-        self.parts = list(parts) or [Completion([], [], "", "suspended")] * self.copies
+        self.parts = list(parts) or [Completion([], [], "", "suspended")] * request.num_completions
         self.live = [g for g, part in enumerate(self.parts) if part.finish_reason == "suspended"]
-        self.unfinished = len(self.live)
         self.cost = 0
         begun = [self.parts[g].token_ids for g in self.live]
         self.begun = any(begun)
         self.prefixes = [request.token_ids + tokens for tokens in begun] if self.begun else [request.token_ids]
         self.rows_each = 1 if self.begun else len(self.live)
-
-    @property
-    def prompt(self) -> list[int]:
-        return self.request.token_ids
 
     def group(self) -> CompletionGroup:
         """Returns the completions recorded so far."""
@@ -62,7 +56,7 @@ class _Job:
 
     def tokens_held(self, decoder: Decoder) -> int:
         """Returns the maximum number of KV cache tokens needed."""
-        most = len(self.prompt) + self.limit
+        most = len(self.request.token_ids) + self.limit
         return sum(decoder.tokens_held(len(p), self.rows_each, most - len(p)) for p in self.prefixes)
 
 
@@ -70,14 +64,13 @@ class _Row:
     """An unfinished completion. `tokens` and `logprobs` don't include `Generation.pending`."""
 
     __slots__ = (
-        "before", "completion", "job", "kept", "limit", "logprobs", "routes", "text", "tokens", "versions", "visible",
+        "before", "completion", "job", "kept", "logprobs", "routes", "text", "tokens", "versions", "visible",
     )  # fmt: skip
 
     def __init__(self, job: _Job, completion: int, special: set[int]) -> None:
         self.job = job
         self.completion = completion
         self.before = before = job.parts[completion]
-        self.limit = job.limit
         self.tokens = list(before.token_ids)
         self.visible: list[int] = []  # tokens to search for stop strings, if any
         if job.stops:
@@ -119,8 +112,6 @@ class Generation:
     # Tokens, log-probs, kept token IDs per row, and experts of the input tokens, of steps without a finished row.
     pending: list[tuple[Tensor, Tensor, list[Tensor] | None, Tensor | None]] = field(default_factory=list, init=False)
     seen: Tensor | None = field(default=None, init=False)
-    held: int = field(default=0, init=False)
-    room: int = field(default=0, init=False)  # tokens until a row reaches its limit, without pending ones
 
     def __post_init__(self) -> None:
         self.special = set(self.tokenizer.all_special_ids)
@@ -146,7 +137,7 @@ class Generation:
         jobs = [_Job(job.request, self.eos_ids, job.start, version, job.parts) for job in begun]
         self.jobs |= {job.request: job for job in jobs}
         self.waiting.extendleft(sorted(jobs, key=lambda job: max(map(len, job.prefixes))))
-        self.rows, self.decoder, self.seen, self.held = [], None, None, 0
+        self.rows, self.decoder, self.seen = [], None, None
         self.last, self.cursors = self.last[:0], self.cursors[:0]
 
     # ------------------------------------------------------------------------------------------------ admission
@@ -157,13 +148,13 @@ class Generation:
         start, drawn, jobs = len(self.uniforms), list[Tensor](), list[_Job]()
         for request in requests:
             job = _Job(request, self.eos_ids, start, self.now, request.begun)
-            drawn += [completion_uniforms(request.seed, g, job.limit) for g in range(job.copies)]
-            start += job.copies * job.limit
+            drawn += [completion_uniforms(request.seed, g, job.limit) for g in range(request.num_completions)]
+            start += request.num_completions * job.limit
             jobs.append(job)
             self.jobs[request] = job
         self.uniforms = torch.cat([self.uniforms, torch.cat(drawn).to(self.device)])
         # Sorting by length minimizes padding in prefill batches.
-        self.waiting += sorted(jobs, key=lambda job: -len(job.prompt))
+        self.waiting += sorted(jobs, key=lambda job: -len(job.request.token_ids))
 
     def _admit(self) -> list[_Job]:
         """Returns the jobs to start now: as many as fit, and at least one if nothing is running."""
@@ -172,20 +163,20 @@ class Generation:
         if self.decoder is None or (not self.rows and not self._admits(self.waiting[0])):
             self.decoder = self.make_decoder([job.request for job in self.waiting])
         taken: list[_Job] = []
-        tokens = 0
+        tokens, held = 0, sum(job.cost for job in {row.job for row in self.rows})
         while self.waiting and self._admits(self.waiting[0]):
             job = self.waiting[0]
             tokens += sum(map(len, job.prefixes))
             cost = job.tokens_held(self.decoder)
             sequences = len(self.rows) + sum(len(other.live) for other in taken) + len(job.live)
-            fits = sequences <= self.max_sequences and self.held + cost <= self.max_tokens
+            fits = sequences <= self.max_sequences and held + cost <= self.max_tokens
             if not fits and (self.rows or taken):
                 break
             if taken and (tokens > self.decoder.prefill_tokens or not self._batches(taken[0], job)):
                 break
             taken.append(self.waiting.popleft())
             job.cost = cost
-            self.held += cost
+            held += cost
             if job.request.inputs:  # a prompt with media is prefilled alone
                 break
         return taken
@@ -210,7 +201,7 @@ class Generation:
         self._write_down_pending()  # belongs to earlier rows
         first, copies = len(self.rows), admitted[0].rows_each
         self.rows += [_Row(job, g, self.special) for job in admitted for g in job.live]
-        longest = max(len(job.prompt) + job.limit for job in admitted)
+        longest = max(len(job.request.token_ids) + job.limit for job in admitted)
         self.decoder.reserve(longest, max(job.limit for job in admitted))
         parts = [(job, prefix) for job in admitted for prefix in job.prefixes]
         rows = self.rows[first:]
@@ -246,7 +237,7 @@ class Generation:
         self.last = tokens = self._sample(logits, 0, self.decoder.routes)
         job = self.rows[0].job
         # Updates the rows' lists only if a row may have finished, because it takes as long as sampling.
-        may_end = len(self.pending) >= self.room or job.stops
+        may_end = job.stops or len(self.pending) >= min(row.job.limit - len(row.tokens) for row in self.rows)
         if may_end or (job.end_ids and not job.end_ids.isdisjoint(tokens.tolist())):
             return self._write_down(0)
         return []
@@ -288,7 +279,7 @@ class Generation:
                 row.routes.append(routes[i])
             last, job = row.tokens[-1], row.job
             stopped = bool(job.stops) and self._stopped(row, last)  # also for the last token
-            if stopped or last in job.end_ids or len(row.tokens) == row.limit:
+            if stopped or last in job.end_ids or len(row.tokens) == job.limit:
                 ended.append(first + i)
         return ended
 
@@ -323,15 +314,11 @@ class Generation:
             row = self.rows[i]
             job = row.job
             job.parts[row.completion] = self._completion(row)
-            job.unfinished -= 1
-            if not job.unfinished:
-                self.held -= job.cost
+            if all(part.finish_reason != "suspended" for part in job.parts):
                 del self.jobs[job.request]
                 groups.append(job.group())
         if ended:
             self._compact(set(ended))
-        if not self.pending:
-            self.room = min((row.limit - len(row.tokens) for row in self.rows), default=0)
         return groups
 
     def _completion(self, row: _Row) -> Completion:
@@ -362,17 +349,13 @@ class Generation:
         for job in jobs:
             if job in self.waiting:
                 self.waiting.remove(job)
-            else:
-                self.held -= job.cost
         if ended := {i for i, row in enumerate(self.rows) if row.job in jobs}:
             self._compact(ended)
-        self.room = min((row.limit - len(row.tokens) for row in self.rows), default=0)
 
     def _write_down_pending(self) -> None:
         """Moves pending tokens to their rows. This finishes no row."""
         if self.pending:
             self._write_down(0)
-            self.room = min((row.limit - len(row.tokens) for row in self.rows), default=0)
 
     @torch.inference_mode()
     def _compact(self, ended: set[int]) -> None:
