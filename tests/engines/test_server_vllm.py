@@ -218,7 +218,7 @@ def test_a_run_learns_from_servers_and_survives_the_death_of_one(
     inner = engine.generate
 
     def kill() -> None:
-        until(lambda: engine._pool.servers[0].outstanding)
+        until(lambda: engine._pool.servers[0].pending)
         servers.kill(0)
 
     killing: list[threading.Thread] = []

@@ -48,7 +48,7 @@ class Server:
     Attributes:
         lost: Why the server counts as dead, or None.
         loaded: Token of its weights, or None if it must not be used.
-        outstanding: Number of this process's pending groups.
+        pending: Number of this process's pending requests.
         model: Name of the served model.
         max_model_len: Maximum sequence length in tokens, or None if unknown.
         dtype: Dtype of the weights, or None if unknown.
@@ -69,7 +69,7 @@ class Server:
         self.alive_path = alive_path
         self.lost: str | None = None
         self.loaded: str | None = None
-        self.outstanding = 0
+        self.pending = 0
         self.model = ""
         self.max_model_len: int | None = None
         self.dtype: str | None = None
@@ -77,7 +77,6 @@ class Server:
         limits = httpx.Limits(max_connections=None, keepalive_expiry=_KEEPALIVE_SECONDS)
         self._client = httpx.AsyncClient(base_url=self.url, headers=headers, limits=limits)
         self._gone = asyncio.get_running_loop().create_future()  # done while the server is lost
-        self._num_open = 0  # pending requests
         self._last_progress = 0.0  # time of the last response, or when requests became pending
         self._watch: asyncio.Task[None] | None = None
 
@@ -91,9 +90,9 @@ class Server:
         if self.lost is not None:
             raise ServerLostError(f"{self.url}: {self.lost}")
         timeout = httpx.Timeout(None, connect=self.patience)
-        if not self._num_open:
+        if not self.pending:
             self._last_progress = time.monotonic()
-        self._num_open += 1
+        self.pending += 1
         request = asyncio.ensure_future(self._client.request(method, path, timeout=timeout, **arguments))
         try:
             await asyncio.wait({request, self._gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -107,7 +106,7 @@ class Server:
             self.lose(f"{type(error).__name__} {error}".strip())
             raise ServerLostError(f"{self.url}: {self.lost}") from error
         finally:
-            self._num_open -= 1
+            self.pending -= 1
             request.cancel()
         if response.status_code >= 300:
             if response.status_code >= 500 and not await self.healthy():
@@ -164,7 +163,7 @@ class Server:
             await asyncio.sleep(self.patience / 6)
             if self.lost is None and not await self.healthy():
                 self.lose(f"no healthy response within {self.patience:g} s")
-            waited = time.monotonic() - self._last_progress if self._num_open else 0.0
+            waited = time.monotonic() - self._last_progress if self.pending else 0.0
             if self.lost is None and self.progress_timeout is not None and waited > self.progress_timeout:
                 self.lose(f"no response to any request for {waited:.0f} s (progress_timeout)")
 

@@ -164,8 +164,7 @@ class ServerPool:
         refused: list[Server] = []
         for _ in range(MAX_ABORTED):
             await self._pushed.wait()
-            server = min(self.ready(), key=lambda s: (s in refused, s.outstanding))
-            server.outstanding += 1
+            server = min(self.ready(), key=lambda s: (s in refused, s.pending))
             try:
                 if (answer := await work(server)) is not None:
                     return answer
@@ -178,8 +177,6 @@ class ServerPool:
                 if len(refused) > RETRIES:
                     raise
                 log.warning("%s Retrying %s.", error, name)
-            finally:
-                server.outstanding -= 1
         raise ServerError(server.url, "", 502, f"{MAX_ABORTED} attempts of {name} were aborted.")
 
     async def begin_push(self) -> None:
