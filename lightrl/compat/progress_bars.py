@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 
+from lightrl.ops.progress import brief
+
 
 def show_pace(bar: Any, pace: Callable[[], Mapping[str, str]]) -> None:
     """Shows `pace()` and short numbers in a progress bar, instead of Lightning's iterations per second.
@@ -24,9 +26,7 @@ def show_pace(bar: Any, pace: Callable[[], Mapping[str, str]]) -> None:
 
 def _with_pace(bar: Any, pace: Callable[[], Mapping[str, str]], trainer: Any, module: Any) -> dict[str, Any]:
     given = type(bar).get_metrics(bar, trainer, module)
-    shown = {name: float(x) if isinstance(x, torch.Tensor) else x for name, x in given.items()}
-    bar.shown = {name: f"{x:.0f}" if isinstance(x, float) and abs(x) >= 100 else x for name, x in shown.items()}
-    bar.shown = {name: f"{x:.3g}" if isinstance(x, float) else x for name, x in bar.shown.items()}
+    bar.shown = {name: brief(float(x)) if isinstance(x, float | torch.Tensor) else x for name, x in given.items()}
     return {**pace(), **bar.shown}
 
 

@@ -43,7 +43,6 @@ class _Job:
         self.stop_window = max((len(stop.encode()) for stop in self.stops), default=0) + 8
         self.parts = list(parts) or [Completion([], [], "", "suspended")] * request.num_completions
         self.live = [g for g, part in enumerate(self.parts) if part.finish_reason == "suspended"]
-        self.cost = 0
         begun = [self.parts[g].token_ids for g in self.live]
         self.begun = any(begun)
         self.prefixes = [request.token_ids + tokens for tokens in begun] if self.begun else [request.token_ids]
@@ -163,7 +162,7 @@ class Generation:
         if self.decoder is None or (not self.rows and not self._admits(self.waiting[0])):
             self.decoder = self.make_decoder([job.request for job in self.waiting])
         taken: list[_Job] = []
-        tokens, held = 0, sum(job.cost for job in {row.job for row in self.rows})
+        tokens, held = 0, sum(job.tokens_held(self.decoder) for job in {row.job for row in self.rows})
         while self.waiting and self._admits(self.waiting[0]):
             job = self.waiting[0]
             tokens += sum(map(len, job.prefixes))
@@ -175,7 +174,6 @@ class Generation:
             if taken and (tokens > self.decoder.prefill_tokens or not self._batches(taken[0], job)):
                 break
             taken.append(self.waiting.popleft())
-            job.cost = cost
             held += cost
             if job.request.inputs:  # a prompt with media is prefilled alone
                 break
