@@ -51,8 +51,8 @@ class Transport(ABC):
     def close(self) -> None:  # noqa: B027 - optional
         """Frees resources kept between pushes."""
 
-    def _live(self) -> list[Server]:
-        return [server for server in self.pool.servers if server.lost is None]
+    def _live(self) -> Iterator[Server]:
+        return (server for server in self.pool.servers if server.lost is None)
 
     def _each(self, work: Callable[[Server], Awaitable[Any]]) -> None:
         """Runs `work` on all live servers concurrently. Ignores servers that are lost and raises other errors."""
