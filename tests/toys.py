@@ -234,7 +234,7 @@ def quiet_trainer(**kwargs: Any) -> Trainer:
     return Trainer(**{**arguments, **kwargs})
 
 
-def write_run(file: Path, model: str, module: str = "GRPOLightningModule", **changes: Any) -> str:
+def write_run(file: Path, model: str, module: str = "GRPOLightningModule", /, **changes: Any) -> str:
     """Writes a small run as YAML and returns its path; `trainer`, `model`, and `data` add to what these have."""
     trainer = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "enable_progress_bar": False, "logger": False}
     trainer |= {"enable_model_summary": False, "enable_checkpointing": False, "callbacks": ["WeightSync"]}
