@@ -101,3 +101,15 @@ def test_the_examples_briefly(start: Path, root: Path, tmp_path: Path, monkeypat
     unforked = [node for node, parent in enumerate(parents) if parent in roots and node not in parents]
     assert len(roots) <= 2 and forks and len(forks) + len(unforked) >= 4
     assert "factory: examples.agent.tools.Calculator" in (tmp_path / "agent" / "grpo" / "config.yaml").read_text()
+
+
+@pytest.mark.long
+@pytest.mark.vllm
+@pytest.mark.timeout(3000)
+def test_the_policy_learns(start: Path, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At least 25 points on held-out questions over the warm start."""
+    monkeypatch.chdir(root)
+    monkeypatch.setattr("sys.argv", ["lightrl"])
+    step("agent/sft", tmp_path, "sft", start)
+    right = step("agent/grpo", tmp_path, "grpo", tmp_path / "sft" / "model")["eval/reward/ExactAnswer"]
+    assert right[-1] >= right[0] + 0.25

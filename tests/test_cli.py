@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 import json
 import subprocess
 import sys
@@ -16,16 +17,24 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks.progress.progress_bar import get_standard_metrics
 
+import lightrl.algorithms
+import lightrl.callbacks
+import lightrl.data
+import lightrl.engines
+import lightrl.objectives
+import lightrl.rewards
+import lightrl.rollout
 from lightrl.algorithms import LRSchedule
 from lightrl.checkpoints.redaction import remember_secret
 from lightrl.cli import main, run
 from lightrl.cli.lightning_cli import redacted
 from lightrl.cli.report.read import read_run
 from lightrl.data import PromptSource
-from lightrl.engines import EngineDiedError
+from lightrl.engines import EngineContext, EngineDiedError
 from lightrl.rollout.collector import RolloutStalledError
 from lightrl.rollout.learner import RLCallback
 from tests.toys import model_fixture, write_run
@@ -441,3 +450,29 @@ def test_the_example_overrides_one_hook(model: str) -> None:
     trainer = example.main(model, limit_train_batches=2, callbacks=[example.WeightSync(), Watch()], **quiet)
     assert trainer.global_step == 2
     assert len(seen) == 2 and all((advantages >= 0).all() for advantages in seen)
+
+
+def configurable_classes() -> list[type]:
+    """Every concrete class that YAML can name."""
+    packages = (
+        lightrl.algorithms,
+        lightrl.objectives,
+        lightrl.rollout,
+        lightrl.data,
+        lightrl.engines,
+        lightrl.rewards,
+        lightrl.callbacks,
+    )
+    found = [getattr(package, name) for package in packages for name in {*dir(package), *package.__all__}]
+    classes = {c for c in found if inspect.isclass(c) and c.__module__.startswith("lightrl.")}
+    internal = {EngineContext, lightrl.rewards.RewardScorer}
+    kept = [c for c in classes if c not in internal and not inspect.isabstract(c) and not issubclass(c, BaseException)]
+    return sorted((c for c in kept if c.__name__ != "KLPenalty"), key=lambda c: c.__name__)
+
+
+@pytest.mark.parametrize("cls", configurable_classes(), ids=lambda c: c.__name__)
+def test_every_argument_is_explained(cls: type) -> None:
+    parser = ArgumentParser()
+    parser.add_class_arguments(cls, "it")
+    unexplained = [a.dest for a in parser._actions if a.dest.startswith("it.") and not (a.help or "").strip(" .")]
+    assert unexplained == []

@@ -168,3 +168,12 @@ def test_a_model_whose_weights_are_not_finite_is_refused(value: float, model: st
     for trainable in (True, False):
         with pytest.raises(ValueError, match=r"weights are not finite \(model.layers.0.mlp.up_proj.weight\)"):
             load_causal_lm(ModelSpec(str(tmp_path)), trainable=trainable)
+
+
+def test_exports_by_command(lora: Path, model: str, tmp_path: Path) -> None:
+    main(["export", "--checkpoint", str(lora), "--output", str(tmp_path / "model")])
+    moved = (logprobs(tmp_path / "model") - logprobs(Path(model))).abs().max()
+    assert moved > 1e-3
+    assert AutoTokenizer.from_pretrained(tmp_path / "model").decode([5]) == AutoTokenizer.from_pretrained(model).decode(
+        [5]
+    )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -196,3 +198,46 @@ def test_a_mistake_is_told_in_one_line_before_anything_heavy_loads(tmp_path: Pat
     for line, (status, heavy, said) in json.loads(done.stdout).items():
         assert (status, heavy) == (2, []), (line, status, heavy, said)
         assert said.startswith("error: ") and said.count("\n") == 1 and MISTAKES[line] in said, (line, said)
+
+
+def test_a_typo_in_a_config_is_told_once_and_without_types(
+    config: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = Path(config())
+    content = yaml.safe_load(file.read_text())
+    optimizer = {"class_path": "torch.optim.AdamW", "init_args": {"learning_rate": 1e-6}}
+    for part, name, value, option in (
+        ("data", "prompts", {"pth": "rows.jsonl"}, "pth"),
+        ("data", "engine", {"class_path": "TransformersEngine", "init_args": {"thread": 1}}, "thread"),
+        ("model", "optimizer", optimizer, "learning_rate"),
+        ("trainer", "callbacks", [{"class_path": "CompletionLogger", "init_args": {"every": 1}}], "every"),
+    ):
+        changed = copy.deepcopy(content)
+        (changed[part] if part == "trainer" else changed[part]["init_args"])[name] = value
+        file.write_text(yaml.safe_dump(changed))
+        with pytest.raises(SystemExit):
+            main(["fit", "--config", str(file)])
+        said = capsys.readouterr().err
+        assert said.count(f"Option '{option}' is not accepted") == 1 and name in said, said
+        assert not re.search("typing|Namespace|class path|dict with|Errors:", said), said
+
+
+def test_the_console_is_quiet(config: Callable[..., str]) -> None:
+    code = (
+        "import sys\nfrom lightrl.cli import main\n"
+        f"main(['fit', '--config', {config()!r}, '--trainer.enable_progress_bar=false'])\n"
+        "import warnings\nwarnings.warn('of my own', FutureWarning)\n"
+    )
+    env = {**os.environ, "PYTHONWARNINGS": "default"}
+    env.pop("HF_DATASETS_DISABLE_PROGRESS_BARS", None)  # which the tests set for themselves
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=550, env=env)
+    assert done.returncode == 0, done.stderr
+    noise = (
+        "💡 Tip",
+        "Loading weights",
+        "LightningCLI's args",
+        "deprecated",
+        "Total length of `list`",
+    )
+    assert [text for text in noise if text in done.stderr] == []
+    assert "of my own" in done.stderr and "`Trainer.fit` stopped" in done.stderr

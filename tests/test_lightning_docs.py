@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from lightning.pytorch import Trainer, callbacks
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightrl.algorithms import GRPOLightningModule, LRSchedule
+from lightrl.cli.project import init as project
 from lightrl.data.prompts import PromptSource
 from lightrl.rollout import Evaluation, RolloutDataModule
 from tests.toys import SMALL, model_fixture, quiet_trainer, sums_data
@@ -127,3 +129,40 @@ def test_the_python_block_builds(model: str, tmp_path: Path, monkeypatch: pytest
     names: dict[str, Any] = {}
     exec(block.replace("MODEL", model), names)
     assert names["data"].rollouts_per_epoch is None and names["module"].lr_scheduler_factory.warmup == 0.03
+
+
+def test_max_steps_counts_updates_and_barebones_runs(model: str) -> None:
+    trainer = Trainer(accelerator="cpu", max_steps=3, min_steps=1, max_time="00:01:00:00", barebones=True)
+    trainer.fit(module(model), data())
+    assert trainer.global_step == 3
+
+
+def test_a_project_with_its_own_callback_runs_from_a_script(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    project("project", model=model)
+    (tmp_path / "my_callbacks.py").write_text(
+        "from lightning.pytorch import Callback\n\n\n"
+        "class MyCallback(Callback):\n"
+        "    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):\n"
+        "        print(f'batch {batch_idx}: {len(batch)} completions', 'reward/mean' in outputs)\n\n"
+        "    def on_validation_end(self, trainer, pl_module):\n"
+        "        print('evaluated', 'eval/reward/correct' in trainer.callback_metrics)\n"
+    )
+    for file in Path("project").iterdir():
+        file.rename(tmp_path / file.name)
+    (text,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    small = {"engine": "TransformersEngine", "prompts_per_rollout": 2, "group_size": 2, "rollouts_per_epoch": 6}
+    config = yaml.safe_load(text)
+    config["data"] = {"init_args": {**small, "sampling": {"max_new_tokens": 2}}}
+    config["trainer"] |= {"accelerator": "cpu", "max_epochs": 1}
+    Path("my_run.yaml").write_text(yaml.safe_dump(config))
+    _, block = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    exec(block, {})
+    printed = capsys.readouterr().out
+    assert printed.count("4 completions True") == 6 and printed.count("evaluated True") == 2
+    saved = {path.name for path in Path("outputs/my_run/checkpoints").glob("*.ckpt")}
+    assert "last.ckpt" in saved and len(saved) == 2 and list(Path("outputs/wandb").glob("offline-run-*"))

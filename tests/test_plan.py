@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from lightning.pytorch import Callback
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightrl.algorithms import CriticSpec, GRPOLightningModule, PPOLightningModule
 from lightrl.callbacks import WeightSync
 from lightrl.cli import main
+from lightrl.cli.config_files import expand_configs
 from lightrl.cli.plan.memory import (
+    USABLE,
     ModelSize,
     Plan,
+    activations,
     host_memory,
     measure_model,
     memory,
@@ -26,7 +32,10 @@ from lightrl.cli.plan.memory import (
     trained_parameters,
 )
 from lightrl.cli.plan.time import step_seconds
+from lightrl.models.loading import load_causal_lm
+from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import LoraSpec, ModelSpec
+from tests.rows import as_rows
 from tests.toys import quickstart_model, quiet_trainer, sums_data
 
 QWEN_1_5B = {
@@ -189,3 +198,151 @@ def test_the_seconds_of_a_step_by_hand() -> None:
     assert slots[0] == pytest.approx(0.008 + 2 * 4.2)  # two batches of 1,000 steps of 2.2 + 2 ms
     plain = replace(case, checkpointing=False, reference=True)
     assert step_seconds(plain, 8, 1000, 1000, 1 / 0.7)[1] == pytest.approx(5 * 2.436e13 / 8e14)
+
+
+@contextmanager
+def saved_bytes(model: nn.Module) -> Iterator[dict[int, int]]:
+    """Storage -> bytes of what autograd keeps, weights left out."""
+    own = {p.untyped_storage()._cdata for p in model.parameters()}
+    saved: dict[int, int] = {}
+    kept = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)  # a storage that is freed could lend its address to another
+        if tensor.untyped_storage()._cdata not in own:
+            saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield saved
+
+
+@pytest.mark.parametrize(
+    ("precision", "checkpointing", "family"),
+    [
+        *[(p, c, "Qwen2") for p in ("32-true", "bf16-mixed") for c in (False, True)],
+        *[(p, False, "Olmoe") for p in ("32-true", "bf16-mixed")],
+    ],
+)
+def test_activations_are_about_those_of_a_forward(
+    precision: Any, checkpointing: bool, family: str, tmp_path: Path
+) -> None:
+    """Within a quarter: the layouts keep some index tensors, and checkpointing a block's arguments."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2} if family == "Olmoe" else {}
+    path = quickstart_model(tmp_path, family=family, **experts)
+    mixed = precision == "bf16-mixed"
+    model = PolicyModel(
+        load_causal_lm(ModelSpec(path, gradient_checkpointing=checkpointing), trainable=True), layout="packed"
+    )
+    rows, length = 16, 64
+    ids = torch.randint(3, 20, (rows, length))
+    mask = torch.ones(rows, length, dtype=torch.bool)
+    response = mask.clone()
+    response[:, :8] = False
+    with saved_bytes(model) as saved, torch.autocast("cpu", torch.bfloat16, enabled=mixed, cache_enabled=False):
+        out = model(as_rows(ids, mask, response))
+    assert out.logprobs.requires_grad
+    size = measure_model(path, compute=torch.bfloat16 if mixed else torch.float32)
+    case = Plan(size, critic=False, precision=precision, micro_batch_tokens=rows * length, checkpointing=checkpointing)
+    block = size.saved_per_token * rows * length + size.saved_weights
+    expected = activations(case) - block * checkpointing  # the block at work comes in the backward only
+    assert sum(saved.values()) == pytest.approx(expected, rel=0.25)
+
+
+MODELS: dict[str, dict[str, Any]] = {  # from the models' cards
+    "Qwen/Qwen2.5-0.5B-Instruct": QWEN_1_5B | {
+        "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
+    },
+    "Qwen/Qwen2.5-1.5B-Instruct": QWEN_1_5B,
+    "Qwen/Qwen2.5-VL-3B-Instruct": QWEN_1_5B | {
+        "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16,
+    },
+    "Qwen/Qwen2.5-VL-7B-Instruct": QWEN_1_5B | {
+        "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+        "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+
+
+VISION = {
+    "model_type": "qwen2_5_vl", "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16,
+    "patch_size": 14, "spatial_merge_size": 2, "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31],
+}  # fmt: skip
+
+
+def model_of(name: str, folder: Path) -> str:
+    """A folder with the model's configuration, which base models share with their instructed ones."""
+    config = dict(MODELS[name if "-Instruct" in name else f"{name}-Instruct"])
+    if "-VL-" in name:
+        config |= {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl"}
+        config["rope_scaling"] = {"type": "mrope", "mrope_section": [16, 24, 24]}
+        config["vision_config"] = VISION | {"out_hidden_size": config["hidden_size"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+RECIPES = sorted((Path(__file__).parent.parent / "configs" / "recipes").glob("*qwen*.yaml"))
+
+
+def whole(recipe: Path) -> dict[str, Any]:
+    """A recipe and what it builds on, as one."""
+    config: dict[str, Any] = {}
+    for argument in expand_configs([f"--config={recipe}"]):
+        _update(config, yaml.safe_load(Path(argument.removeprefix("--config=")).read_text()))
+    return config
+
+
+def _update(config: dict[str, Any], more: dict[str, Any]) -> None:
+    for key, value in more.items():
+        if isinstance(value, dict) and isinstance(config.get(key), dict):
+            _update(config[key], value)
+        else:
+            config[key] = value
+
+
+GPUS = re.compile(r"(one|eight)(?: of)? (\d+) GB")
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_recipes_fit_the_gpus_that_their_headers_name(recipe: Path, tmp_path: Path) -> None:
+    text = recipe.read_text()
+    config = whole(recipe)
+    module, engine = config["model"]["init_args"], config["data"]["init_args"]["engine"]["init_args"]
+    actor, ppo = module["actor"], config["model"]["class_path"].startswith("PPO")
+    size = measure_model(model_of(actor["path"], tmp_path), compute=torch.bfloat16)
+    claims = GPUS.findall("\n".join(line for line in text.splitlines()[:4] if line.startswith("#")))
+    assert claims, "the header names no GPU"
+    for count, gigabytes in claims:
+        memory_of_gpu = float(gigabytes) * 1e9
+        case = Plan(
+            size,
+            critic=ppo,
+            reference="kl" not in module or module["kl"] is not None,
+            gpus={"one": 1, "eight": 8}[count],
+            precision=config["trainer"]["precision"],
+            frozen_bytes=2 if (module.get("reference") or {}).get("dtype") == "bfloat16" else 4,
+            micro_batch_tokens=module["updates"]["micro_batch_tokens"],
+            checkpointing=actor.get("gradient_checkpointing", False),
+            engine=not engine.get("sleep_level", 0),
+            engine_bytes=engine["gpu_memory_utilization"] * memory_of_gpu,
+            fused=module["optimizer"]["init_args"].get("fused", False),
+            frozen_vision="visual" in actor.get("freeze", []),
+        )
+        parts = memory(case, "ddp" if count == "one" else "fsdp2")
+        listed = {name: round(value / 1e9, 1) for name, value in parts.items() if value}
+        assert total(parts) <= USABLE * memory_of_gpu, listed
+        assert module["optimizer"]["init_args"]["fused"], "a step's temporaries would be as large as the parameters"
+        least = 2 * size.parameters + 64 * 1024 * 2 * size.kv_width  # its weights, and 64 sequences of 1,024 tokens
+        assert engine["gpu_memory_utilization"] * memory_of_gpu >= least
+
+
+def test_table_of_the_documentation(root: Path, tmp_path: Path) -> None:
+    text = (root / "docs" / "memory.md").read_text()
+    for label in SHAPES:
+        size = size_of(label, tmp_path)
+        for algorithm in ("PPO", "GRPO"):
+            ppo = algorithm == "PPO"
+            case = Plan(size, critic=ppo, reward=size if ppo else None, engine=False)
+            strategies = ("ddp", "fsdp2", "zero2", "zero3", "zero3_offload")
+            totals = [f"{total(memory(case, strategy)) / 2**30:.1f}" for strategy in strategies]
+            assert f"| {label} | {algorithm} | {' | '.join(totals)} |" in text

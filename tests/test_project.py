@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from examples.agent.make_model import make_model
+from examples.vlm.make_model import main as make_vlm
 from lightrl.cli import main, run
 from lightrl.cli.project import TASKS
 from tests.toys import quickstart_model
@@ -150,3 +151,51 @@ def test_a_model_directory_with_special_characters_is_quoted(tmp_path: Path, mon
             content = yaml.safe_load(file.read_text())
             assert str(folder) in str(content) or file.stem in ("reward", "ppo")
     assert f"--model {shlex.quote(str(folder))} --rows" in Path("program/README.md").read_text()
+
+
+def test_the_program_project_is_checked_and_runs_as_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_model(tmp_path / "model")
+    main(["init", "mine", "--task", "program", "--model", str(tmp_path / "model")])
+    monkeypatch.chdir(tmp_path / "mine")
+    monkeypatch.syspath_prepend(str(tmp_path / "mine"))
+    tests = runpy.run_path("test_agent.py")
+    for name in (name for name in tests if name.startswith("test_")):
+        tests[name]()
+    said = capsys.readouterr().out
+    assert "calls calculate(" in said and "tool: 2" in said and "No problems found." in said
+    random_init = "--model.init_args.actor.random_init=true"
+    sizes = ["--data.init_args.group_size=2", "--data.init_args.prompts_per_rollout=2"]
+    length = "--data.init_args.episode.init_args.max_tokens=400"
+    main(["fit", "--config", "config.yaml", random_init, length, *sizes, *SMALL, *ROLLOUTS])
+    assert (tmp_path / "mine/outputs/program/model/model.safetensors").is_file()
+
+
+def test_the_rlhf_project_goes_through_its_three_steps(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main(["init", "mine", "--task", "rlhf", "--model", model])
+    monkeypatch.chdir(tmp_path / "mine")
+    for step in ("sft", "reward"):
+        main(["fit", "--config", f"{step}.yaml", *SMALL])
+    main(["fit", "--config", "ppo.yaml", *SMALL, *ROLLOUTS])
+    assert (tmp_path / "mine/outputs/ppo/model/model.safetensors").is_file()
+
+
+def test_the_sft_project_runs(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    main(["init", "mine", "--task", "sft", "--model", model])
+    monkeypatch.chdir(tmp_path / "mine")
+    main(["fit", "--config", "config.yaml", *SMALL])
+    assert (tmp_path / "mine/outputs/sft/model/model.safetensors").is_file()
+
+
+def test_the_vlm_project_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torchvision", reason="Qwen2-VL's processor needs torchvision (scripts/setup.sh)")
+    make_vlm(str(tmp_path / "model"))
+    main(["init", "mine", "--task", "vlm", "--model", str(tmp_path / "model")])
+    monkeypatch.chdir(tmp_path / "mine")
+    sizes = ["--data.init_args.group_size=2", "--data.init_args.prompts_per_rollout=2"]
+    random_init = "--model.init_args.actor.random_init=true"
+    main(["fit", "--config", "config.yaml", random_init, *sizes, *SMALL, *ROLLOUTS])
+    assert (tmp_path / "mine/outputs/vlm/model/preprocessor_config.json").is_file()

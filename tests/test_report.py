@@ -13,6 +13,7 @@ import pytest
 
 from lightrl.cli.report import report
 from lightrl.cli.report.read import read_run
+from tests.report.browser import open_browser, why_not
 
 
 def write_run(folder: Path, rows: list[dict[str, Any]], samples: list[dict[str, Any]] | None = None) -> Path:
@@ -137,3 +138,62 @@ def test_every_logged_metric_is_documented(root: Path) -> None:
     assert missing == [], "logged by the code, but not a row of docs/metrics.md"
     stale = sorted(known for known in documented if not any(pattern(name).fullmatch(known) for name in logged))
     assert stale == [], "rows of docs/metrics.md that no code logs"
+
+
+def test_the_page_begins_with_what_was_run_and_the_result(tmp_path: Path) -> None:
+    rows = [{"step": -1, "eval/reward": 0.125}, *({**row, "time/step": 10} for row in training(0, 4))]
+    samples = [sample(step, "eval", "p", "c", float(step)) for step in (0, 1)]
+    assert (
+        "eval accuracy 0.12 before training; 4 rollouts, 0:40" in report(write_run(tmp_path, rows, samples)).read_text()
+    )
+    run = write_run(tmp_path, [*rows, {"step": 3, "eval/reward": 0.578}], samples)
+    assert "eval accuracy 0.12 -&gt; 0.58 in 4 rollouts, 0:40" in report(run).read_text()
+    (run / "hparams.yaml").write_text(
+        "model: {class_path: lightrl.GRPOLightningModule, init_args: {actor: {path: org/SmolLM2}, "
+        "optimizer: {init_args: {lr: 2.0e-05}}}}\n"
+        "data: {init_args: {prompts: {init_args: {rows: {class_path: a.Rows, init_args: {size: 9}}}}, "
+        "group_size: 8, engine: {class_path: lightrl.VLLMEngine}, evaluation: {prompts: held_out.jsonl}}}\n"
+        "hardware: 2 cores of <EPYC>\ncommand: lightrl fit --config x.yaml\nresult: eval accuracy 0.1 -> 0.6\n"
+    )
+    page = report(run).read_text()
+    head = page[: page.index("<h2>Summary")]
+    for text in (
+        *("org/SmolLM2, GRPOLightningModule", "Rows(size=9); evaluation: held_out.jsonl", "learning rate 2e-05"),
+        *("VLLMEngine", "8 completions per prompt", "2 cores of &lt;EPYC&gt;", "lightrl fit --config x.yaml"),
+        "eval accuracy 0.1 -&gt; 0.6",
+    ):
+        assert text in head
+    (run / "hparams.yaml").write_text("model: !!python/object:x.Y {}\n")
+    assert "0.12 -&gt; 0.58" in report(run).read_text()
+
+
+def test_prompts_whose_completion_changed_come_first(tmp_path: Path) -> None:
+    same = [sample(step, "eval", f"same {i}", "c", 0.0) for step in (0, 9) for i in range(20)]
+    moved = [sample(0, "eval", "better", "7", 0.0), sample(9, "eval", "better", "2", 1.0)]
+    asked = [{**each, "question": "1+1=?", "prompt": f"<|user|>{each['prompt']}"} for each in moved]
+    samples = sorted([*same, *asked], key=lambda record: record["step"])
+    page = report(write_run(tmp_path, training(0, 10), samples)).read_text()
+    assert "1 of 21 completions changed: 1 have a higher reward, 0 a lower reward" in page
+    assert "<pre>1+1=?</pre>" in page and "<summary>full prompt</summary><pre>&lt;|user|&gt;better" in page
+    assert "same 1" not in page
+
+
+def evaluated(*rewards: float) -> list[dict[str, Any]]:
+    return [{"step": 10 * i, "eval/reward": reward, "kl/ref": 0.1} for i, reward in enumerate(rewards)]
+
+
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+def test_the_values_under_the_mouse_are_shown(tmp_path: Path) -> None:
+    page = report(write_run(tmp_path / "run", evaluated(0.25, 0.5, 0.75)))
+    with open_browser() as browser:
+        browser.open(page)
+        shown = browser.run(
+            "const plot = document.querySelector('.plot'), box = plot.querySelector('img').getBoundingClientRect();"
+            "const {frame} = JSON.parse(plot.querySelector('script').textContent);"
+            "const [left, right, top, bottom, low, high] = frame;"
+            "const x = box.left + box.width * (left + (11 - low) / (high - low) * (right - left));"
+            "plot.dispatchEvent(new MouseEvent('mousemove', {clientX: x, clientY: box.top + box.height / 2}));"
+            "return plot.querySelector('.tip').innerText;"
+        )
+        assert shown.split("\n") == ["11", "reward: 0.5"]
+        assert browser.console() == []

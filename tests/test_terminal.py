@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+import re
 import warnings
+from importlib import import_module
 
 import pytest
 
+from lightrl.cli import COMMANDS, USAGE, main
 from lightrl.cli.console import LOGGERS, quiet
 
 
@@ -29,3 +33,25 @@ def test_noise_of_dependencies_is_hidden_and_real_warnings_are_kept(caplog: pyte
     assert [str(each.message) for each in seen] == ["real", "own"]
     assert "Rate limited" in caplog.text and "Retrying in" not in caplog.text
     assert "Token indices" not in caplog.text
+
+
+@pytest.mark.parametrize(("command", "options"), [("fit", 10), ("predict", 7)])
+def test_help_of_a_run_begins_with_what_people_set(
+    command: str, options: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"usage: lightrl {command} --config FILE.yaml [--OPTION VALUE ...]"
+    common = lines[3 : lines.index("", 3)]
+    assert len(common) == options and all(line.startswith("  --") for line in common)
+    assert sum("[--trainer." in line for line in lines) == 0
+
+
+def test_each_help_line_is_imperative() -> None:
+    listed = [re.split(r"\s{2,}", line.strip())[1] for line in USAGE.splitlines() if line.startswith("  lightrl ")]
+    places = (place.partition(":")[::2] for place in COMMANDS.values())
+    listed += [inspect.getdoc(getattr(import_module(module), name)) or "" for module, name in places]
+    assert len(listed) == 14 + len(COMMANDS)
+    wrong = [text.split("\n")[0] for text in listed if text.split()[0].lower().endswith("s")]
+    assert not wrong

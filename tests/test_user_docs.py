@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import doctest
 import re
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import yaml
 from lightning.pytorch import Trainer
 
 from lightrl.cli import COMMANDS, RUNS, main
@@ -80,6 +83,59 @@ def test_the_code_of_the_grpo_page_runs(root: Path, tmp_path: Path, monkeypatch:
     script, rewards, variant = blocks(root / "docs" / "grpo.md", "python")
     names: dict[str, Any] = {"__name__": "grpo"}
     exec(script, names)
+    exec(rewards, names)
+    (session,) = blocks(root / "docs" / "grpo.md", "pycon")
+    test = doctest.DocTestParser().get_doctest(session, names, "grpo.md", None, None)
+    assert len(test.examples) == 5 and doctest.DocTestRunner().run(test).failed == 0
+    exec(variant, names)
+    assert names["PositiveOnlyGRPO"](".", kl=None).kl is None
+
+
+def strings_of(folder: Path) -> list[str]:
+    """Every string of the code, those of implicit concatenation joined, with … for what is filled in."""
+    found = []
+    for file in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(str(v.value) if isinstance(v, ast.Constant) else "…" for v in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def test_the_messages_of_the_troubleshooting_page_are_those_of_the_code(root: Path) -> None:
+    page = (root / "docs" / "troubleshooting.md").read_text().split("## It is slow")[0]
+    cells = re.findall(r"^\| (`[^|]+`) \|", page, re.MULTILINE)  # those with a remark are not of this code
+    quoted = [message for cell in cells for message in re.findall(r"`([^`]+)`", cell)]
+    code = strings_of(root / "lightrl")
+    assert len(quoted) > 10
+    missing = [message for message in quoted if not any(message in text for text in code)]
+    assert not missing, missing
+
+
+def test_the_script_of_the_grpo_page_has_the_settings_of_the_quickstart(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("reasoning_gym")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("lightrl.models.packaged.packaged_model", lambda name: name)
+    monkeypatch.setattr(Trainer, "fit", lambda *_: None)
+    script, rewards, variant = blocks(root / "docs" / "grpo.md", "python")
+    names: dict[str, Any] = {"__name__": "grpo"}
+    exec(script, names)
+    config = yaml.safe_load((root / "configs" / "quickstart" / "smollm2_grpo.yaml").read_text())
+    model, data = config["model"]["init_args"], config["data"]["init_args"]
+    module, datamodule, trainer = names["module"], names["data"], names["trainer"]
+    optimizer = module.optimizer_factory([torch.nn.Parameter()])
+    assert {name: optimizer.defaults[name] for name in ("lr", "weight_decay")} == model["optimizer"]["init_args"]
+    assert module.kl is model["kl"] is None
+    assert datamodule.sampling.max_new_tokens == data["sampling"]["max_new_tokens"]
+    for name in ("prompts_per_rollout", "rollouts_per_epoch"):
+        assert getattr(datamodule, name) == data[name]
+    assert datamodule._group_size == data["group_size"]
+    assert names["task"] == data["prompts"]["rows"]["init_args"]["tasks"]
+    assert datamodule.evaluation.batch_size == data["evaluation"]["batch_size"]
+    assert trainer.max_epochs == config["trainer"]["max_epochs"]
     exec(rewards, names)
     (session,) = blocks(root / "docs" / "grpo.md", "pycon")
     test = doctest.DocTestParser().get_doctest(session, names, "grpo.md", None, None)

@@ -108,3 +108,31 @@ def test_the_heap_of_a_lora_run_is_planned_on_a_cpu_only(monkeypatch: pytest.Mon
     assert plan.heap(replace(case, lora=0)) == plan.heap(replace(case, cpu=False)) == 0
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1048576")
     assert plan.heap(case) == 0
+
+
+def test_a_padded_batch_counts_what_its_closed_form_says(work: Any, model: str) -> None:
+    """Every product: a block's linear layers, attention over the rectangle, and the head."""
+    found = work.measure(model, LENGTHS, "padded", 16384, whole=True)["padded"]
+    ids, _, response, _ = work.rows_of(LENGTHS, WORDS)
+    rows, width = ids.shape
+    scores = 14 * HEADS * WIDTH * LAYERS * rows * width**2  # two products forward and five backward
+    assert found["attention_kernels"] == scores
+    linear, head = 6 * LAYERS * BLOCK * rows * width, 6 * WORDS * HIDDEN * int(response.sum())
+    assert found["flops"] == scores + linear + head
+    assert found["tokens"] == rows * width
+
+
+def test_two_blocks_tell_what_all_of_them_take(work: Any, model: str) -> None:
+    some, whole = (work.measure(model, LENGTHS, "shared_prefix", 16384, each)["shared_prefix"] for each in (0, 1))
+    assert some["peak_bytes"] == pytest.approx(whole["peak_bytes"], rel=0.02)
+    assert {**some, "peak_bytes": 0} == {**whole, "peak_bytes": 0}
+
+
+def test_the_committed_work_meets_its_bars_and_is_shown(work: Any) -> None:
+    result = json.loads((RESULTS / "work.json").read_text())
+    page = (ROOT / "docs" / "work.md").read_text()
+    assert all(line in page for line in work.markdown(result).splitlines())
+    for task, found in result["tasks"].items():
+        assert found["ratios"] == work.ratios(REAL[task], found["table"])
+        assert found["ratios"]["shared_prefix"]["to_ideal"] <= BARS[task]
+        assert found["ratios"]["shared_prefix"]["reads_per_micro_batch"] == 0

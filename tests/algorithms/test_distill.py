@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,13 +16,16 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightrl.algorithms import DistillLightningModule
+from lightrl.algorithms import DistillLightningModule, SFTLightningModule
 from lightrl.algorithms.settings import Updates
+from lightrl.callbacks import PredictionWriter, WeightSync
 from lightrl.data.prompts import PromptSource
+from lightrl.data.sft import SFTDataModule, SFTSource
 from lightrl.engines.server.teacher import ServerTeacher
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives import Divergence, ForwardKL, JensenShannon, KLInReward, Reinforce, ReverseKL
 from lightrl.records import Experience, Rollouts, SamplingParams
+from lightrl.rollout import Evaluation
 from tests.algorithms.test_bandit import REWARDS, K, bandit, policy, schedule, tv
 from tests.toys import bandit_model, quickstart_model, quiet_trainer, sums_data
 
@@ -182,3 +186,26 @@ def test_teachers_that_cannot_score_the_samples_are_rejected(tmp_path: Path) -> 
 def test_a_served_teacher_with_a_divergence_needs_its_number_of_tokens() -> None:
     with pytest.raises(ValueError, match="divergence_top_k=None"):
         DistillLightningModule("student", {"far": ServerTeacher(["http://127.0.0.1:1"])}, divergence=ReverseKL())
+
+
+def test_stored_completions_of_a_teacher_are_supervised_rows(tmp_path: Path) -> None:
+    """What `lightrl predict` writes is read by the supervised data module, token for token, and learnt from."""
+    teacher, student = quickstart_model(tmp_path / "teacher", seed=1), quickstart_model(tmp_path / "student")
+    rows, file = [{"prompt": f"{i}+{i}="} for i in range(8)], tmp_path / "predictions.jsonl"
+    data = sums_data(evaluation=Evaluation(predict_prompts=rows, sampling=SamplingParams(max_new_tokens=4)))
+    trainer = quiet_trainer(callbacks=[WeightSync(), PredictionWriter(str(file))])
+    trainer.predict(DistillLightningModule(teacher, {"unused": teacher}), data, return_predictions=False)
+    stored = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [record["prompt"] for record in stored] == [row["prompt"] for row in rows]
+    tokenizer = AutoTokenizer.from_pretrained(student)
+    source = SFTSource(path=str(file), chat_template=False)
+    for (prompt, completion), record in zip(source.tokenized(tokenizer), stored, strict=True):
+        assert prompt == tokenizer(record["prompt"])["input_ids"]
+        assert completion == [*tokenizer(record["completion"])["input_ids"], tokenizer.eos_token_id]
+    module = SFTLightningModule(student, optimizer=lambda params: torch.optim.Adam(params, lr=1e-2))
+    losses = []
+    for epochs in (1, 20):
+        fit = quiet_trainer(max_epochs=epochs, callbacks=[])
+        fit.fit(module, SFTDataModule(train=source, tokenizer=student, batch_size=8))
+        losses.append(fit.callback_metrics["loss/sft"].item())
+    assert losses[1] < 0.5 * losses[0]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import yaml
 
 from lightrl import algorithms as modules
 from lightrl.algorithms import PolicyGradientLightningModule
+from lightrl.algorithms.settings import Updates
 from lightrl.objectives import (
     CPG,
     GAE,
@@ -25,7 +29,7 @@ from lightrl.objectives import (
     SequenceSum,
     TokenMean,
 )
-from tests.toys import adam
+from tests.toys import adam, quiet_trainer, sums_data
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "algorithms"
 # Of a module, by what the YAML names.
@@ -80,3 +84,35 @@ def test_the_yaml_names_the_same_parts(file: Path) -> None:
         if not isinstance(expected, ConstantLength):  # the length is the task's
             assert {k: vars(expected)[k] for k in given if k != "coef"} == {k: given[k] for k in given if k != "coef"}
     assert arguments.get("ppo_epochs", PAPERS[name][4]) == PAPERS[name][4]
+
+
+def train(module: PolicyGradientLightningModule, **data: Any) -> dict[str, float]:
+    trainer = quiet_trainer()
+    trainer.fit(module, sums_data(**{"rollouts_per_epoch": 1, **data}))
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_trains(name: str, model_path: str) -> None:
+    """Two mini-batches: the second one is off-policy, so that clip, ratio and drift have something to do."""
+    metrics = train(make(name, model_path, updates=Updates(minibatch_size=16)))
+    assert metrics["optim/skipped_updates"] == 0
+    assert metrics["optim/grad_norm"] > 0
+    assert metrics["kl/old"] > 0
+    assert ("kl/ref" in metrics) == (PAPERS[name][3] is not None)
+
+
+def test_the_committed_curves_rise_with_every_seed_and_are_those_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = CONFIGS.parents[1]
+    monkeypatch.syspath_prepend(str(root / "benchmarks"))
+    curves: Any = importlib.import_module("algorithms")
+    stored = json.loads((root / "benchmarks" / "results" / "algorithms.json").read_text())
+    runs, seeds = stored["runs"], range(1, 6)
+    assert sorted((run["algorithm"], run["seed"]) for run in runs) == sorted(product((f.stem for f in NAMED), seeds))
+    for run in runs:
+        assert run["start"] <= 0.65 and run["final"] >= 0.8, (run["algorithm"], run["seed"])
+        assert run["points"][-1]["cpu"] >= stored["settings"]["seconds"] == 90
+    for seed in seeds:
+        assert len({run["start"] for run in runs if run["seed"] == seed}) == 1, "all from the same warm start"
+    for page in ("docs/algorithms.md", "benchmarks/README.md"):
+        assert curves.table(runs) in (root / page).read_text()

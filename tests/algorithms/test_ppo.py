@@ -13,7 +13,7 @@ import lightrl.algorithms.policy_gradient as ppo_module
 from lightrl.algorithms import CriticSpec, GRPOLightningModule, PPOLightningModule
 from lightrl.algorithms.policy_gradient import policy_forward as run
 from lightrl.algorithms.settings import ExtraLosses, Updates
-from lightrl.callbacks import WeightSync
+from lightrl.callbacks import LinearKL, WeightSync
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives import KLInReward, PPOClip, RolloutRatio
 from lightrl.records import Experience
@@ -223,3 +223,80 @@ def test_the_runs_seed_changes_prompts_and_samples(model_path: str) -> None:
         quiet_trainer(callbacks=[WeightSync(), keep]).fit(module, sums_data(rollouts_per_epoch=1))
         seen.append(keep.rollouts[0])
     assert seen[0].prompts != seen[1].prompts and seen[0].completions != seen[1].completions
+
+
+def test_hooks_are_called_once_per_rollout_and_metrics_are_documented_names(model_path: str) -> None:
+    keep = fit(ppo(model_path), rollouts=2)
+    assert len(keep.rollouts) == len(keep.experiences) == len(keep.metrics) == len(keep.updated) == 2
+    expected = {
+        "reward/mean",
+        "reward/std",
+        "kl/ref",
+        "kl/engine",
+        "loss/policy",
+        "loss/value",
+        "policy/entropy",
+        "policy/clip_fraction_low",
+        "policy/ratio_max",
+        "value/explained_variance",
+        "completions/length",
+        "rollout/truncated_fraction",
+        "optim/grad_norm",
+        "optim/lr_policy",
+        "time/generate",
+        "time/update",
+    }
+    assert expected <= set(keep.metrics[0])
+    rewards = keep.rollouts[0].rewards
+    assert keep.metrics[0]["reward/mean"] == pytest.approx(float(rewards.mean()))
+    assert keep.metrics[0]["reward/std"] == pytest.approx(float(rewards.std(unbiased=False)), abs=1e-6)
+    assert keep.metrics[0]["reward/digits_reward/std"] == pytest.approx(keep.metrics[0]["reward/std"], abs=1e-6)
+    clipped = [keep.metrics[0][f"policy/clip_fraction_{side}"] for side in ("low", "high", "region")]
+    assert clipped[2] == pytest.approx(clipped[0] + clipped[1], abs=1e-6)
+    lengths = keep.rollouts[0].response_mask.sum(1)[~keep.rollouts[0].truncated].float()
+    for name, value in (("", lengths.mean()), ("_min", lengths.min()), ("_max", lengths.max())):
+        assert keep.metrics[0][f"rollout/finished_length{name}"] == pytest.approx(float(value))
+    assert keep.metrics[0]["kl/engine_gap_max"] < 5e-5, "engine and trainer disagree"
+
+
+def test_an_overridden_loss_sees_all_rows(model_path: str) -> None:
+    """It may have terms of its own; only the module's own loss is known to be 0 without an advantage."""
+
+    class Own(GRPOLightningModule):
+        rows = 0
+
+        def compute_loss(self, minibatch: Experience) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+            self.rows += len(minibatch)
+            return super().compute_loss(minibatch)
+
+    module = Own(model_path, kl=None, optimizer=sgd)
+    fit(module, rewards=[always_one])
+    assert module.rows == 32
+
+
+def test_runs_repeat_bit_for_bit(model_path: str) -> None:
+    ends = []
+    for _ in range(2):
+        seed_everything(0, verbose=False)  # the module takes its seed from it when it is built
+        module = ppo(model_path, ppo_epochs=2, updates=Updates(minibatch_size=16))
+        fit(module, rollouts=2)
+        ends.append([p.detach().clone() for p in module.parameters()])
+    assert all(torch.equal(first, second) for first, second in zip(*ends, strict=True))
+
+
+def test_epochs_cut_short_are_all_of_the_same_length(model_path: str) -> None:
+    keep = Keep()
+    trainer = quiet_trainer(callbacks=[WeightSync(), keep], limit_train_batches=2, max_epochs=3)
+    trainer.fit(GRPOLightningModule(model_path, kl=None), sums_data(rollouts_per_epoch=3))
+    assert len(keep.metrics) == 6
+
+
+def test_linear_kl_is_hand_computed(model_path: str) -> None:
+    seen: list[float] = []
+
+    class Watch(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+            seen.append(module.kl.coef)
+
+    fit(ppo(model_path, ppo_epochs=1), rollouts=4, callbacks=[LinearKL(0.2, 0.0, num_rollouts=2), Watch()])
+    assert seen == pytest.approx([0.2, 0.1, 0.0, 0.0])  # 0.2 + (0 - 0.2) * min(i / 2, 1)

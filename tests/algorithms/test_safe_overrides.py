@@ -611,3 +611,16 @@ def test_a_checkpoint_of_a_subclass_with_its_own_entries_resumes(path: str, tmp_
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["mine"] == 7
     resumed = run(2, str(tmp_path / "last.ckpt"))
     assert torch.equal(resumed, run(2))
+
+
+class Refreshing(torch.optim.lr_scheduler.StepLR):
+    """A user's scheduler with a method of the same name as one of `NamedSchedule`."""
+
+    def refresh(self) -> None:
+        raise AssertionError("belongs to the user")
+
+
+def test_a_scheduler_of_the_user_is_stepped_whatever_its_methods(path: str) -> None:
+    module = grpo(path, lr_scheduler=lambda optimizer: Refreshing(optimizer, 1, gamma=0.5))
+    rates = [metrics["optim/lr_policy"] for metrics in fit(module, rollouts=3).metrics]
+    assert rates == pytest.approx([rates[0], rates[0] / 2, rates[0] / 4])

@@ -153,3 +153,54 @@ def test_a_trajectory_of_two_rows_is_one_sample() -> None:
     log.on_rollout_scored(None, None, rollouts)  # type: ignore[arg-type]
     log.on_experience_made(None, None, experience)  # type: ignore[arg-type]
     assert log._advantages is not None and log._advantages.tolist() == [2.0, 2.0, 7.0]
+
+
+def test_loggers_that_take_tables_or_text_get_them(
+    rollouts: Rollouts, make_trainer: Callable[..., Any], tmp_path: Path
+) -> None:
+    class TableLogger(CSVLogger):
+        """A logger with W&B's method."""
+
+        log_table = mock.Mock()
+
+    loggers = [CSVLogger(tmp_path / "a"), TableLogger(tmp_path / "b"), TensorBoardLogger(tmp_path / "c")]
+    trainer = make_trainer(CompletionLogger(1, num_samples=1, terminal=False), logger=loggers)
+    with mock.patch.object(loggers[2].experiment, "add_text") as add_text:
+        trainer.fit(LoggingModule(), Loader([rollouts]))
+    TableLogger.log_table.assert_called_once_with(
+        "samples/train",
+        columns=["prompt", "completion", "reward", "advantage", "num_tokens"],
+        data=[["1+1=", "2", 1.0, 4.0, 1]],
+        step=0,
+    )
+    assert add_text.call_args.args[0] == "samples/train" and "| 1+1= | 2 | 1 | 4 | 1 |" in add_text.call_args.args[1]
+
+
+CHAT = [
+    {"role": "system", "content": "You are a helpful AI assistant named SmolLM"},
+    {"role": "user", "content": "first"},
+    {"role": "assistant", "content": "an answer"},
+    {"role": "user", "content": "What is 47 + 98?"},
+]
+
+
+@pytest.mark.parametrize(
+    ("raw", "want"),
+    [
+        (CHAT, "What is 47 + 98?"),
+        ([*CHAT, {"role": "assistant", "content": "It is"}], "What is 47 + 98?"),
+        ([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}], "[image]\nWhat?"),
+        ([{"role": "system", "content": "Only a system prompt"}], "Only a system prompt"),
+        ("few-shot text", "few-shot text"),
+        (None, "<|im_start|>system..."),
+    ],
+)  # fmt: skip
+def test_the_table_shows_the_last_user_message(raw: Any, want: str) -> None:
+    rollouts = make_rollouts(["<|im_start|>system..."], [["145", "1"]], [[1.0, 0.0]])
+    rollouts.raw_prompts = [] if raw is None else [raw, raw]
+    records = sample_records(rollouts, 1)
+    assert records[0]["question"] == want and records[0]["prompt"] == "<|im_start|>system..."
+    for full, shown in ((False, want), (True, "<|im_start|>system...")):
+        out = io.StringIO()
+        Console(file=out, width=200).print(samples_table(records, "x", 300, full))
+        assert shown.replace("\n", "↵") in out.getvalue()

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import csv
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.callbacks import Callback, RichProgressBar, TQDMProgressBar
 
 from lightrl.callbacks import throughput
-from lightrl.callbacks.throughput import ThroughputMonitor
+from lightrl.callbacks.throughput import EvaluateFirst, ThroughputMonitor
 from lightrl.records import Rollouts
 from tests.callbacks.toys import Loader, LoggingModule
 
@@ -100,3 +104,58 @@ def test_the_time_left_counts_evaluations_and_not_the_start_of_the_engine(
         trainer.fit(LoggingModule(), Loader([rollouts] * 3), Loader([rollouts]))
     assert [pace["left"] for pace in seen] == ["4:20", "0:08", "0:06", "1:44", "1:42", "1:40"]
     assert {pace["s/rollout"] for pace in seen[1:]} == {"2"}
+
+
+def test_a_run_ends_with_its_result(
+    rollouts: Rollouts, make_trainer: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def result() -> str:
+        return capsys.readouterr().out.splitlines()[-1].rpartition(", ")[0]  # without the time
+
+    rollouts.rewards = torch.tensor([1.0, 0.0, 1.0, 0.0])
+    trainer = make_trainer(EvaluateFirst(), ThroughputMonitor())
+    trainer.fit(LoggingModule(), Loader([rollouts] * 3), Loader([rollouts]))
+    assert result() == "Result: eval accuracy 0.50 -> 0.50 in 3 rollouts"
+    assert "eval accuracy 0.50 -> 0.50" in (tmp_path / "hparams.yaml").read_text()
+    once = make_trainer(EvaluateFirst(), ThroughputMonitor(), check_val_every_n_epoch=2)
+    once.fit(LoggingModule(), Loader([rollouts] * 3), Loader([rollouts]))
+    assert result() == "Result: eval accuracy 0.50 before training; 3 rollouts"
+    make_trainer(ThroughputMonitor()).fit(LoggingModule(), Loader([rollouts]))
+    assert result() == "Result: reward 0.50; 1 rollout"
+
+
+@pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
+def test_something_moves_during_a_rollout(
+    bar: Any, rollouts: Rollouts, make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(throughput, "TICK", 0.01)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    shown: list[str] = []
+
+    class Waits(LoggingModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            for done in range(3):
+                self.trainer.datamodule.progress = (done, 8, "")  # type: ignore[attr-defined]
+                for _ in range(200):
+                    if f"{done}/8" in (text := self.now()):
+                        shown.append(text)
+                        break
+                    threading.Event().wait(0.01)
+            return super().training_step(batch, batch_idx)
+
+        def now(self) -> str:
+            own: Any = self.trainer.progress_bar_callback
+            if bar is TQDMProgressBar:
+                return str(own.train_progress_bar.postfix)
+            return " ".join(f"{t.description} {int(t.completed)}/{t.total}" for t in own.progress.tasks)
+
+    class Data(LightningDataModule):
+        progress = None
+
+        def train_dataloader(self) -> Loader:
+            return Loader([rollouts] * 2)
+
+    trainer = make_trainer(ThroughputMonitor(), bar(), enable_progress_bar=True)
+    trainer.fit(Waits(), datamodule=Data())
+    assert len(shown) == 6 and all("Sampling" in text for text in shown)
+    assert "it/s" not in getattr(trainer.progress_bar_callback, "BAR_FORMAT", "")

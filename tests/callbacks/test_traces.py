@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.machinery
+import re
 import sys
 import types
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.loggers import Logger, MLFlowLogger, WandbLogger
 
 from lightrl.callbacks.completion_logger import CompletionLogger
 from lightrl.callbacks.traces import log_traces
@@ -95,3 +96,51 @@ def test_weave_is_left_alone_offline(weave: Any, tmp_path: Path) -> None:
     log_traces(logger, "samples/train", [record], 0)
     logger.experiment.finish()
     weave.init.return_value.create_call.assert_not_called()  # wandb itself may call `init`
+
+
+def test_mlflow_gets_a_trace_of_the_run_with_turns_and_feedback(
+    conversations: Rollouts, make_trainer: Callable[..., Any], tmp_path: Path
+) -> None:
+    mlflow = pytest.importorskip("mlflow", minversion="3.0")
+    logger = MLFlowLogger("tests", tracking_uri=f"sqlite:///{tmp_path}/mlflow.db", save_dir=str(tmp_path / "mlruns"))
+    train(logger, conversations, make_trainer)
+    found = mlflow.search_traces(locations=[logger.experiment_id], return_type="list")
+    assert len(found) == 2 and {one.info.trace_metadata["mlflow.sourceRun"] for one in found} == {logger.run_id}
+    one = next(one for one in found if one.info.tags["reward"] == "1.0")
+    root, first, second = one.data.spans
+    assert [turn["content"] for turn in root.inputs["messages"]] == ["Be brief.", "[image]\n1+1? <|im_end|> 😀"]
+    assert [turn["role"] for turn in root.outputs["messages"]] == ["assistant", "tool", "assistant"]
+    assert first.outputs["choices"][0]["message"]["tool_calls"] == [CALL]
+    assert second.inputs["messages"] == [CONVERSATION[3]] and root.attributes["advantage"] in (4.0, 7.5)
+    values = {each.name: each.value for each in one.info.assessments}
+    assert values["reward"] == 1.0 and values["reward/judge"] in (0.5, 0.0)
+
+
+def test_trackio_gets_traces_by_the_logger_in_the_docs(
+    conversations: Rollouts, make_trainer: Callable[..., Any], tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    pytest.importorskip("trackio")
+    storage = pytest.importorskip("trackio.sqlite_storage").SQLiteStorage
+    scope: dict[str, Any] = {}
+    page = (Path(__file__).parents[2] / "docs" / "logging.md").read_text()
+    exec(next(code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "class Trackio" in code), scope)
+    train(scope["TrackioLogger"]("lightrl-tests", tmp_path.name), conversations, make_trainer)
+    found = {one["key"]: one for one in storage.get_traces("lightrl-tests", tmp_path.name)}
+    assert set(found) == {"samples/train/0", "samples/train/1"}
+    one = found["samples/train/0"]
+    assert [turn["role"] for turn in one["messages"]] == ["system", "user", "assistant", "tool", "assistant"]
+    assert one["messages"][2]["tool_calls"] == [CALL] and one["metadata"]["reward/judge"] == 0.5 and one["step"] == 0
+
+
+def test_a_logger_without_an_experiment_gets_no_traces(
+    conversations: Rollouts, make_trainer: Callable[..., Any], tmp_path: Path
+) -> None:
+    class Own(Logger):
+        name, version, save_dir = "own", "1", str(tmp_path)
+
+        def log_metrics(self, metrics: Any, step: Any = None) -> None: ...
+
+        def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None: ...
+
+    train(Own(), conversations, make_trainer)

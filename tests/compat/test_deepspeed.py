@@ -77,3 +77,14 @@ def test_the_context_that_cuts_modules_up_pauses_within(monkeypatch: pytest.Monk
     with compat.whole_parameters():
         assert called == ["unpatch_init_and_builtins"]
     assert called == list(names)
+
+
+def test_zero_keeps_what_is_read_under_these_names() -> None:
+    one_and_two, three, partitioned = map(source_of, ("stage_1_and_2", "stage3", "partition_parameters"))
+    for name in ("averaged_gradients", "all_grad_tensors", "cpu_offload"):
+        assert f"self.{name}" in one_and_two
+    assert "def reset_cpu_buffers(self)" in one_and_two
+    for name in ("fp16_groups", "averaged_gradients"):
+        assert f"self.{name}" in three
+    for name in ("ds_id", "ds_tensor"):
+        assert f"param.{name} = " in partitioned

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric.loggers.csv_logs import _ExperimentWriter
+from lightning.fabric.strategies.model_parallel import _load_raw_module_state
+from lightning.fabric.utilities.load import _load_distributed_checkpoint
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger
@@ -149,3 +151,13 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+
+
+def test_the_loading_functions_take_what_they_are_given() -> None:
+    names = inspect.signature(_load_raw_module_state).parameters
+    assert {"state_dict", "module", "strict"} <= names.keys()
+    assert list(inspect.signature(_load_distributed_checkpoint).parameters) == ["checkpoint_folder"]
+    source, target = nn.Linear(2, 1), nn.Linear(2, 1)
+    compat.load_module_state({"weight": source.weight.detach(), "of another": torch.zeros(1)}, target)
+    assert torch.equal(target.weight, source.weight)
+    assert not torch.equal(target.bias, source.bias)

@@ -12,7 +12,10 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    Idefics3Config,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaModel,
@@ -82,3 +85,17 @@ def test_parameters_one_by_one_are_what_a_saved_folder_holds(kind: str, loaded: 
     sent = {name: tensor.clone() for name, tensor in compat.as_saved(model, one_by_one())}
     assert sent.keys() == on_disk.keys()
     assert all(torch.equal(sent[name], tensor) for name, tensor in on_disk.items())
+
+
+def test_the_attention_that_was_set_is_the_one_that_is_read() -> None:
+    model = llama()
+    for name in ("eager", "sdpa"):
+        model.set_attn_implementation(name)
+        assert compat.attention_implementation(model.config) == name
+
+
+def test_the_class_that_an_auto_class_makes() -> None:
+    config = llama().config
+    assert compat.model_class(AutoModel, config) is LlamaModel
+    assert compat.model_class(AutoModelForCausalLM, config) is LlamaForCausalLM
+    assert compat.model_class(AutoModelForSequenceClassification, Idefics3Config()) is None

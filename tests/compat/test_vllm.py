@@ -113,3 +113,33 @@ def test_a_parser_of_another_family_is_rejected(argument: str, name: str, tmp_pa
     tokenizer = AutoTokenizer.from_pretrained(quickstart_model(tmp_path, num_hidden_layers=1))
     with pytest.raises(RuntimeError, match="token"):
         getattr(parsers_side, argument)(name, tokenizer)
+
+
+PARAMETERS = {
+    "vllm.v1.engine.llm_engine:LLMEngine.add_request": ["request_id", "prompt", "params", "lora_request"],
+    "vllm.v1.engine.llm_engine:LLMEngine.step": [],
+    "vllm.v1.engine.llm_engine:LLMEngine.abort_request": ["request_ids"],
+    "vllm.v1.engine.llm_engine:LLMEngine.reset_prefix_cache": ["reset_running_requests"],
+    "vllm.v1.engine.llm_engine:LLMEngine.add_lora": ["lora_request"],
+    "vllm.v1.engine.core_client:SyncMPClient.get_output": [],
+    "vllm.v1.engine.core_client:SyncMPClient.call_utility": ["method", "args"],
+    "vllm.v1.engine.core_client:SyncMPClient._send_input": ["request_type", "request"],
+    "vllm.v1.engine.core_client:MPClient._format_exception": ["e"],
+    "vllm.v1.engine.core_client:MPClient.ensure_alive": [],
+    "vllm.v1.engine.core_client:MPClient.shutdown": ["timeout"],
+    "vllm.v1.engine.core_client:InprocClient.shutdown": ["timeout"],
+    "vllm.distributed.parallel_state:destroy_distributed_environment": [],
+    "vllm.distributed.weight_transfer.nccl_common:trainer_init": ["init_info"],
+    "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm": ["layer", "remove_weight"],
+    "vllm.model_executor.model_loader.reload:initialize_layerwise_reload": ["model"],
+    "vllm.v1.sample.logits_processor.builtin:process_dict_updates": ["req_entries", "batch_update", "new_state"],
+}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_it_takes_the_arguments_that_it_is_called_with(name: str) -> None:
+    function = worker_side._pack_gemm if "dispatch_cpu" in name else find(name)  # ours stands in its place now
+    inner = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    function = next((f for f in inner if inspect.isfunction(f)), function)  # under a decorator that hides it
+    parameters = [p for p in inspect.signature(function).parameters if p != "self"]
+    assert [p for p in PARAMETERS[name] if p not in parameters] == [], f"{name}{inspect.signature(function)}"

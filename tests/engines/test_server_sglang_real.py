@@ -22,8 +22,15 @@ from lightning.fabric.plugins.environments.lightning import find_free_network_po
 
 pytest.importorskip("uvicorn")
 
+import torch
+
+from lightrl.algorithms import GRPOLightningModule
+from lightrl.callbacks import WeightSync
+from lightrl.engines import EngineContext, EngineDiedError, ServerEngine
+from lightrl.records import Prompts, SamplingParams
+from tests.engines.conftest import ask, build_model, change, load, reference_logprobs
 from tests.engines.sglang_server import SGLangServer
-from tests.toys import quickstart_model
+from tests.toys import quickstart_model, quiet_trainer, sums_data
 
 PYTHON = os.environ.get("LIGHTRL_SGLANG_PYTHON")
 ARGUMENTS = os.environ.get(
@@ -118,3 +125,38 @@ def test_the_test_server_answers_as_sglang_does(server: str, model: Path, tmp_pa
                 assert contains(shape(real.json()), shape(ours.json())), (path, real.text, ours.text)
     finally:
         small.stop()
+
+
+SAMPLING = SamplingParams(max_new_tokens=6, temperature=0.7)
+
+
+def test_two_rollouts_are_trained(server: str, model: Path, tmp_path: Path) -> None:
+    """Log-probs after each push are the trainer's, and those of the samples, too."""
+    options: dict[str, Any] = {"kind": "sglang", "shared_folder": str(tmp_path / "weights"), "timeout": 60.0}
+    engine, canary = ServerEngine([server], **options), WeightSync()
+    module = GRPOLightningModule(str(model), optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2))
+    quiet_trainer(callbacks=[canary]).fit(module, sums_data(engine=engine, rollouts_per_epoch=2, group_size=2))
+    assert module.policy_version == 2 and canary.last_gap is not None and canary.last_gap < 5e-5
+    assert list((tmp_path / "weights").iterdir()) == []
+    engine = ServerEngine([server], **options)
+    engine.start(EngineContext(str(model), max_prompt_tokens=8, max_new_tokens=6))
+    changed = change(load(model), 1)
+    engine.load_weights(changed.named_parameters(), policy_version=7)
+    prompts = Prompts(token_ids=[[3, 4, 5], [6, 7]], texts=["", ""])
+    for i, result in ask(engine, prompts, SAMPLING, num_completions=3, seeds=[1, 2]):
+        assert result.policy_version == 7 and len(result.completions) == 3
+        for completion in result.completions:
+            ids = prompts.token_ids[i]
+            expected = reference_logprobs(changed, ids + completion.token_ids, 0.7)[len(ids) - 1 :]
+            assert torch.allclose(torch.tensor(completion.logprobs), expected, atol=5e-5)
+    engine.close()
+
+
+def test_weights_of_another_size_end_the_server(server: str, model: Path, tmp_path: Path) -> None:
+    """Comes last: SGLang exits."""
+    engine = ServerEngine([server], kind="sglang", shared_folder=str(tmp_path / "weights"), timeout=60.0)
+    engine.start(EngineContext(str(model), max_prompt_tokens=8, max_new_tokens=6))
+    wide = build_model(tmp_path / "wide", tied=True, vocab_size=60)
+    with pytest.raises(EngineDiedError, match="All servers are down"):
+        engine.load_weights(wide.named_parameters(), policy_version=0)
+    engine.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -495,3 +497,78 @@ def test_the_fast_decoder_has_a_switch(folders: dict[str, str]) -> None:
     assert fast._cpu_model is not None and plain._cpu_model is None
     sampling = SamplingParams(max_new_tokens=12)
     assert tokens_of(run(fast, PROMPTS, sampling)) == tokens_of(run(plain, PROMPTS, sampling))
+
+
+def test_lean_decoder_serves_plain_models(engines: dict[str, TransformersEngine]) -> None:
+    assert {kind: engine._cpu_model is not None for kind, engine in engines.items()} == {
+        "qwen2": True, "llama": True, "qwen3": True, "sliding": False
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(top_p=0.9, repetition_penalty=1.3)])
+def test_samples_do_not_depend_on_the_rows_computed_together(
+    monkeypatch: pytest.MonkeyPatch, sampling: SamplingParams
+) -> None:
+    logits, u = torch.randn(7, 50), torch.rand(7, dtype=torch.float64)
+    seen, forbidden = torch.rand(7, 50) < 0.3, torch.rand(7, 50) < 0.3
+    found = []
+    for elements in (1, 100, 1 << 20):  # one row, two, and all of them
+        monkeypatch.setattr("lightrl.engines.transformers.sampling._CPU_ELEMENTS", elements)
+        found.append(sample(logits, sampling, u, seen=seen, forbidden=forbidden))
+    for tokens, logprobs, kept in found[1:]:
+        assert torch.equal(tokens, found[0][0]) and torch.equal(logprobs, found[0][1])
+        assert (kept is None) == (found[0][2] is None)
+        assert all(map(torch.equal, kept or [], found[0][2] or []))
+
+
+def test_rows_of_different_ages_end_at_the_limit(
+    engines: dict[str, TransformersEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing but the limit ends a row, tokens are written down when the oldest row reaches it."""
+    sampling = SamplingParams(max_new_tokens=20, stop_token_ids=[30], ignore_eos=True)
+    free = SamplingParams(max_new_tokens=20, ignore_eos=True)
+    whole = {name: run(engines["qwen2"], PROMPTS, s, g=2) for name, s in (("stop", sampling), ("free", free))}
+    monkeypatch.setattr(engines["qwen2"], "max_sequences", 5)
+    assert len({len(c.token_ids) for group in whole["stop"] for c in group.completions}) > 2
+    for name, s in (("stop", sampling), ("free", free)):
+        few = run(engines["qwen2"], PROMPTS, s, g=2)
+        assert tokens_of(few) == tokens_of(whole[name])
+        for group in few:
+            for c in group.completions:
+                assert len(c.logprobs) == len(c.token_ids)
+                assert c.finish_reason == ("stop" if name == "stop" and 30 in c.token_ids else "length")
+
+
+def driven(
+    engine: TransformersEngine,
+    requests: list[GenerationRequest],
+    then: Callable[[CompletionGroup], list[GenerationRequest]] = lambda group: [],
+) -> list[CompletionGroup]:
+    """The groups of requests as they finish, and of those that each finished group leads to, step by step."""
+    engine.add(requests)
+    left, done = len(requests), list[CompletionGroup]()
+    while left:
+        for group in engine.step():
+            done.append(group)
+            following = then(group)
+            if following:
+                engine.add(following)
+            left += len(following) - 1
+    engine.sleep()
+    return done
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "sliding"])
+def test_requests_join_while_others_run(engines: dict[str, TransformersEngine], kind: str) -> None:
+    """Each answer asks for the next turn, of another length; all turns are what they would be alone."""
+    sampling = SamplingParams(max_new_tokens=6)
+    turns = itertools.count()
+
+    def then(group: CompletionGroup) -> list[GenerationRequest]:
+        longer = group.request.token_ids + group.completions[0].token_ids + [7]
+        return [GenerationRequest(longer, sampling, seed=100 + turn)] if (turn := next(turns)) < 10 else []
+
+    done = driven(engines[kind], [GenerationRequest(ids, sampling, seed=i) for i, ids in enumerate(PROMPTS)], then)
+    assert len(done) == 15
+    for group in done:
+        assert [c.token_ids for c in group.completions] == completions_of(engines[kind], group.request)

@@ -15,7 +15,7 @@ from lightrl.callbacks import WeightSync
 from lightrl.engines.base import StaleWeightsError
 from lightrl.models.spec import ModelSpec
 from lightrl.records import SamplingParams
-from tests.toys import quiet_trainer, sums_data
+from tests.toys import Idle, quiet_trainer, sums_data
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.vllm
@@ -100,3 +100,8 @@ def test_a_skipped_sync_is_caught(lent: Any, tied_folder: Path, monkeypatch: pyt
     monkeypatch.setattr(lent, "load_weights", only_first)
     with pytest.raises(StaleWeightsError, match="stale or incomplete"):
         quiet_trainer().fit(ppo(tied_folder), sums_data(engine=lent))
+
+
+def test_an_engine_never_synced_is_refused(lent: Any, tied_folder: Path) -> None:
+    with pytest.raises(StaleWeightsError, match=r"version -1 \(-1: never synced\).*Idle did not push the weights"):
+        quiet_trainer(callbacks=[Idle()]).fit(ppo(tied_folder), sums_data(engine=lent))

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lightrl.environments import Environment, EnvironmentFailedError, Reply, Step, ToolEnvironment
+from lightrl.environments import Environment, EnvironmentEpisode, EnvironmentFailedError, Reply, Step, ToolEnvironment
 from lightrl.records import CompletionGroup, GenerationRequest, Trajectory
 from tests.environments.families import FAMILIES, make_tokenizer
 from tests.environments.scripted import (
@@ -434,3 +434,15 @@ def test_rendering_a_turn_does_not_cost_more_with_more_turns_before_it(monkeypat
     trajectory = play_one(lambda: ToolEnvironment(Calculator), turns, {"start": 0}, max_turns=30)
     assert trajectory.metrics["turns"] == 21
     assert max(lengths) <= 7  # the longest conversation that is rendered, of 42 messages
+
+
+def test_an_engine_that_died_is_raised_and_not_a_failed_trajectory() -> None:
+    from lightrl.engines.base import EngineDiedError
+
+    async def ask(request: GenerationRequest) -> CompletionGroup:
+        raise EngineDiedError("gone")
+
+    attempts = EnvironmentEpisode(lambda: Script([], tools=False))
+    attempts.setup(TOKENIZER)
+    with pytest.raises(EngineDiedError):
+        asyncio.run(alone(attempts, ask, {}))

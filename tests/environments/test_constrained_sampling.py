@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -137,3 +138,29 @@ def test_constrained_turns_are_trained_exactly(played: Played, name: str) -> Non
         moved = max(moved, recorded - free)
     assert moved > 0.1, "the grammar left less than everything"
     assert logprob_mismatches(played.engine, [trajectory], played.tokenizer.decode, 1e-3) == []
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_constrained_turns_of_an_sdk_are_trained_exactly(played: Played, name: str) -> None:
+    if name not in played.trajectories:
+        pytest.skip(f"{CASES[name].package} is not installed: pip install 'lightrl-llm[agent-sdks]'")
+    trajectory, case = played.trajectories[name], CASES[name]
+    metrics = trajectory.metrics
+    assert trajectory.failure is None, trajectory.failure
+    assert metrics["refused_requests"] == (trajectory.stop_reason == "turns"), "beyond the last turn"
+    assert metrics["masked_turns"] == 0
+    assert 1 <= metrics["constrained_turns"] <= metrics["turns"]
+    assert not case.constrains or metrics["constrained_turns"] == metrics["turns"]
+    trained = [row for row in trajectory.rows if any(turn >= 0 for turn in row.turn_ids)]
+    assert not case.one_row or len(trained) == 1
+    assert {turn for row in trained for turn in row.turn_ids} - {-1} == set(range(int(metrics["turns"])))
+    moved = 0.0
+    for row in trained:
+        for i, recorded, free in exact(played.model, row):
+            assert abs(row.logprobs[i] - recorded) < 1e-3, (i, played.tokenizer.decode(row.token_ids[: i + 1]))
+            moved = max(moved, recorded - free)
+    assert moved > 0.1, "the grammar left less than everything"
+    assert logprob_mismatches(played.engine, [trajectory], played.tokenizer.decode, 1e-3) == []
+    for message in trajectory.messages if case.constrains and trajectory.stop_reason == "stop" else ():
+        if message["role"] == "assistant" and not message.get("tool_calls"):
+            json.loads(message["content"])

@@ -6,6 +6,7 @@ import importlib.metadata
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -151,3 +152,17 @@ def test_an_sdks_agent_trains_what_it_sampled(case: Case, stream: bool) -> None:
     assert len(trained) == case.rows
     engine.texts = tuple(text.partition(" and more")[0] for text in case.texts)
     sound(trajectory, engine)
+
+
+def table() -> str:
+    """The table of the docs."""
+    lines = ["| SDK | program | streaming | sequences per trajectory | constrained turns |", "|---|---|---|---|---|"]
+    for case in CASES:
+        constrained = f"{case.constrained} of {len(case.texts)}" if case.constrained else "none"
+        streams = "yes" if case.streams else "-"
+        lines.append(f"| {case.package} | {case.feature} | {streams} | {case.rows} | {constrained} |")
+    return "\n".join(lines)
+
+
+def test_the_docs_have_the_table_of_these_cases() -> None:
+    assert table() in (Path(__file__).parents[2] / "docs" / "programs.md").read_text()

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from lightrl.cli.doctor import _tools
+from lightrl.environments import AgentProgram
 from lightrl.environments.bridges import TemplateBridge
 from lightrl.environments.ledger import Ledger
 from lightrl.environments.parsing import choose_parser
@@ -181,3 +183,17 @@ def test_a_spec_gets_its_training_template_from_its_own_tokenizer(tmp_path: Path
     plain.save_pretrained(tmp_path / "plain")
     with pytest.raises(ValueError, match="chat_template"):
         ModelSpec(str(tmp_path / "plain"), chat_template="training")
+
+
+def test_doctor_shows_the_parser_and_the_template() -> None:
+    pytest.importorskip("vllm")
+
+    def found(name: str, training: bool = True) -> list[str]:
+        episode = AgentProgram(lambda row, base_url, api_key: 0.0)
+        episode.setup(own := tokenizer(name, training))
+        return [f"{kind} {text}" for kind, text in _tools(episode, own)]
+
+    assert found("smollm2") == ["ok tools: tool_parser 'smollm2' (detected from the chat template)"]
+    assert "actor.chat_template: training" in found("smollm2", training=False)[0]
+    assert "'hermes'" in found("qwen3")[0] and len(found("qwen3")) == 1
+    assert "actor.chat_template: training" in found("qwen3", training=False)[1]

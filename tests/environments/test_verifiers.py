@@ -6,7 +6,9 @@ Set `LIGHTRL_VERIFIERS_PYTHON` to an interpreter that has verifiers 0.4.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -59,3 +61,19 @@ def test_the_bash_harness_runs_the_policys_commands() -> None:
     assert (played.stop_reason, played.failure, played.turn_rewards) == ("stop", None, [0.0, 2.0])
     assert any("6" in str(message["content"]) for message in played.messages if message["role"] == "tool")
     assert mismatches(engine, played) == 0
+
+
+def test_yaml_selects_the_harness(monkeypatch: pytest.MonkeyPatch) -> None:
+    """YAML reads the quoted name "null" as None for an argument that may be None."""
+    from jsonargparse import ArgumentParser
+
+    monkeypatch.setenv("LIGHTRL_VERIFIERS_PYTHON", sys.executable)
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(VerifiersProgram, "episode")
+    for given, harness in (('"null"', {"id": "null"}), ("bash", {"id": "bash"}), ("taskset", None)):
+        text = f"class_path: VerifiersProgram\ninit_args: {{taskset: t, harness: {given}}}"
+        program = parser.instantiate_classes(
+            parser.parse_string(f"episode:\n  {text.replace(chr(10), chr(10) + '  ')}")
+        )
+        settings = json.loads(program.episode.workers._make.args[2]["LIGHTRL_VERIFIERS"])
+        assert settings["agent"].get("harness") == harness

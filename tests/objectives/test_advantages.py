@@ -310,3 +310,23 @@ def test_kl_in_the_reward_is_part_of_the_score() -> None:
     rewards, mask = torch.tensor([[0.0, 0.1, 0.8], [0.0, 0.0, 0.5]]), torch.tensor([[False, True, True]] * 2)
     advantages, _ = GroupRelative("none")(AdvantageInput(rewards, mask, torch.tensor([0, 0])))
     assert advantages[:, 1].tolist() == approx([0.2, -0.2])
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (GAE(0.9), GAE(1.0)),
+        (GAE(lam=0.5), GAE(lam=0.95)),
+        (Reinforce(0.9), Reinforce(1.0)),
+        (GroupRelative("group"), GroupRelative("none")),
+        (GroupRelative("group"), GroupRelative("batch")),
+        (GroupRelative(eps=1e-4), GroupRelative(eps=1.0)),
+        (RLOO(), RLOO(normalize=True)),
+        (PassAtK(1), PassAtK(3)),
+        (PassAtK(2, threshold=0.5), PassAtK(2, threshold=-1.0)),
+        (GDPO(), GDPO(eps=1.0)),
+        (ReinforcePlusPlus(0.9), ReinforcePlusPlus(1.0)),
+    ],
+)
+def test_every_argument_has_an_effect(one: AdvantageEstimator, other: AdvantageEstimator) -> None:
+    assert not torch.allclose(run(one, batch()), run(other, batch()), atol=1e-3)

@@ -450,3 +450,44 @@ def test_geometric_engine_mask_by_hand() -> None:
     assert loss[MASK].tolist() == approx([-2.4, -1.0, -2.0, 0.0]), "below 0.9: 1 / 1.2"
     with pytest.raises(ValueError, match="engine_logprobs=None"):
         GeometricRejection(PPOClip())(LossInput(logprobs, OLD, A, MASK))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (PPOClip(0.2, 0.2), PPOClip(0.1, 0.2)),
+        (PPOClip(0.2, 0.2), PPOClip(0.2, 0.1)),
+        (PPOClip(), PPOClip(dual_clip=1.1)),
+        (GSPO(0.05, 0.1), GSPO(0.01, 0.1)),
+        (GSPO(0.1, 0.05), GSPO(0.1, 0.01)),
+        (RLOOSequence(0.2, 0.2), RLOOSequence(0.01, 0.2)),
+        (RLOOSequence(0.2, 0.2), RLOOSequence(0.2, 0.01)),
+        (GMPO(0.2, 0.2), GMPO(0.1, 0.2)),
+        (GMPO(0.2, 0.2), GMPO(0.2, 0.1)),
+        (CISPO(1.2), CISPO(1.1)),
+        (CISPO(ratio_min=0.5), CISPO(ratio_min=0.9)),
+        (SAPO(1.0), SAPO(2.0)),
+        (SAPO(tau_neg=1.0), SAPO(tau_neg=2.0)),
+        (CPG(0.2), CPG(0.1)),
+        (CPG(0.2, 0.2), CPG(0.2, 0.1)),
+        (CPG(), CPG(drift_coef=0.1)),
+        (CPG(drift_coef=0.1), CPG(drift_coef=0.1, drift_clip=0.05)),
+        (OffPolicyCorrection(PPOClip()), OffPolicyCorrection(PPOClip(), level="sequence")),
+        (OffPolicyCorrection(PPOClip(), high=1.1), OffPolicyCorrection(PPOClip(), high=1.1, mode="mask")),
+        (OffPolicyCorrection(PPOClip(), high=1.2), OffPolicyCorrection(PPOClip(), high=1.1)),
+        (OffPolicyCorrection(PPOClip(), low=0.0), OffPolicyCorrection(PPOClip(), low=0.9)),
+        (OffPolicySequenceMask(PPOClip(), 10.0), OffPolicySequenceMask(PPOClip(), 0.05)),
+        (VESPO(), VESPO(k_pos=1.0)),
+        (VESPO(), VESPO(lam_pos=1.0)),
+        (VESPO(), VESPO(k_neg=1.0)),
+        (VESPO(), VESPO(lam_neg=1.0)),
+        (DPPO(0.1), DPPO(0.01)),
+        (DPPO(0.1, 0.1), DPPO(0.1, 0.01)),
+        (DPPO(ratio_max=2.0), DPPO(ratio_max=1.1)),
+        (DPPO(), DPPO(penalty_coef=0.1)),
+    ],
+)
+def test_every_argument_has_an_effect(one: PolicyLoss, other: PolicyLoss) -> None:
+    batch = random_batch(rows=60)
+    a, b = (gradient_of(x, TokenMean(), [slice(0, 60)], batch) for x in (one, other))
+    assert (a - b).abs().max() > 1e-5

@@ -5,8 +5,11 @@ from __future__ import annotations
 import base64
 import io
 import json
+import math
 import random
 import re
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import pytest
 from PIL import Image
 
 from lightrl.cli.report.view import view
+from tests.report.browser import Browser, open_browser, why_not
 
 HOSTILE = "</script><script>window.owned=1</script><img src=x onerror='window.owned=1'>\u2028😀 &amp; ${1}"
 WORDS = ["What ", "is ", "7 * ", "8?", " <tool>", "multiply", "(7, 8)", "</tool>", "\n", "56", "It ", "is ", "56", "."]
@@ -113,3 +117,153 @@ def test_a_picture_that_is_a_program_is_not_run(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(ValueError, match="PostScript"):
         view(run)
     assert ran == []
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    with open_browser() as opened:
+        yield opened
+
+
+def shown(browser: Browser) -> list[int]:
+    """Numbers of the trajectories in the list."""
+    return browser.run("return [...document.querySelectorAll('nav button')].map(b => Number(b.dataset.i))")  # type: ignore[no-any-return]
+
+
+def pick(browser: Browser, name: str, value: str) -> None:
+    script = "const n = document.getElementById(arguments[0]); n.value = arguments[1];"
+    script += "n.dispatchEvent(new Event('change')); n.dispatchEvent(new Event('input'));"
+    browser.run(script, name, value)
+    time.sleep(0.3)
+
+
+def test_search_filters_and_order_choose_trajectories(browser: Browser, tmp_path: Path) -> None:
+    run = run_of(tmp_path, 24)
+    browser.open(view(run))
+    records = [json.loads(line) for line in next(run.glob("rollouts/*/rank0.jsonl")).open()]
+    assert shown(browser) == list(range(24))
+    pick(browser, "search", "NEEDLE in the")
+    assert shown(browser) == [5]
+    assert browser.run("return document.getElementById('count').textContent") == "1 of 24 trajectories"
+    pick(browser, "search", "nowhere to be found")
+    assert shown(browser) == [] and "No matching" in browser.run("return document.querySelector('main').textContent")
+    pick(browser, "search", "")
+    pick(browser, "stop", "failure")
+    assert shown(browser) == [7, 15, 23]
+    pick(browser, "stop", "")
+    pick(browser, "learnt", "up")
+    assert shown(browser) == [i for i, r in enumerate(records) if r["trained"] and r["turns"][0]["advantage"] > 0]
+    pick(browser, "learnt", "untrained")
+    assert shown(browser) == [7, 15, 23]
+    pick(browser, "learnt", "")
+    pick(browser, "order", "high")
+    rewards = [records[i]["reward"] for i in shown(browser)]
+    assert rewards[-3:] == [None] * 3 and rewards[:-3] == sorted(rewards[:-3], reverse=True)
+    assert browser.console() == []
+
+
+def test_overlays_colour_the_sampled_tokens(browser: Browser, tmp_path: Path) -> None:
+    browser.open(view(run_of(tmp_path, 4)))
+    colours = "return [...document.querySelectorAll('pre.sampled span')].map(s => s.style.background)"
+    found = {}
+    for name in ("mask", "advantage", "ratio", "gap", "entropy", "surprise", "none"):
+        pick(browser, "overlay", name)
+        found[name] = browser.run(colours)
+    assert len(found["mask"]) == 4 * 2 * 4 and len(set(found["mask"])) == 1 and set(found["none"]) == {""}
+    records = [json.loads(line) for line in next(tmp_path.glob("rollouts/*/rank0.jsonl")).open()]
+    rows = [r["rows"][0] for r in records]
+    sampled = [(row, i) for row in rows for i, turn in enumerate(row["turns"]) if turn >= 0]
+    most = max(row["entropy"][i] for row, i in sampled)
+    for (row, i), ratio, gap, entropy in zip(sampled, found["ratio"], found["gap"], found["entropy"], strict=True):
+        new, old, engine = (row[f"{name}_logprobs"][i] for name in ("new", "old", "engine"))
+        assert ("--pos" in ratio) == (new > old) and ("--pos" in gap) == (engine > old)
+        assert abs(float(entropy.split(",")[-1].strip(" )")) - 0.75 * row["entropy"][i] / most) < 1e-3
+    legend = browser.run("return ['ratio', 'gap'].map(name => { const n = document.getElementById('overlay');"
+        "n.value = name; n.dispatchEvent(new Event('change'));"
+        "return [...document.querySelectorAll('#legend span')].map(s => Number(s.textContent)) })")  # fmt: skip
+    furthest = max(abs(row["new_logprobs"][i] - row["old_logprobs"][i]) for row, i in sampled)
+    assert legend[0] == pytest.approx([math.exp(-furthest), 0, math.exp(furthest)], abs=2e-3), "a ratio, not its log"
+    assert legend[1][0] == -legend[1][2]
+    advantages = [a for row in rows for a, t in zip(row["advantages"], row["turns"], strict=True) if t >= 0]
+    for advantage, colour in zip(advantages, found["advantage"], strict=True):
+        assert ("--pos" in colour and colour.endswith("0.750)")) == (advantage > 0)
+    assert browser.run("return document.querySelector('#overlay option[value=value]').disabled") is True
+    assert browser.console() == []
+
+
+def test_hostile_text_is_shown_and_inert(browser: Browser, tmp_path: Path) -> None:
+    run = write(tmp_path / "<b>run", [record(0, i, random.Random(i), text=HOSTILE) for i in range(2)])
+    browser.open(view(run))
+    assert browser.run("return window.owned === undefined && document.querySelector('img') === null")
+    assert HOSTILE in browser.run("return document.querySelector('article pre.sampled:last-of-type').textContent")
+    assert browser.run("return document.querySelector('h1').textContent") == "<b>run"
+    pick(browser, "search", "onerror='window")
+    assert shown(browser) == [0, 1] and browser.run("return window.owned === undefined")
+    assert browser.console() == []
+
+
+def test_pictures_are_in_the_page(browser: Browser, tmp_path: Path) -> None:
+    one = {**record(0, 0, random.Random(0)), "media": {"images": ["media/a.png", "../../../secret.png"]}}
+    run = write(tmp_path / "run", [one])
+    folder = run / "rollouts" / "rollout=000010"
+    (folder / "media").mkdir()
+    Image.new("RGB", (800, 400), (255, 0, 0)).save(folder / "media" / "a.png")
+    Image.new("RGB", (8, 8)).save(tmp_path / "secret.png")
+    browser.open(view(run))
+    sizes = browser.run("return [...document.images].map(i => [i.naturalWidth, i.naturalHeight])")
+    assert sizes == [[384, 192]]
+    assert browser.console() == []
+
+
+def head_of(page: Path) -> dict[str, Any]:
+    return json.loads(page.read_text().split('id="head">')[1].split("</script>")[0])  # type: ignore[no-any-return]
+
+
+def titles_of(folder: Path, questions: list[str]) -> list[str]:
+    run = write(folder, [{**record(i, i, random.Random(i)), "question": each} for i, each in enumerate(questions)])
+    return [trajectory["title"] for trajectory in head_of(view(run))["list"]]
+
+
+def test_group_titles_are_beginnings_of_questions_that_tell_groups_apart(tmp_path: Path) -> None:
+    found = titles_of(tmp_path / "a", ["Why?\nTell me", "Is it a cat 🐈?"])
+    assert found == ["Why? Tell me", "Is it a cat 🐈?"]
+    told = "Solve the task step by step.\n\n"
+    assert titles_of(tmp_path / "b", [told + "1 + 1", told + "1 + 2"]) == ["… 1 + 1", "… 1 + 2"]
+    long = "Say in one sentence, and without any words that a child of ten would not know, "
+    found = titles_of(tmp_path / "c", [long + "what rain is", long + "what snow is"])
+    assert found == ["… rain is", "… snow is"]
+    assert titles_of(tmp_path / "d", ["What is 0 * 8?"] * 2) == ["What is 0 * 8?"] * 2
+
+
+def test_the_question_stays_in_sight_of_a_long_conversation(browser: Browser, tmp_path: Path) -> None:
+    question = {"question": "Where is the needle?\n" + "hay " * 2000}
+    rng = random.Random(0)
+    long = [{**record(0, i, rng, length=60, turns=40), **question} for i in range(4)]
+    browser.open(view(write(tmp_path, long)))
+    browser.run("document.querySelector('main').scrollTop = 3000")
+    places = browser.run(
+        "const box = id => document.querySelector(id).getBoundingClientRect();"
+        "const q = box('#question'), m = box('main'), h = box('article h3');"
+        "return [document.querySelector('main').scrollTop, q.top - m.top, q.height, m.height, h.top - q.bottom]"
+    )
+    assert places[0] == 3000 and abs(places[1]) < 1 and places[2] < places[3] / 4, places
+    assert abs(places[4]) < 1, "the number and reward of a trajectory stay below it"
+    assert browser.run("return document.getElementById('question').textContent").startswith("Where is the needle?")
+    assert browser.console() == []
+
+
+def test_special_tokens_stand_out_and_split_characters_are_whole(browser: Browser, tmp_path: Path) -> None:
+    one = record(0, 0, random.Random(0), length=8, turns=1)
+    tokens = ["<|im_start|>", "<|im_", "end|>", "Hi", "", "", "😀", "<|im_end|>"]
+    one["rows"][0] |= {"tokens": tokens, "special": [0, 7]}
+    browser.open(view(write(tmp_path, [one])))
+    assert browser.run("return [...document.querySelectorAll('pre .special')].map(s => s.textContent)") == [
+        "<|im_start|>",
+        "<|im_end|>",
+    ]
+    assert browser.run("return document.querySelector('pre.context').textContent") == "<|im_start|><|im_end|>Hi"
+    assert browser.run("return document.querySelector('pre.sampled').textContent") == "😀<|im_end|>"
+    assert browser.run("return document.querySelectorAll('pre.sampled .part').length") == 2
+    assert browser.console() == []

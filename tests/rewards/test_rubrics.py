@@ -9,9 +9,11 @@ import math
 import time
 
 import pytest
+import yaml
+from jsonargparse import ArgumentParser
 from PIL import Image
 
-from lightrl.rewards import Criterion, GroupRanking, RegexFormat, RewardError, Rubric
+from lightrl.rewards import Criterion, GroupRanking, RegexFormat, RewardError, RewardScorer, Rubric
 from lightrl.rewards.chat import read_json
 from tests.rewards.conftest import Loopback, scored
 
@@ -250,3 +252,33 @@ def test_a_criterion_without_a_source_or_a_judge_is_rejected():
     for criterion in (Criterion(), Criterion("q", short), Criterion("q")):
         with pytest.raises(ValueError, match="Rubric"):
             Rubric({"a": criterion})
+
+
+def test_content_in_parts_and_usage_without_numbers_are_read(grader):
+    said = json.dumps({"long": {"reason": "", "score": 6}, "kind": {"reason": "", "score": 5}})
+    parts = [{"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}, {"type": "text", "text": said}]
+    grader.replies = [(200, {**completion(parts), "usage": {"prompt_tokens": None, "completion_tokens": 3}})]
+    scores = score(rubric(grader), ["abcdef"])
+    assert scores.total == [pytest.approx(1.2)] and len(grader.bodies) == 1
+    assert scores.metrics["reward/Rubric/judge/prompt_tokens"] == 0.0
+
+
+def test_a_rubric_in_yaml(grader):
+    text = f"""
+    functions:
+      - class_path: Rubric
+        init_args:
+          url: {grader.url}
+          model: judge
+          price: [2.0, 10.0]
+          retries: 1
+          criteria:
+            long: {{question: "Is it long?"}}
+            format: {{weight: 0.5, reward: {{class_path: RegexFormat, init_args: {{pattern: "a+"}}}}}}
+            own: {{weight: 0, reward: "{__file__}:short"}}
+    """
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(RewardScorer, "scorer")
+    scorer = parser.instantiate(parser.parse_object({"scorer": yaml.safe_load(text)})).scorer
+    rubric = scorer._functions[0].function
+    assert score(rubric, ["aaa"]).total == [pytest.approx(0.3 + 0.5)]

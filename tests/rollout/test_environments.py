@@ -154,3 +154,17 @@ def test_the_canary_stops_the_run_before_a_token_that_was_not_sampled_is_trained
 def test_what_would_have_no_effect_is_refused_by_name(arguments: dict[str, Any], message: str, path: str) -> None:
     with pytest.raises(ValueError, match=message):
         fit(path, **arguments)
+
+
+def test_reset_draws_one_task_for_a_group_one_seed_and_one_row(path: str) -> None:
+    fit(path, rollouts_per_epoch=1)
+    seeds: dict[Any, set[int]] = {}
+    for prompt, seed in Letters.seen:
+        seeds.setdefault(prompt, set()).add(seed)
+    assert len(Letters.seen) == 16 and len(seeds) == 4
+    assert all(len(of_group) == 1 for of_group in seeds.values()) and len(set.union(*seeds.values())) == 4
+
+
+def test_when_too_much_fails_the_run_stops_with_the_cause(path: str) -> None:
+    with pytest.raises(RuntimeError, match=r"trajectories of a rollout failed.*the sandbox is gone"):
+        fit(path, environment=lambda: Numbered([1.0, 0.0, None]))
