@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,12 +21,29 @@ from lightrl.callbacks import PredictionWriter, WeightSync
 from lightrl.data.prompts import PromptSource
 from lightrl.data.sft import SFTDataModule, SFTSource
 from lightrl.engines.server.teacher import ServerTeacher
+from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives import Divergence, ForwardKL, JensenShannon, KLInReward, Reinforce, ReverseKL
 from lightrl.records import Experience, Rollouts, SamplingParams
 from lightrl.rollout import Evaluation
-from tests.algorithms.test_bandit import REWARDS, K, bandit, policy, schedule, tv
+from lightrl.rollout.datamodule import RolloutDataModule
+from tests.algorithms.test_bandit import REWARDS, policy, reward, tv
 from tests.toys import bandit_model, quickstart_model, quiet_trainer, sums_data
+
+K, NUM_ROLLOUTS = 5, 40
+
+
+def bandit(**kwargs: Any) -> RolloutDataModule:
+    arguments: dict[str, Any] = {
+        "prompts": PromptSource(rows=[{"prompt": "a0"}], chat_template=False),
+        "rewards": [reward],
+        "engine": TransformersEngine(),
+        "sampling": SamplingParams(max_new_tokens=1),
+        "group_size": 64,
+        "prompts_per_rollout": 16,
+        "rollouts_per_epoch": NUM_ROLLOUTS,
+    }
+    return RolloutDataModule(**{**arguments, **kwargs})
 
 
 def probabilities(path: str) -> Tensor:
@@ -35,6 +51,10 @@ def probabilities(path: str) -> Tensor:
     with torch.no_grad():
         logits: Tensor = AutoModelForCausalLM.from_pretrained(path)(torch.zeros(1, 1, dtype=torch.long)).logits[0, -1]
     return logits.softmax(-1)
+
+
+def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.01 ** min(step / NUM_ROLLOUTS, 1.0))
 
 
 @pytest.mark.slow
@@ -56,9 +76,9 @@ def test_the_minimiser_is_the_teacher_and_with_a_reward_the_mixture(
         advantage=Reinforce() if with_reward else None, coef=0.5 if with_reward else 1.0,
         gamma=float(with_reward), divergence=divergence, divergence_top_k=top,
         optimizer=lambda params: torch.optim.Adam(params, lr=0.03),
-        lr_scheduler=functools.partial(schedule, rollouts=40), updates=Updates(max_grad_norm=None),
+        lr_scheduler=schedule, updates=Updates(max_grad_norm=None),
     )  # fmt: skip
-    rest: dict[str, Any] = {"rollouts_per_epoch": 40, **({} if with_reward else {"rewards": None})}
+    rest: dict[str, Any] = {} if with_reward else {"rewards": None}
     if divergence is not None and not with_reward:  # without noise a few samples do
         rest |= {"group_size": 1, "prompts_per_rollout": 2}
     quiet_trainer().fit(module, bandit(**rest))
@@ -93,8 +113,15 @@ def test_the_gradient_is_that_of_the_reverse_kl(tmp_path: Path) -> None:
     # of the actions that were sampled: -1/B sum (log pi_T - log pi) grad log pi
     actions = module.kept.token_ids[:, 1]
     sampled = -((log_t - fixed)[actions] * log_pi[actions]).mean()
-    expected = torch.autograd.grad(sampled, parameters)
+    expected = torch.autograd.grad(sampled, parameters, retain_graph=True)
     for got, want in zip(module.gradient, expected, strict=True):
+        torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-4)
+    # over all actions, each as often as the policy takes it: the gradient of KL(pi || pi_T)
+    enumerated = -(fixed.exp() * (log_t - fixed) * log_pi).sum()
+    kl = (log_pi.exp() * (log_pi - log_t)).sum()
+    for got, want in zip(
+        torch.autograd.grad(enumerated, parameters, retain_graph=True), torch.autograd.grad(kl, parameters), strict=True
+    ):
         torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-4)
 
 

@@ -1,4 +1,4 @@
-"""Constrained replies of SmolLM2 in vLLM: each trained token has the log-prob it was sampled with."""
+"""SDKs that constrain replies, on SmolLM2 and vLLM: each trained token has the log-prob it was sampled with."""
 
 from __future__ import annotations
 
@@ -50,11 +50,48 @@ def chat_tool(row: Any, base_url: str, api_key: str) -> None:
     chat.create(model="m", messages=asked, tools=tools, tool_choice="required")
 
 
-CASES = {"schema": chat_schema, "tool": chat_tool}
+def smolagents_tools(row: Any, base_url: str, api_key: str) -> None:
+    import smolagents
+
+    model = smolagents.OpenAIModel(model_id="m", api_base=base_url, api_key=api_key)
+    agent = smolagents.ToolCallingAgent(tools=[smolagents.tool(sdk_programs.add)], model=model, verbosity_level=0)
+    agent.prompt_templates["system_prompt"] = "Use the tools."  # its own takes seconds to read
+    agent.run(sdk_programs.QUESTION, max_steps=1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program, its package, and whether it constrains each turn, or trains one row per attempt."""
+
+    run: Any
+    package: str
+    constrains: bool = True
+    one_row: bool = True
+
+
+CASES = {
+    "openai-schema": Case(chat_schema, "openai"),
+    "openai-tool": Case(chat_tool, "openai"),
+    "openai-agents": Case(sdk_programs.agents_output, "agents"),
+    "pydantic-ai": Case(sdk_programs.pydantic_output, "pydantic_ai"),
+    "langchain-schema": Case(sdk_programs.langchain_schema, "langchain_openai"),
+    "langchain-function": Case(sdk_programs.langchain_function, "langchain_openai"),
+    "smolagents": Case(smolagents_tools, "smolagents", constrains=False, one_row=False),  # its last turn is free
+}
 
 
 def tried(run: Any) -> Any:
-    """The program. What the policy says may be wrong, so that the client raises."""
+    """The program. What the policy says may be wrong, so that the SDK raises or asks again until the last turn."""
+    if asyncio.iscoroutinefunction(run):
+
+        async def awaited(row: Any, base_url: str, api_key: str) -> float:
+            try:
+                await run(row, base_url, api_key)
+            except Exception:
+                return 0.0
+            return 1.0
+
+        return awaited
 
     def main(row: Any, base_url: str, api_key: str) -> float:
         try:
@@ -68,7 +105,7 @@ def tried(run: Any) -> Any:
 
 @dataclass
 class Played:
-    """What the programs sampled, and the model that the engine has."""
+    """What the cases sampled, and the model that the engine has."""
 
     trajectories: dict[str, Trajectory]
     tokenizer: Any
@@ -78,7 +115,7 @@ class Played:
 
 @pytest.fixture(scope="module")
 def played() -> Iterator[Played]:
-    """All at once: the engine samples their turns in one batch."""
+    """All cases at once: the engine samples their turns in one batch."""
     from transformers import AutoModelForCausalLM
 
     path = packaged_model("smollm2")
@@ -94,17 +131,19 @@ def played() -> Iterator[Played]:
                 engine.check_request(request)
             return await engine.generate(request)
 
-        async def attempt(run: Any) -> Trajectory:
-            program = AgentProgram(tried(run), max_turns=4)
+        async def attempt(case: Case) -> Trajectory:
+            program = AgentProgram(tried(case.run), max_turns=4)
             program.setup(tokenizer)
             sampling = ending_turns(SAMPLING, tokenizer)
-            playing = alone(program, ask, {"stream": False}, sampling, max_model_len=2047)
-            return (await closing(program, playing))[0]
+            run = alone(program, ask, {"stream": False}, sampling, max_model_len=2047)
+            return (await closing(program, run))[0]
 
-        async def attempts() -> list[Trajectory]:
-            return await asyncio.gather(*map(attempt, CASES.values()))
+        async def attempts(cases: list[Case]) -> list[Trajectory]:
+            return await asyncio.gather(*map(attempt, cases))
 
-        yield Played(dict(zip(CASES, asyncio.run(attempts()), strict=True)), tokenizer, model, engine)
+        here = {name: case for name, case in CASES.items() if importlib.util.find_spec(case.package)}
+        found = dict(zip(here, asyncio.run(attempts(list(here.values()))), strict=True))
+        yield Played(found, tokenizer, model, engine)
     finally:
         engine.close()
 
@@ -123,21 +162,6 @@ def exact(model: torch.nn.Module, row: TrajectoryRow) -> list[tuple[int, float, 
             found.append((i, float(token - left.logsumexp(0)), float(token - scores.logsumexp(0))))
         at += count
     return found
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_constrained_turns_are_trained_exactly(played: Played, name: str) -> None:
-    trajectory = played.trajectories[name]
-    assert trajectory.failure is None, trajectory.failure
-    assert trajectory.metrics["constrained_turns"] == trajectory.metrics["turns"] >= 1
-    assert trajectory.metrics["masked_turns"] == 0
-    (row,) = [row for row in trajectory.rows if any(turn >= 0 for turn in row.turn_ids)]
-    moved = 0.0
-    for i, recorded, free in exact(played.model, row):
-        assert abs(row.logprobs[i] - recorded) < 1e-3, (i, played.tokenizer.decode(row.token_ids[: i + 1]))
-        moved = max(moved, recorded - free)
-    assert moved > 0.1, "the grammar left less than everything"
-    assert logprob_mismatches(played.engine, [trajectory], played.tokenizer.decode, 1e-3) == []
 
 
 @pytest.mark.parametrize("name", CASES)
