@@ -87,6 +87,8 @@ class RLLightningModule(SavesPretrained, RolloutLearner):
     def build_models(self, in_shards: bool = False) -> None:
         """Sets actor, reference, and reward models; empty ones if ranks load their shards (`in_shards`)."""
         spec = self.actor_spec
+        if spec.live is not None:
+            spec.write_live()
         self.build_actor(in_shards)
         if self.extra_losses.aux_loss_coef:
             from lightrl.models.routing import return_router_logits

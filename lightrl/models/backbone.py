@@ -19,7 +19,7 @@ from lightrl.models.logprobs import Distribution, LogitMap
 from lightrl.models.packing.attention import IMPLEMENTATION
 from lightrl.models.packing.streams import LayoutError, TokenStream, make_stream
 from lightrl.models.spec import Layout
-from lightrl.models.turns import TOKEN_INPUT, causal_type, harmless_id, placeholder_ids
+from lightrl.models.turns import TOKEN_INPUT, causal_type, harmless_id, placeholder_ids, require_known
 from lightrl.records import RowBatch
 
 
@@ -88,11 +88,13 @@ class Backbone:
 
     def __call__(self, rows: RowBatch, *, last: bool = False) -> BackboneOutput:
         """Returns hidden states at t - 1 for each response token t, or at the `last` token of each row."""
-        lengths = rows.on_host("attention_mask").sum(1)
+        mask = rows.on_host("attention_mask")
+        lengths = mask.sum(1)
+        require_known(self.config, int(torch.where(mask, rows.on_host("token_ids"), 0).max()))
         if self._longest is not None and int(lengths.max()) > self._longest:
             raise ValueError(
-                f"{self.name} with sequences of {int(lengths.max())} tokens: above {self._longest} tokens, its RoPE "
-                "uses different factors, which depend on the batch. Use shorter sequences."
+                f"{self.name} with sequences of {int(lengths.max())} tokens: its positions end at {self._longest}, or "
+                "depend on the batch above. Use shorter sequences."
             )
         if any(rows.inputs) and not last:
             from lightrl.models.multimodal import without_unread_media

@@ -130,7 +130,7 @@ def _prepared(model: Any, spec: ModelSpec, *, trainable: bool) -> PreTrainedMode
     _switch_dropout_off(model)
     fix_rope(model)
     lora = spec.lora if trainable else None
-    if lora is not None:
+    if lora is not None and not getattr(model, "peft_config", None):  # a loaded model's was trained by an earlier run
         from lightrl.models.lora import add_lora
 
         add_lora(model, lora)
@@ -207,9 +207,14 @@ def fix_rope(model: Any) -> int | None:
     log-probs would depend on others. vLLM chooses those of LongRoPE once, by its `max_model_len`.
 
     Returns:
-        Maximum sequence length for which transformers, and vLLM by default, use the same factors. None for no limit.
+        Maximum sequence length for which transformers, and vLLM by default, use the same factors, or with learned
+        positions. None for no limit.
     """
-    limits = []
+    limits: list[int | None] = []
+    tables = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
+    if not any(hasattr(module, "rope_type") for module in model.modules()):
+        longest = longest_sequence(model.config)
+        limits.append(longest if longest is not None and tables & {longest, longest + 2} else None)  # 2 more in OPT
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         if isinstance(kinds, str):

@@ -71,6 +71,7 @@ class ModelSpec:
     chat_template: str | None = None
     kwargs: dict[str, Any] = field(default_factory=dict)
     live: Any = field(default=None, init=False, repr=False, compare=False)
+    _written = 0  # fingerprint of the live model's weights in `path`
 
     def __post_init__(self) -> None:
         if self.random_init and self.lora is not None:
@@ -97,9 +98,10 @@ class ModelSpec:
     def of(cls, model: Any, tokenizer: Any, **settings: Any) -> ModelSpec:
         """Returns the spec of a loaded model, which is trained in place and not copied.
 
-        Model and tokenizer are written once to a temporary directory of this process. Everything else that needs the
-        initial weights is loaded from there (engines, reference, critic). Checkpoints don't record the model's origin:
-        pass the model again to resume, or a directory to `lightrl export --model`.
+        Model and tokenizer are written to a temporary directory of this process, and the model again when a run begins
+        with other weights. Everything else that needs the initial weights is loaded from there (engines, reference,
+        critic). Checkpoints don't record the model's origin: pass the model again to resume, or a directory to
+        `lightrl export --model`.
 
         Args:
             model: A whole, unquantized causal language model of transformers, on any device. Frozen parameters stay
@@ -110,8 +112,6 @@ class ModelSpec:
         Raises:
             ValueError: `model` has adapters or quantized weights.
         """
-        from lightrl.compat.deepspeed import skip_unused
-
         kind = type(model).__name__
         if getattr(model, "peft_config", None) or getattr(model, "is_quantized", False):
             raise ValueError(
@@ -119,18 +119,28 @@ class ModelSpec:
                 "a LoraSpec."
             )
         spec = cls(kind, dtype=str(model.dtype).removeprefix("torch."), **settings)
-        spec.path = folder = tempfile.mkdtemp(prefix=f"lightrl-{kind}-")
-        weakref.finalize(spec, _remove, folder, os.getpid())
+        spec.path, spec.live = tempfile.mkdtemp(prefix=f"lightrl-{kind}-"), model
+        weakref.finalize(spec, _remove, spec.path, os.getpid())
+        spec.write_live()
+        tokenizer.save_pretrained(spec.path)
+        return spec
+
+    def write_live(self) -> None:
+        """Writes a loaded model to `path` if its weights have changed, such as by an SFT warm start."""
+        from lightrl.compat.deepspeed import skip_unused
+        from lightrl.distributed.strategies import fingerprint
+
+        model, now = self.live, fingerprint(self.live)
+        if getattr(model, "peft_config", None) or self._written == now:
+            return
         # Each process has a separate directory; transformers would write only on the first rank.
         skip_unused()
         model.should_save_on_this_rank = lambda is_main_process: is_main_process
         try:
-            model.save_pretrained(folder)
+            model.save_pretrained(self.path)
         finally:
             del model.should_save_on_this_rank
-        tokenizer.save_pretrained(folder)
-        spec.live = model
-        return spec
+        self._written = now
 
 
 def _remove(folder: str, process: int) -> None:

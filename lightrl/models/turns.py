@@ -113,6 +113,16 @@ def placeholder_ids(config: Any) -> dict[str, int]:
     return found
 
 
+def require_known(config: Any, token_id: int) -> None:
+    """Raises a ValueError if a token ID has no embedding in a text model with this config."""
+    words = getattr(config.get_text_config(), "vocab_size", token_id + 1)
+    if token_id >= words and not placeholder_ids(config):
+        raise ValueError(
+            f"token ID {token_id}: the model's vocabulary has only {words} tokens. If tokens were added to the "
+            "tokenizer, save the model after model.resize_token_embeddings(len(tokenizer))."
+        )
+
+
 def harmless_id(config: Any) -> int:
     """Returns a token ID that is not a placeholder."""
     return next(i for i in range(4) if i not in placeholder_ids(config).values())

@@ -208,6 +208,8 @@ class EngineHost:
         trainer, module = self.data.trainer, self.data.learner
         spec, actor = module.actor_spec, getattr(module, "actor", None)
         computed = getattr(trainer.strategy, "param_dtype", None)  # FSDP2Strategy's
+        if computed is None and str(trainer.precision).startswith("32") and spec.dtype in ("bfloat16", "float16"):
+            computed = spec.dtype  # without autocast, the weights' dtype
         # Engines apply adapters only to unquantized language models loaded from the model directory.
         merged = spec.lora is None or spec.lora.quantize_4bit
         if not merged and actor is not None:

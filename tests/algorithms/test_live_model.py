@@ -87,3 +87,20 @@ def test_sft_trains_a_live_model(path: str) -> None:
     for module in (plain := SFTLightningModule(path), SFTLightningModule(ModelSpec.of(model, tokenizer))):
         quiet_trainer(callbacks=[]).fit(module, SFTDataModule(SFTSource(rows=rows), batch_size=4))
     assert equal(plain.actor.lm, model) and not equal(model, live(path)[0])
+
+
+@pytest.mark.parametrize("lora", [None, LoraSpec(r=2)])
+def test_rl_after_a_warm_start_begins_with_its_weights(lora: Any, path: str) -> None:
+    """The reference, the critic, and an adapter are those of the policy after SFT."""
+    rows = [{"prompt": f"{a}+1=", "completion": str(a + 1)} for a in range(8)]
+    model, tokenizer = live(path)
+    spec = ModelSpec.of(model, tokenizer, lora=lora)
+    warm = SFTLightningModule(spec, optimizer=adam)
+    quiet_trainer(callbacks=[]).fit(warm, SFTDataModule(SFTSource(rows=rows), batch_size=4))
+    begun = [p.detach().clone() for p in model.parameters()]
+    module = PPOLightningModule(spec, optimizer=lambda params: torch.optim.SGD(params, lr=0.0))
+    fit(module)
+    assert all(torch.equal(a, b) for a, b in zip(begun, model.parameters(), strict=True))
+    if lora is None:
+        assert module.reference is not None and module.critic is not None
+        assert equal(module.reference.lm, model) and equal(module.critic.backbone, model.model)

@@ -210,3 +210,15 @@ def test_an_evaluation_without_data_is_an_error(stage: str, path: str) -> None:
         getattr(quiet_trainer(), stage)(GRPOLightningModule(path), rollouts())
     with pytest.raises(ValueError, match="val=None"):
         getattr(quiet_trainer(), stage)(SFTLightningModule(path), supervised())
+
+
+def test_tokens_without_an_embedding_are_named(path: str, tmp_path: Path) -> None:
+    """Torch's own error is an index, and on a GPU an assertion that ends the process."""
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(tmp_path)
+    rows = [{"prompt": "<new>1+1=", "completion": "2"}] * 2
+    with pytest.raises(ValueError, match="resize_token_embeddings"):
+        quiet_trainer().fit(SFTLightningModule(path), supervised(rows, tokenizer=str(tmp_path)))
+    with pytest.raises(ValueError, match="resize_token_embeddings"):
+        quiet_trainer().fit(GRPOLightningModule(path), rollouts(prompts=rows, tokenizer=str(tmp_path)))

@@ -108,6 +108,13 @@ def test_steps_far_below_the_tolerance_leave_no_engine_behind_unseen(model: str)
     assert fit(model, Engine(skip_from=4), lr=3e-7, sync=WeightSync(tolerance=5e-4)).policy_version == 8
 
 
+def test_an_engine_has_the_dtype_of_half_precision_weights(model: str) -> None:
+    """With the default precision: without autocast, the trainer computes in it."""
+    data = sums_data(rollouts_per_epoch=1)
+    quiet_trainer(callbacks=[]).fit(PPOLightningModule(ModelSpec(model, dtype="bfloat16")), data)
+    assert data.engine.dtype == "bfloat16"
+
+
 def test_the_check_asks_about_many_tokens_where_the_engine_routes_them(tmp_path: Path) -> None:
     class Routes(Engine):
         shapes: tuple[int, ...] = ()

@@ -59,7 +59,7 @@ def test_a_rows_logprobs_do_not_depend_on_the_batch(kind: str, layout: Any) -> N
     short = batch.pick([0, 1])
     model = PolicyModel(load_causal_lm(spec(lm(kind)), trainable=True), layout=layout)
     if kind in ("dynamic", "longrope"):  # other factors for long rows
-        with pytest.raises(ValueError, match="its RoPE"):
+        with pytest.raises(ValueError, match="its positions end"):
             model(as_rows(*batch[:3], group_ids=batch.group_ids))
         expected, _ = plain_scores(lm(kind), short)
         for row in range(2):
@@ -88,7 +88,7 @@ def spec(model: Any, **settings: Any) -> ModelSpec:
 def test_long_rows_of_longrope_are_named_with_the_fix(family: str) -> None:
     model = PolicyModel(load_causal_lm(spec(lm("longrope", family)), trainable=True))
     batch = make_batch([(4, [5, 8]), (10, [7])])
-    with pytest.raises(ValueError, match="17 tokens: above 16 tokens"):
+    with pytest.raises(ValueError, match="17 tokens: its positions end at 16"):
         model(as_rows(*batch[:3]))
     short = batch.pick([0, 1])
     expected, _ = plain_scores(lm("longrope", family).eval(), short)
@@ -107,6 +107,15 @@ def test_factors_per_kind_of_layer_are_fixed() -> None:
     together = policy(as_rows(*batch[:3])).logprobs
     for row in range(3):
         torch.testing.assert_close(together[row], scored(policy, batch, [row])[0], atol=1e-4, rtol=1e-4)
+
+
+def test_rows_beyond_learned_positions_are_named() -> None:
+    """Torch's own error is an index, and on a GPU an assertion that ends the process."""
+    config = transformers.GPT2Config(vocab_size=128, n_positions=16, n_embd=32, n_layer=1, n_head=2)
+    model = PolicyModel(load_causal_lm(spec(transformers.GPT2LMHeadModel(config)), trainable=True))
+    model(as_rows(*make_batch([(8, [8, 4])], pad=0)[:3]))
+    with pytest.raises(ValueError, match="17 tokens: its positions end at 16"):
+        model(as_rows(*make_batch([(8, [9, 4])], pad=0)[:3]))
 
 
 def test_engines_use_the_trainers_factors(tmp_path: Path, model_dir: Path) -> None:

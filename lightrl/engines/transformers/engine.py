@@ -22,6 +22,7 @@ from lightrl.engines.transformers.decoders import CacheDecoder, Decoder
 from lightrl.engines.transformers.decoding import Generation
 from lightrl.models.backbone import keep_attention_caps
 from lightrl.models.loading import CONFIG_KEYS, causal_class, fix_rope, longest_sequence
+from lightrl.models.turns import require_known
 from lightrl.records import CompletionGroup, EngineContext, GenerationRequest, Routes, SamplingParams
 
 if TYPE_CHECKING:
@@ -181,6 +182,7 @@ class TransformersEngine(SteppingEngine):
     def check_request(self, request: GenerationRequest) -> None:
         self.check_sampling(request.sampling, "SamplingParams", trained=False)
         self.check_length(request)
+        require_known(self._model.config, max(request.token_ids))
 
     # -------------------------------------------------------------------------------------------------- weights
 
