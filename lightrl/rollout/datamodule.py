@@ -192,6 +192,8 @@ class RolloutDataModule(LightningDataModule):
                 f"prompts_per_rollout={self.prompts_per_rollout}: {self.world_size} ranks can't share it. Use a "
                 f"multiple of {self.world_size}."
             )
+        if self.rollouts_per_epoch is not None and self.rollouts_per_epoch < 1:
+            raise ValueError(f"rollouts_per_epoch={self.rollouts_per_epoch}: is below 1. Raise it.")
         module, spec = self.learner, self.learner.actor_spec
         if stage == "fit":
             self._check_learner(module)

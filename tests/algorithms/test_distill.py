@@ -226,9 +226,11 @@ def test_stored_completions_of_a_teacher_are_supervised_rows(tmp_path: Path) -> 
     assert [record["prompt"] for record in stored] == [row["prompt"] for row in rows]
     tokenizer = AutoTokenizer.from_pretrained(student)
     source = SFTSource(path=str(file), chat_template=False)
-    for (prompt, completion), record in zip(source.tokenized(tokenizer), stored, strict=True):
-        assert prompt == tokenizer(record["prompt"])["input_ids"]
-        assert completion == [*tokenizer(record["completion"])["input_ids"], tokenizer.eos_token_id]
+    for example, record in zip(source.tokenized(tokenizer), stored, strict=True):
+        prompt = tokenizer(record["prompt"])["input_ids"]
+        completion = [*tokenizer(record["completion"])["input_ids"], tokenizer.eos_token_id]
+        assert example.token_ids == [*prompt, *completion]
+        assert list(example.trained) == [False] * len(prompt) + [True] * len(completion)
     module = SFTLightningModule(student, optimizer=lambda params: torch.optim.Adam(params, lr=1e-2))
     losses = []
     for epochs in (1, 20):
