@@ -392,8 +392,8 @@ class TemplateBridge(Bridge):
                     return None
                 last = max(place + len(mark) for place, mark in zip(places, marks, strict=True))
                 before, ended, after = body[last:].partition(end)
-                if not ended or any(token in before for token in others):  # the turn ends with another token
-                    return None
+                if not ended or (said is not real and any(token in before for token in others)):
+                    return None  # the turn ends with another token
                 found.add(after)
             if len(found) != 1:
                 return None
