@@ -75,5 +75,5 @@ def test_yaml_selects_the_harness(monkeypatch: pytest.MonkeyPatch) -> None:
         program = parser.instantiate_classes(
             parser.parse_string(f"episode:\n  {text.replace(chr(10), chr(10) + '  ')}")
         )
-        settings = json.loads(program.episode.workers._make.args[2]["LIGHTRL_VERIFIERS"])
+        settings = json.loads(program.episode._make.args[2]["LIGHTRL_VERIFIERS"])
         assert settings["agent"].get("harness") == harness
