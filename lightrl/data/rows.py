@@ -242,7 +242,7 @@ class RowSource:
         """Returns the rows of `split`, which may be a slice or a sum.
 
         Raises:
-            ValueError: If there is no such split, or the slice is invalid.
+            ValueError: The split does not exist, or the slice is invalid.
         """
         if self.split in splits:
             return splits[self.split]

@@ -198,11 +198,12 @@ class RowBatch:
         """
         value = getattr(self, name)
         source, copy = self.host.get(name, (None, None))
-        if value is None or value.device.type == "cpu":
+        if source is value:
+            return copy
+        if value.device.type == "cpu":
             return value
-        if source is not value:
-            copy = value.cpu()
-            self.host[name] = value, copy
+        copy = value.cpu()
+        self.host[name] = value, copy
         return copy
 
     def _mapped(self: R, change: Callable[[Any], Any], *kinds: str) -> R:
