@@ -43,7 +43,7 @@ class MyCallback(Callback): ...
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the configurations are used: beside the files that the pages tell their readers to write."""
+    """A directory with the files that the pages tell readers to write."""
     folder = tmp_path_factory.mktemp("docs")
     (folder / "base.yaml").write_text(yaml.safe_dump(BASE))
     (folder / "examples").symlink_to(ROOT / "examples")

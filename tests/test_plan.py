@@ -142,7 +142,7 @@ def size_of(label: str, folder: Path) -> ModelSize:
 
 
 def test_gradients_of_large_models_are_in_shards(tmp_path: Path) -> None:
-    """7 B on 8 GPUs of 80 GB and 72 B on 64 fit beside an engine that sleeps; with whole gradients they did not."""
+    """With a sleeping engine, 7B fits on 8 GPUs of 80 GB, and 72B on 64. With whole gradients, they would not."""
     seven, seventy = size_of("7 B", tmp_path), size_of("72 B", tmp_path)
     case = Plan(seven, critic=False, engine=False)
     fsdp2, zero3, zero1 = (memory(case, name) for name in ("fsdp2", "zero3", "zero1"))

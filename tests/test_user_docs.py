@@ -92,7 +92,7 @@ def test_the_code_of_the_grpo_page_runs(root: Path, tmp_path: Path, monkeypatch:
 
 
 def strings_of(folder: Path) -> list[str]:
-    """Every string of the code, those of implicit concatenation joined, with … for what is filled in."""
+    """Every string in the code, with implicit concatenations joined and … for inserted values."""
     found = []
     for file in folder.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):

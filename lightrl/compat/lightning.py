@@ -25,7 +25,8 @@ def refuse_callbacks(callbacks: Collection[Any], *, manual: bool) -> None:
     """Raises a ValueError for a callback that has no effect; `manual` is for modules with manual optimization."""
     failing = _FAILING | (_FAILING_IN_RL if manual else {})
     for callback in callbacks:
-        for name in failing.keys() & {each.__name__ for each in type(callback).__mro__}:
+        own = {each.__name__ for each in type(callback).__mro__ if each.__module__.startswith("lightning.")}
+        for name in failing.keys() & own:
             raise ValueError(f"callback {type(callback).__name__}: {failing[name]}")
         interval = getattr(callback, "_train_time_interval", None)
         if manual and interval is not None:

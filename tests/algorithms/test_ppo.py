@@ -260,7 +260,7 @@ def test_hooks_are_called_once_per_rollout_and_metrics_are_documented_names(mode
 
 
 def test_an_overridden_loss_sees_all_rows(model_path: str) -> None:
-    """It may have terms of its own; only the module's own loss is known to be 0 without an advantage."""
+    """An override may add terms. Only the module's own loss is 0 for rows without an advantage."""
 
     class Own(GRPOLightningModule):
         rows = 0

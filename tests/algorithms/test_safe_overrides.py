@@ -620,7 +620,7 @@ class Refreshing(torch.optim.lr_scheduler.StepLR):
         raise AssertionError("belongs to the user")
 
 
-def test_a_scheduler_of_the_user_is_stepped_whatever_its_methods(path: str) -> None:
+def test_a_scheduler_of_the_user_is_stepped(path: str) -> None:
     module = grpo(path, lr_scheduler=lambda optimizer: Refreshing(optimizer, 1, gamma=0.5))
     rates = [metrics["optim/lr_policy"] for metrics in fit(module, rollouts=3).metrics]
     assert rates == pytest.approx([rates[0], rates[0] / 2, rates[0] / 4])

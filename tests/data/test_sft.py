@@ -75,7 +75,7 @@ def test_overlong_rows(tokenizer: Any) -> None:
     assert len(SFTSource(rows=rows, max_tokens=8).tokenized(tokenizer)) == 2
     assert SFTSource(rows=rows, max_tokens=7).tokenized(tokenizer) == [Example([5, 18, 6, 1], [False] * 2 + [True] * 2)]
     cut = SFTSource(rows=rows, max_tokens=5, overlong="truncate").tokenized(tokenizer)
-    assert [example.token_ids for example in cut] == [[5, 18, 6, 7, 8], [5, 18, 6, 1]]  # what is cut has no end
+    assert [example.token_ids for example in cut] == [[5, 18, 6, 7, 8], [5, 18, 6, 1]]  # no end token
     with pytest.raises(ValueError, match="row 0: max_tokens=7: .* 8 tokens"):
         SFTSource(rows=rows, max_tokens=7, overlong="error").tokenized(tokenizer)
     with pytest.raises(ValueError, match="max_tokens=3: every example"):

@@ -41,7 +41,7 @@ def save_tokenizer(folder: Path, characters: str) -> None:
 def build_model(folder: Path, *, tied: bool, seed: int = 0, vocab_size: int = 50) -> torch.nn.Module:
     """A 0.1 M Qwen2 with wide weights (sharp distributions), saved with a character tokenizer.
 
-    The vocabulary of 50 is no multiple of 64: vLLM pads it, and the padding must not pass for a missing weight.
+    vLLM pads the vocabulary of 50 to a multiple of 64. The padding must not count as a missing weight.
     """
     sizes = {"vocab_size": vocab_size, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
     sizes |= {"num_key_value_heads": 1, "bos_token_id": 2, "eos_token_id": EOS}

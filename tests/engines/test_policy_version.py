@@ -56,7 +56,7 @@ def broken_off(weights: list[Any], after: int) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_an_engine_samples_from_the_policy_that_it_names_whatever_came_before(seed: int, tied_folder: Path) -> None:
+def test_an_engine_samples_from_the_policy_that_it_names(seed: int, tied_folder: Path) -> None:
     """`version` is what the engine's policy version must be."""
     draw, learner, engine, version = random.Random(seed), Learner(tied_folder), TransformersEngine(), -1
     start = partial(engine.start, EngineContext(str(tied_folder), max_prompt_tokens=8, max_new_tokens=5))

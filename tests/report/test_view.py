@@ -108,7 +108,7 @@ def test_the_newest_rollouts_are_kept(tmp_path: Path) -> None:
 
 
 def test_a_picture_that_is_a_program_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PIL has Ghostscript run PostScript, whatever the file is called."""
+    """PIL would run PostScript with Ghostscript, regardless of the file name."""
     ran: list[Any] = []
     monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *args: ran.append(args))
     run = write(tmp_path, [{**record(0, 0, random.Random(0)), "media": {"images": ["a.png"]}}])
