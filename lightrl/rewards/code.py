@@ -22,8 +22,8 @@ _FENCES = ("```", "```python", "```python3", "```py")
 
 
 def extract_code(completion: str) -> str:
-    """The last fenced Python block of a completion, or the whole completion if there is none."""
-    found: list[str] | None = None
+    """The last block tagged as Python, otherwise the last block without a tag, otherwise the whole completion."""
+    blocks: dict[bool, list[str]] = {}  # the last block, by whether it is tagged as Python
     block: list[str] | None = None
     for line in completion.split("\n"):
         fence = line.strip().lower()
@@ -34,7 +34,9 @@ def extract_code(completion: str) -> str:
             block = None
         else:
             block = []
-            found = block if fence in _FENCES else found
+            if fence in _FENCES:
+                blocks[fence != "```"] = block
+    found = blocks.get(True, blocks.get(False))  # a block without a tag may be the output
     return completion if found is None else "\n".join(found)
 
 
@@ -166,14 +168,14 @@ def parse_tests(cell: Any) -> list[Any] | None:
         try:
             cell = json.loads(cell)
         except ValueError:
-            return _snippets(cell)
+            return _with_calls(_snippets(cell))
     if isinstance(cell, Mapping) and {"inputs", "outputs"} <= cell.keys():
         cell = [{"input": text, "output": out} for text, out in zip(cell["inputs"], cell["outputs"], strict=True)]
     if cell is None:
         return None
     if isinstance(cell, Sequence) and cell:
         if all(isinstance(test, str) for test in cell):
-            return list(cell) if all(_snippets(test) for test in cell) else None
+            return _with_calls(list(cell)) if all(_snippets(test) for test in cell) else None
         if all(isinstance(test, Mapping) for test in cell):
             pairs = [(test.get("input"), test.get("output")) for test in cell]
             texts = all(isinstance(text, str | int | float) for pair in pairs for text in pair)
@@ -203,3 +205,16 @@ def _snippets(source: str) -> list[str] | None:
     elif rest:
         groups.append(rest)
     return [ast.unparse(ast.Module(group, [])) for group in groups] or None
+
+
+def _with_calls(tests: list[str] | None) -> list[str] | None:
+    """The tests. Raises a RewardError if a function or class contains a check but is never used."""
+    tree = ast.parse("\n".join(tests or ()))
+    used = {None, *(node.id for node in ast.walk(tree) if isinstance(node, ast.Name))}
+    for unused in (statement for statement in tree.body if getattr(statement, "name", None) not in used):
+        if any(isinstance(n, ast.Assert) or getattr(n, "attr", "").startswith("assert") for n in ast.walk(unused)):
+            raise RewardError(
+                f"tests={ast.unparse(unused)[:80]!r}: is never called, so all completions would pass. Add a call, such "
+                "as `test_add()` or `check(add)`."
+            )
+    return tests

@@ -223,10 +223,21 @@ def test_tests_end_with_an_assert() -> None:
     ]
 
 
+def test_a_check_that_would_never_run_is_rejected() -> None:
+    assert len(parse_tests("def test():\n    assert add(1, 2) == 3\ntest()\nassert add(0, 0) == 0") or ()) == 1
+    called = ["def check(f):\n    assert f()", "check(g)"]
+    assert parse_tests(called) == called
+    unittest = "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        self.assertEqual(f(), 1)"
+    for wrong in ("def check(f):\n    assert f()", [unittest], "def test_a():\n    assert f()"):
+        with pytest.raises(RewardError, match="tests=.*never called"):
+            parse_tests(wrong)
+
+
 def test_the_last_python_block_counts() -> None:
     two = "```python\nfirst\n```\nand\n```py\nsecond\n```\nRun it:\n```bash\npython x.py\n```"
     assert extract_code(two) == extract_code(two + "\nThat is all.\n") == "second"
     assert extract_code("```" + " " * 200_000) == ""
+    assert extract_code(two + "\nIt prints:\n```\n3\n```") == "second"
     assert extract_code("```\nopen to the end") == "open to the end"
     assert extract_code("def f(): pass") == "def f(): pass"
 
