@@ -464,7 +464,8 @@ def listening() -> set[str]:
     }
 
 
-def test_a_client_that_goes_away_gives_its_turn_up_and_asking_again_samples_the_same() -> None:
+@pytest.mark.parametrize("between", [False, True])
+def test_a_client_that_goes_away_gives_its_turn_up_and_asking_again_samples_the_same(between: bool) -> None:
     engine = Engine("Hi")
     slow = asyncio.Event()
 
@@ -478,12 +479,18 @@ def test_a_client_that_goes_away_gives_its_turn_up_and_asking_again_samples_the_
         body = json.dumps({"messages": ASK, "stream": True})
         client.request("POST", "/v1/chat/completions", body, {"x-api-key": attempt.key})
         assert until(lambda: engine.asked)
+        said = [{"role": "user", "content": "Another question"}] if between else ASK
+        if between:  # a turn of another conversation ends first, and the next one continues it
+            assert attempt.post("/chat/completions", {"messages": said}).status_code == 200
+            said = [*said, {"role": "assistant", "content": "Hi"}, *ASK]
         client.close()
         assert until(lambda: engine.cancelled == 1)
-        assert attempt.post("/chat/completions", {"messages": ASK}).status_code == 200
-    assert [request.seed for request in engine.asked] == [0, 0]
-    assert engine.asked[0].token_ids == engine.asked[1].token_ids
-    assert len(attempt.trajectory.rows) == 1 and attempt.trajectory.metrics["turns"] == 1
+        assert attempt.post("/chat/completions", {"messages": said}).status_code == 200
+    (row,) = attempt.trajectory.rows
+    turns = [turn for turn in row.turn_ids if turn >= 0]
+    assert turns == sorted(turns) and attempt.trajectory.metrics["turns"] == 1 + between
+    assert [request.seed for request in engine.asked] == ([0, 1, 0] if between else [0, 0])
+    assert between or engine.asked[0].token_ids == engine.asked[1].token_ids
 
 
 def test_many_sessions_at_once_keep_their_turns_apart() -> None:

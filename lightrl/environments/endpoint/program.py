@@ -35,24 +35,19 @@ _HINT = (
 class AgentProgram(MultiTurn):
     """Runs a program for each trajectory that calls the policy through the API of a model server.
 
-    The program is a function `main(row, base_url, api_key)`, sync or async. It returns a reward, None to use the reward
-    functions, or `{"reward": ..., "metrics": {...}}` with numbers to log. `row` contains the dataset's columns and
-    `prompt`. `base_url` serves the policy through OpenAI's chat completions and responses APIs and Anthropic's messages
-    API, with and without streaming. Sync programs run in threads and async programs on one event loop. All trajectories
-    can share a client if each request uses the key of its trajectory.
+    The program is a function `main(row, base_url, api_key)`, sync (runs in a thread) or async (they share a loop).
+    It returns a reward, None to use the reward functions, or `{"reward": ..., "metrics": {...}}` with numbers to log.
+    `row` has the dataset's columns and `prompt`. `base_url` serves OpenAI's chat completions and responses APIs and
+    Anthropic's messages API, with and without streaming, from the first trajectory until `close`.
 
     A request that continues a conversation of the trajectory verbatim extends its sequence if this is verified to be
-    exact. Any other request starts a new sequence with earlier tokens as context (sub-agents, compaction). The run's
-    sampling settings apply. Sampling parameters and unknown parameters in requests are ignored, counted
-    (`ignored_parameters`), and reported in a warning once. Parameters that change what the model reads in ways that are
-    not supported are rejected. The server runs from the first trajectory until `close`.
+    exact. Any other request starts a new sequence with earlier tokens as context. Sampling parameters and unknown
+    parameters in requests have no effect and are counted (`ignored_parameters`). Parameters that change what the model
+    reads in ways that are not supported are rejected.
 
-    Each trajectory has its own key, which is valid until its end. The run stops with an error if a program uses the key
-    of another trajectory, or returns a reward without sending a request.
-
-    A trajectory that reaches a limit ends with the limit's name as stop reason. Its reward is the value that the
-    program returns, otherwise `limit_reward`. An exception in the program, a process that dies, an engine failure, and
-    a program without a turn end the trajectory with "failure". It is then excluded from losses and baselines.
+    Each trajectory has its own key. The run stops with an error if a program uses the key of another trajectory, or
+    returns a reward without sending a request. A trajectory that reaches a limit is scored. Errors of the program or
+    the engine, a process that dies, and a program without a turn exclude it from losses and baselines.
 
     Args:
         run: "file.py:main", "package.module:main", or the function itself.

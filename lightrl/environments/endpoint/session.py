@@ -81,7 +81,7 @@ class Session:
         self._last: StopReason = "stop"
         self._streams: list[Stream] = []
         self._latest: Stream | None = None
-        self._numbers: set[int] = set()  # of turns, including those in progress
+        self._numbers: dict[int, None] = {}  # of turns, including those in progress, by the order of their requests
         self._turns: set[int] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._call_ids: dict[str, tuple[str, str]] = {}  # program's ID of a call -> policy's, and the tool's name
@@ -115,7 +115,7 @@ class Session:
     @property
     def rows(self) -> list[TrajectoryRow]:
         """The training sequences with consecutively numbered turns."""
-        number = {turn: i for i, turn in enumerate(sorted(self._turns))} | {-1: -1}
+        number = {turn: i for i, turn in enumerate(n for n in self._numbers if n in self._turns)} | {-1: -1}
         rows = [row for stream in self._streams for row in stream.ledger.rows if any(t >= 0 for t in row.turn_ids)]
         if not rows:
             return [TrajectoryRow([0], [-1], [0.0], [-1])]
@@ -226,8 +226,8 @@ class Session:
         extra: dict[str, Any] = {"structured_outputs": structured} if structured else {}
         if asked.top_logprobs:
             extra["logprobs"] = asked.top_logprobs
-        number = min({*range(len(self._numbers) + 1)} - self._numbers)
-        self._numbers.add(number)
+        number = min({*range(len(self._numbers) + 1)} - self._numbers.keys())
+        self._numbers[number] = None
         stream = None
         try:
             messages = self._as_policy(asked.messages)
@@ -261,7 +261,7 @@ class Session:
                 wish = wish or "top_logprobs"  # not supported by the engine
                 raise RefusedError(400, f"{wish}: {error}", wish, "unsupported_value") from error
         except BaseException:
-            self._numbers.discard(number)
+            del self._numbers[number]
             if stream is not None:
                 stream.busy = bool(begun)  # permanently, because its tokens end with an unfinished reply
             raise
