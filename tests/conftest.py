@@ -6,18 +6,12 @@ import gc
 import os
 import sys
 import tempfile
-import zlib
 
 # Before torch, transformers and datasets are imported, here and in every process that a test starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_CACHE", os.path.join(tempfile.gettempdir(), f"lightrl-tests-{os.getuid()}"))
-# What is compiled includes this environment's headers: tests of another one would compile it anew meanwhile.
-os.environ.setdefault(
-    "TORCH_EXTENSIONS_DIR",
-    os.path.join(tempfile.gettempdir(), f"lightrl-tests-{os.getuid()}-{zlib.crc32(sys.prefix.encode()):x}"),
-)
 os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 
 from collections.abc import Iterator

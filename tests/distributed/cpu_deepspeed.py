@@ -2,7 +2,8 @@
 
 Lightning refuses DeepSpeed without CUDA in three places: it asks for a CUDA accelerator, checks that devices are
 numbered like local ranks (a CPU has no number), and hands DeepSpeed that number. DeepSpeed itself runs on CPU with
-gloo. Only those three are replaced here; all that trains, saves and loads is what runs on GPUs.
+gloo. Only those three are replaced here; all that trains, saves and loads is what runs on GPUs. DeepSpeed's own
+collectives for ranks on one CPU are left out, since the compiler takes over a minute for them.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is importe
 os.environ.setdefault("DS_LOG_LEVEL", "error")
 
 import deepspeed
+import deepspeed.comm.torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightrl.distributed.fsdp2 import ZeROStrategy
+
+deepspeed.comm.torch.build_shm_op = lambda: None
 
 
 class CPUZeROStrategy(ZeROStrategy):

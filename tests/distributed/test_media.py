@@ -79,10 +79,6 @@ def test_ranks_that_show_different_things_learn_what_one_process_learns(
     kind: str, strategy: str, tmp_path: Path
 ) -> None:
     pytest.importorskip("torchvision")
-    if strategy.startswith("zero"):
-        from tests.distributed.test_strategies import compile_deepspeed
-
-        compile_deepspeed()
     path = str(build("qwen2_vl", tmp_path / "model"))
     one = run(kind, path, devices=1)
     forks.ranks(__name__, kind, path, str(tmp_path), strategy)

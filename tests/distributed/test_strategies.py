@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -56,25 +53,10 @@ def one(place: Path) -> dict[str, Any]:
     return {kind: train(kind, model, place / "one" / kind) for kind in ("ppo", "lora", "broken")}
 
 
-@functools.cache
-def compile_deepspeed() -> None:
-    """DeepSpeed's collectives on CPU, once per environment, so that no rank waits for the compiler within its time.
-
-    A process that was killed while it compiled has left a lock behind, for which all others would wait for ever.
-    """
-    for lock in Path(os.environ["TORCH_EXTENSIONS_DIR"]).rglob("lock"):
-        if time.time() - lock.stat().st_mtime > 600:
-            lock.unlink()
-    code = "import tests.distributed.cpu_deepspeed; from deepspeed.comm.torch import build_shm_op; build_shm_op()"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, timeout=600)
-
-
 @pytest.fixture(scope="module", params=STRATEGIES)
 def ranks(request: Any, place: Path, one: dict[str, Any]) -> Iterator[tuple[str, dict[str, list[Any]]]]:
     """What both ranks of a strategy report of each step, all run by one pair of processes."""
     name = request.param
-    if name.startswith("zero"):
-        compile_deepspeed()
     steps = ["ppo", "lora", "broken", f"ppo@{name}/ppo/{MIDDLE}", *EXTRA.get(name, [])]
     if not name.startswith("zero"):
         steps.append(f"ppo@one/ppo/{MIDDLE}")

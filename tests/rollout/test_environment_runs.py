@@ -24,7 +24,6 @@ from lightrl.objectives import GroupRelative
 from lightrl.rollout import Ahead
 from tests import forks
 from tests.distributed.job import make_strategy
-from tests.distributed.test_strategies import compile_deepspeed
 from tests.rollout.tasks import Letters, fit, sgd, talk
 from tests.toys import KeptEngine, ThreadEngine
 
@@ -160,8 +159,6 @@ def test_two_ranks_play_their_own_environments_and_learn_what_one_learns(path: s
     alone = {way: ranks_run(path, "auto", way)[1] for way in WAYS}
     assert alone["staleness"]["staleness"] == [0, 1, 1]
     names = STRATEGIES if find_spec("deepspeed") else STRATEGIES[:2]
-    if find_spec("deepspeed"):
-        compile_deepspeed()
     forks.ranks(__name__, "ranks", path, str(tmp_path), *names)
     for strategy, (way, one) in itertools.product(names, alone.items()):
         if way not in SHARDED.get(strategy, WAYS):
