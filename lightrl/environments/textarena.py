@@ -38,7 +38,7 @@ class TextArenaEnvironment(GymnasiumEnvironment):
     def _new(self) -> str:
         """The game's messages since the last turn, without the policy's own."""
         player, messages = self._env.get_observation()
-        return "\n".join(text for sender, text, _ in messages if sender != player)
+        return "\n".join(text for sender, text, _ in messages if sender != player and isinstance(text, str))
 
     def _advance(self, reply: Any) -> tuple[Any, float, bool]:
         text = reply.content

@@ -157,6 +157,8 @@ def test_a_game_of_textarena_is_played_turn_by_turn() -> None:
     wrong = guess(["a hundred", "two hundred"])
     assert "valid '[number]'" in shown(wrong)[-1] and wrong.metrics["invalid_actions"] == 1.0
     assert shown(guess(["[1]"], seed=7)) == shown(guess(["[1]"], seed=7))
+    mixed = play(lambda: TextArenaEnvironment("Countdown-v0"), ["[0 1 +]", "[9]"], max_turns=2)  # swaps ID and text
+    assert mixed.failure is None and "Move history" in shown(mixed)[1]
 
 
 def test_games_of_gem_repeat() -> None:

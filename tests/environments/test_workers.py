@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,11 @@ def test_an_import_that_fails_or_takes_too_long_is_a_failure_that_tells_why(tmp_
         (tmp_path / f"{name}.py").write_text(code)
         (trajectory,) = play(f"{tmp_path / name}.py:main", Engine("Hi"), process=True, max_seconds=1)
         assert cause in trajectory.failure
+
+
+def test_an_example_that_is_not_json_is_rejected() -> None:
+    with pytest.raises(ValueError, match="process=True: an example isn't JSON: .*date"):
+        play("tests/environments/plain_program.py:once", Engine("Hi"), {"day": date(2026, 1, 1)}, process=True)
 
 
 def test_numbers_of_numpy_are_rewards_and_metrics_of_processes(tmp_path: Path) -> None:

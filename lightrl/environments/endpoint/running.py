@@ -115,12 +115,16 @@ class Worker:
             raise ProgramError(self._died(self._log, "the import failed"))
 
     async def run(self, row: Mapping[str, Any], base_url: str, api_key: str) -> Any:
-        """Calls the function. The row must be JSON."""
-        call = json.dumps({"row": dict(row), "base_url": base_url, "api_key": api_key, "env": self._variables(api_key)})
+        """Calls the function. Raises a ValueError if the row is not JSON."""
+        call = {"row": dict(row), "base_url": base_url, "api_key": api_key, "env": self._variables(api_key)}
+        try:
+            written = json.dumps(call)
+        except TypeError as error:  # such as dates and images
+            raise ValueError(f"process=True: an example isn't JSON: {error}. Convert or remove the column.") from error
         self.reusable = False
         with tempfile.TemporaryDirectory(prefix="program-") as name:
             folder = Path(name)
-            (folder / "call.json").write_text(call)
+            (folder / "call.json").write_text(written)
             (folder / "log").touch()
             playing = asyncio.ensure_future(in_thread(partial(self._ended, name), "program's process"))
             try:
