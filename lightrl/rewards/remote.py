@@ -21,14 +21,14 @@ from lightrl.rewards.rules import column_of
 
 log = logging.getLogger(__name__)
 _RETRIED_STATUS = frozenset({408, 425, 429})  # temporary; every other 4xx is an error in the request
-_LONGEST_WAIT = 30.0
+_LONGEST_WAIT = 60.0
 
 
 class RetryingReward(Reward):
     """Base class of rewards that post JSON to a URL, with retries.
 
     Retries requests after timeouts, connection errors, and 5xx responses. Waits `backoff * 2^k * u` seconds before
-    retry k = 0, 1, ..., with u uniform in [0.5, 1.5], but at most 30 seconds.
+    retry k = 0, 1, ..., with u uniform in [0.5, 1.5], or as long as `Retry-After` says, but at most 60 seconds.
 
     Args:
         url: URL of the server.
@@ -83,11 +83,11 @@ class RetryingReward(Reward):
             RewardError: The server rejected the request, or its response is not JSON.
         """
         client = self._open()
-        problem = ""
+        problem, least = "", 0.0
         for attempt in range(self.retries + 1):
             if attempt:
                 wait = self.backoff * 2 ** (attempt - 1) * random.uniform(0.5, 1.5)
-                await asyncio.sleep(min(_LONGEST_WAIT, wait))
+                await asyncio.sleep(min(_LONGEST_WAIT, max(wait, least)))
             try:
                 response = await client.post(self.url, json=body)
             except httpx.TransportError as error:  # timeouts and connection errors
@@ -96,6 +96,8 @@ class RetryingReward(Reward):
             if response.status_code < 500 and response.status_code not in _RETRIED_STATUS:
                 return self._decoded(response)
             problem = f"status {response.status_code}: {redact_text(response.text)[:200]}"
+            after = response.headers.get("retry-after", "")
+            least = float(after) if after.isdecimal() else 0.0
         message = f"{self.url} failed to score {what} after {self.retries + 1} attempts (last error: {problem})"
         if self.on_failure == "error":
             raise ConnectionError(message)

@@ -47,6 +47,7 @@ class Loopback:
 
     def __init__(self) -> None:
         self.bodies, self.headers = [], []
+        self.sent = {}  # headers of answers
         outer = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -62,7 +63,8 @@ class Loopback:
                 status, said = answer
                 data = said if isinstance(said, bytes) else json.dumps(said).encode()
                 self.send_response(status)
-                self.send_header("Content-Length", str(len(data)))
+                for name, value in {**outer.sent, "Content-Length": str(len(data))}.items():
+                    self.send_header(name, value)
                 self.end_headers()
                 self.wfile.write(data)
 

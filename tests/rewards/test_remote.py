@@ -113,7 +113,11 @@ def test_waits_double_up_to_the_bound_with_jitter(server, monkeypatch):
     monkeypatch.setattr(random, "uniform", lambda low, high: high)
     server.script = [500] * 5
     scored(RemoteReward(server.url, retries=5, backoff=4.0), ["a"])
-    assert waits == [6.0, 12.0, 24.0, 30.0, 30.0]  # 1.5 * 4 * 2^k, at most 30
+    assert waits == [6.0, 12.0, 24.0, 48.0, 60.0]  # 1.5 * 4 * 2^k, at most 60
+    waits.clear()
+    server.script, server.sent = [429] * 4, {"Retry-After": "20"}
+    scored(RemoteReward(server.url, retries=4, backoff=4.0), ["a"])
+    assert waits == [20.0, 20.0, 24.0, 48.0]
 
 
 def test_what_is_sent(server, monkeypatch):
