@@ -52,8 +52,7 @@ class CodeTests(Reward):
     - `{"inputs": [...], "outputs": [...]}`, which is equivalent.
 
     Code and tests run in separate sandboxes that exchange only built-in values, so the code can't read the tests or
-    fake a result. Tests can access attributes, methods, items, and the length of other objects. Such objects equal only
-    themselves, so tests must compare built-in values. Tests must import the modules they use.
+    fake a result. Other objects equal only themselves, so tests must compare built-in values.
 
     A completion is unscored if its tests are None or have a syntax error. Logs the fractions `all_passed` and
     `unusable`.

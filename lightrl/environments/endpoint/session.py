@@ -20,10 +20,7 @@ from lightrl.environments.multi_turn import Attempt
 from lightrl.environments.parsing import ReplyParser
 from lightrl.records import Completion, CompletionGroup, StopReason, TrajectoryRow
 
-_COUNTS = (
-    *("tool_calls", "parse_errors", "refused_requests", "ignored_parameters", "constrained_turns"),
-    "masked_turns",
-)
+_COUNTS = ["tool_calls", "parse_errors", "refused_requests", "ignored_parameters", "constrained_turns", "masked_turns"]
 Constrained = Literal["engine", "free"]
 
 
