@@ -34,7 +34,8 @@ class RewardModelSpec:
             which requires the same vocabulary. Prompts with images need "policy".
         chat_template: Jinja text or its file, with which the "own" tokenizer renders [user: prompt, assistant:
             completion]. "default" is the tokenizer's. Defaults to scoring prompt + completion as plain text.
-        max_length: Maximum text length in tokens. Longer texts lose their start. Defaults to the model's limit.
+        max_length: Maximum text length in tokens. Longer texts lose their start, except for a BOS or CLS token.
+            Defaults to the model's limit.
         layout: See `ModelSpec`.
         kwargs: Additional arguments of `from_pretrained`.
         labels: Score only examples with one of these values in `label_column`. Defaults to all.
@@ -101,7 +102,9 @@ class RewardModel(nn.Module):
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         config = model.config.get_text_config()
-        self.max_length = max_length or getattr(config, "max_position_embeddings", None) or 1 << 30
+        # RoBERTa's positions include two that no token uses.
+        limits = (getattr(config, "max_position_embeddings", None), getattr(tokenizer, "model_max_length", None))
+        self.max_length = max_length or min(filter(None, limits), default=1 << 30)
         # Decoders read their `score` at the last token. Encoders have their own heads and are called unchanged.
         own_head = not isinstance(_head(model), nn.Linear)
         self._backbone = None if own_head else Backbone(model, model.base_model, layout)
@@ -179,7 +182,7 @@ class RewardModel(nn.Module):
             completions: B strings.
             micro_batch_tokens: Maximum number of tokens per forward pass.
         """
-        rows = [self.encode(p, c)[-self.max_length :] for p, c in zip(prompts, completions, strict=True)]
+        rows = [self._shortened(self.encode(p, c)) for p, c in zip(prompts, completions, strict=True)]
         device = next(self.model.parameters()).device
         pad = self.tokenizer.pad_token_id or 0
         empty = torch.tensor([not row for row in rows], device=device)
@@ -202,6 +205,12 @@ class RewardModel(nn.Module):
         template = None if self.chat_template == "default" else self.chat_template
         text = self.tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _shortened(self, ids: list[int]) -> list[int]:
+        """Returns the last `max_length` tokens, after a leading BOS or CLS, at which encoders read their score."""
+        firsts = (getattr(self.tokenizer, f"{name}_token_id", None) for name in ("bos", "cls"))
+        kept = int(ids[:1] in [[first] for first in firsts])
+        return ids if len(ids) <= self.max_length else ids[:kept] + ids[kept - self.max_length :]
 
     def _score_rows(self, rows: RowBatch, budget: int) -> Tensor:
         """Returns (B,) scores, with shared prefixes computed once."""

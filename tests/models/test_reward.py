@@ -21,9 +21,11 @@ def classifier() -> Any:
 
 
 class Letters:
-    """A tokenizer whose ids are character codes modulo the vocabulary."""
+    """A tokenizer whose ids are a BOS and character codes modulo the vocabulary."""
 
     pad_token_id = None
+    bos_token_id = 1
+    model_max_length = 100
 
     def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
         return {"input_ids": [1] * add_special_tokens + [2 + ord(c) % (VOCAB - 2) for c in text]}
@@ -66,7 +68,8 @@ def test_texts_are_tokenised_by_its_own_tokenizer() -> None:
         return [2 + ord(c) % (VOCAB - 2) for c in text]
 
     got = reward.score(rollouts, 100)
-    assert got.tolist() == pytest.approx([alone([1, *encode("abc")]), alone(encode(" promptd"))], abs=1e-5)
+    assert got.tolist() == pytest.approx([alone([1, *encode("abc")]), alone([1, *encode("promptd")])], abs=1e-5)
+    assert RewardModel(classifier(), Letters()).max_length == 100  # below the model's number of positions, 256
     for template, text in (("default", "T|user:ab|assistant:c"), ("X", "X|user:ab|assistant:c")):
         templated = RewardModel(classifier(), Letters(), chat_template=template)
         assert templated.score_texts(["ab"], ["c"]).item() == pytest.approx(alone(encode(text)), abs=1e-5)
