@@ -172,7 +172,11 @@ def estimate_advantages(
     """Computes advantages before whitening and clipping."""
     if estimator.credit == "parts":
         rollouts = _with_credited_parts(estimator, rollouts)
-    rewards = rollouts.rewards if reward_clip is None else rollouts.rewards.clamp(-reward_clip, reward_clip)
+    rewards = rollouts.rewards
+    if reward_clip is not None:  # what is clipped would otherwise be a penalty of the last turn
+        share = (reward_clip / rewards.abs()).clamp(max=1.0).nan_to_num(1.0)[:, None]
+        turns = {name: x * share for name, x in rollouts.turn_rewards.items()}
+        rollouts, rewards = replace(rollouts, turn_rewards=turns), rewards.clamp(-reward_clip, reward_clip)
     valid = rewards.isfinite()
     rewards = torch.where(valid, rewards, 0.0)
     layout = TrajectoryLayout(rollouts.trajectory_ids, rollouts.response_mask)

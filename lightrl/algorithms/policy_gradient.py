@@ -346,8 +346,7 @@ class PolicyGradientLightningModule(RLLightningModule):
 
     def policy_loss(self, rows: Experience, out: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Computes (b, T) policy losses and metrics with `loss`, which reads each trajectory as one row."""
-        loss = self._loss_of(rows)
-        return trajectory_loss(loss, rows, out)
+        return trajectory_loss(self._loss_of(rows), rows, out)
 
     def compute_ptx_loss(self, rows: RowBatch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Computes the supervised loss, -log pi of each token, on one micro-batch; weighted by `ptx_coef`."""

@@ -165,7 +165,7 @@ class RewardNormalization(StatefulCallback):
     """Normalizes rewards by their running mean and standard deviation.
 
     The statistics are updated across all ranks before each use and saved in checkpoints. The standard deviation is
-    unbiased, and `min_std` avoids infinite rewards.
+    unbiased, and `min_std` avoids infinite rewards. Turn rewards are divided by it, too.
 
     Args:
         center: Whether to subtract the mean. Has an effect on REINFORCE and GAE, but not on group estimators.
@@ -223,3 +223,4 @@ class RewardNormalization(StatefulCallback):
         self.count = count
         shift = self.mean if self.center else 0.0
         rollouts.rewards = (rollouts.rewards - shift) / self.std
+        rollouts.turn_rewards = {name: x / self.std for name, x in rollouts.turn_rewards.items()}

@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from lightrl.compat.arguments import one_of
-from lightrl.objectives.loss_terms import EngineUse, LossInput, Metrics, PolicyLoss, ratio_metrics, sequence_mean
+from lightrl.objectives.loss_terms import (
+    EngineUse,
+    LossInput,
+    Metrics,
+    PolicyLoss,
+    on_mask,
+    ratio_metrics,
+    sequence_mean,
+)
 from lightrl.ops.losses import MAX_LOG_RATIO
 
 
@@ -125,16 +133,13 @@ class OffPolicyCorrection(WeightedLoss):
     @torch.no_grad()
     def weights(self, given: LossInput) -> tuple[Tensor, Metrics]:
         _, old_logprobs, _, mask = given.tokens
-        engine_logprobs = _engine("OffPolicyCorrection", given)
-        token = torch.where(mask, old_logprobs - engine_logprobs, torch.zeros_like(old_logprobs))
+        token = on_mask(mask, old_logprobs - _engine("OffPolicyCorrection", given))
         log_weight = token.sum(-1, keepdim=True).expand_as(token) if self.level == "sequence" else token
         raw = log_weight.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
         outside = (raw < self.low) | (raw > self.high)
         bounded = raw.clamp(self.low, self.high) if self.mode == "truncate" else raw.masked_fill(outside, 0.0)
-        zero = torch.zeros_like(raw)
         return bounded, {
-            "off_policy/weight": torch.where(mask, raw, zero),
-            "off_policy/weight_max": torch.where(mask, raw, zero),
+            **dict.fromkeys(("off_policy/weight", "off_policy/weight_max"), on_mask(mask, raw)),
             "off_policy/bounded_fraction": (outside & mask).float(),
             "off_policy/kl": torch.expm1(token) - token,
         }
@@ -276,13 +281,10 @@ class VESPO(PolicyLoss):
 
     def __call__(self, given: LossInput) -> tuple[Tensor, Metrics]:
         logprobs, old_logprobs, advantages, mask = given.tokens
-        engine_logprobs = given.engine_logprobs
-        zero = torch.zeros_like(old_logprobs)
-        sampler = old_logprobs if engine_logprobs is None else engine_logprobs
-        total = torch.where(mask, logprobs.detach() - sampler, zero).sum(-1, keepdim=True)
-        log_w = total.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).expand_as(zero)
+        sampler = old_logprobs if given.engine_logprobs is None else given.engine_logprobs
+        total = on_mask(mask, logprobs.detach() - sampler).sum(-1, keepdim=True)
+        log_w = total.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).expand_as(logprobs)
         k = torch.where(advantages < 0, self.k_neg, self.k_pos)
         lam = torch.where(advantages < 0, self.lam_neg, self.lam_pos)
-        weight = (k * log_w + lam * (1 - log_w.exp())).exp().to(zero.dtype)
-        loss = torch.where(mask, -weight * advantages * logprobs, zero)
-        return loss, ratio_metrics(given, log_w.exp())
+        weight = (k * log_w + lam * (1 - log_w.exp())).exp().to(logprobs.dtype)
+        return on_mask(mask, -weight * advantages * logprobs), ratio_metrics(given, log_w.exp())

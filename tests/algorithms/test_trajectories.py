@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from torch import Tensor
 from lightrl.algorithms import CriticSpec, PPOLightningModule
 from lightrl.algorithms.experience import TrajectoryLayout, cut_minibatches, estimate_advantages, shape_rewards
 from lightrl.algorithms.settings import ExtraLosses, Updates
+from lightrl.callbacks import RewardNormalization
 from lightrl.distributed.strategies import MetricSums
-from lightrl.objectives import GDPO, RLOO, KLInLoss, PPOClip, SequenceMean, TokenMean
+from lightrl.objectives import GDPO, RLOO, KLInLoss, PPOClip, Reinforce, SequenceMean, TokenMean
 from lightrl.objectives.estimators import AdvantageEstimator
 from lightrl.records import Experience, ModelOutputs, Rollouts
 from tests.algorithms.test_product import AGGREGATIONS, ESTIMATORS, LOSSES
@@ -149,6 +151,23 @@ def test_turn_rewards_stand_on_their_turns() -> None:
         of_first = shaped[cut.trajectory_ids == 0].sum(0)
         assert [float(of_first[end]) for end in ends] == [0.125, 0.125, 0.75]
         assert not bool(shaped[cut.trajectory_ids == 1].any()), "nothing scored it"
+
+
+def test_a_smaller_total_shrinks_all_turns() -> None:
+    """Total 1, turns 0.125, 0.125, and 0.75: what is left of each turn is never paid for by another one."""
+    for cuts in ([[3]], [[1, 2]]):
+        whole, halves = rollouts(cuts), rollouts(cuts)
+        rollout = (ModelOutputs(), Reinforce())
+        advantages = estimate_advantages(whole, *rollout, None, None, lambda x: x).advantages
+        clipped = estimate_advantages(whole, *rollout, None, 0.5, lambda x: x).advantages
+        normalization = RewardNormalization(center=False)
+        normalization.count, normalization.sum_squares = 1e12, 4e12  # a std of 2
+        normalization.on_rollout_scored(None, SimpleNamespace(all_sum=lambda x: x), halves)  # type: ignore[arg-type]
+        normalized = estimate_advantages(halves, *rollout, None, None, lambda x: x).advantages
+        of_first = (whole.trajectory_ids == 0)[:, None] & whole.response_mask
+        assert advantages[of_first].tolist() == [1.0, 1.0, 0.875, 0.875, 0.75, 0.75]
+        torch.testing.assert_close(clipped[of_first], advantages[of_first] / 2)
+        torch.testing.assert_close(normalized, advantages / 2)
 
 
 def first_advantages(scored: Rollouts, estimator: AdvantageEstimator) -> list[float]:
