@@ -97,7 +97,8 @@ class AdvantageEstimator(ABC):
         """Computes advantages, and checks the shapes of the result of `estimate`.
 
         Returns:
-            (B, T) advantages, 0 outside the mask and on invalid rows, and (B, T) targets for the critic or None.
+            (B, T) advantages, 0 outside the mask and on invalid rows, and (B, T) targets for the critic or None. Those
+            of invalid rows equal their values, which don't train an unclipped critic.
         """
         advantages, returns = self.estimate(given)
         declared = any("credit" in vars(cls) for cls in type(self).__mro__ if cls is not AdvantageEstimator)
@@ -112,6 +113,8 @@ class AdvantageEstimator(ABC):
                     f"advantage={type(self).__name__}: returned shape {tuple(found.shape)} for tokens of shape "
                     f"{tuple(given.mask.shape)}. Return one value per token."
                 )
+        if returns is not None and given.values is not None:
+            returns = torch.where(given.trained, returns, torch.where(given.mask, given.values, 0.0))
         return torch.where(given.trained, advantages, torch.zeros_like(advantages)), returns
 
     @abstractmethod

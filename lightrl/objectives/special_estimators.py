@@ -14,17 +14,10 @@ from lightrl.ops.baselines import gae, leave_one_out, pass_at_k, returns_to_go
 from lightrl.records import Rollouts
 
 
-def unscored_at_values(returns: Tensor, given: AdvantageInput, values: Tensor) -> Tensor:
-    """Sets returns equal to values on unscored rows, so that they don't train an unclipped critic."""
-    on_mask = torch.where(given.mask, values, torch.zeros_like(values))
-    return torch.where(given.trained, returns, on_mask)
-
-
 class GAE(AdvantageEstimator):
     """Generalized advantage estimation (GAE): `A_t = sum_l (gamma * lam)**l * delta_{t+l}`, with returns `A + V`.
 
-    Steps are sampled tokens; other tokens inside a response are skipped. Invalid rows get returns equal to their
-    values, which don't train an unclipped critic.
+    Steps are sampled tokens; other tokens inside a response are skipped.
 
     Args:
         gamma: Discount per token, in [0, 1]. Use 1 for a reward at the end of the response.
@@ -41,8 +34,7 @@ class GAE(AdvantageEstimator):
 
     def estimate(self, given: AdvantageInput) -> tuple[Tensor, Tensor]:
         assert given.values is not None, "GAE needs a critic"
-        advantages, returns = gae(given.rewards, given.values, given.mask, self.gamma, self.lam)
-        return advantages, unscored_at_values(returns, given, given.values)
+        return gae(given.rewards, given.values, given.mask, self.gamma, self.lam)
 
 
 class Reinforce(AdvantageEstimator):
@@ -284,7 +276,7 @@ class TurnGAE(AdvantageEstimator):
         assert given.values is not None, "TurnGAE needs a critic"
         turns = Turns(given)
         advantages, returns = gae(turns.rewards, turns.first(given.values), turns.there, self.gamma, self.lam)
-        return turns.spread(advantages), unscored_at_values(turns.spread(returns), given, given.values)
+        return turns.spread(advantages), turns.spread(returns)
 
 
 class GiGPO(AdvantageEstimator):

@@ -47,17 +47,12 @@ def pass_at_k(successes: Tensor, groups: Tensor, valid: Tensor, k: int) -> Tenso
     steps = torch.arange(k, dtype=torch.float64, device=n.device)
     # C(f, k) / C(n, k) = prod_j (f - j) / (n - j); if f < k, one factor is 0, so later ones may be negative
     factors = (failures[:, None] - steps).clamp(min=0) / (n[:, None] - steps).clamp(min=1)
-    none_pass, others_fail = factors.prod(1), _others_fail(failures, n, steps)
+    tops = (failures[:, None] - 1 - steps[:-1]).clamp(min=0)
+    none_pass, others_fail = factors.prod(1), (tops / (n[:, None] - 1 - steps[:-1]).clamp(min=1)).prod(1)
     std = (none_pass * (1 - none_pass)).sqrt()
     raw = torch.where(successes > 0, none_pass, none_pass - others_fail) / std.clamp(min=1e-12)
     keep = valid & (n >= k) & (std > 0)
     return torch.where(keep, raw, torch.zeros_like(raw)).to(successes.dtype)
-
-
-def _others_fail(failures: Tensor, n: Tensor, steps: Tensor) -> Tensor:
-    """Returns `C(f - 1, k - 1) / C(n - 1, k - 1)` per row for k = len(steps): the rest of a failure's subset fails."""
-    tops = (failures[:, None] - 1 - steps[:-1]).clamp(min=0)
-    return (tops / (n[:, None] - 1 - steps[:-1]).clamp(min=1)).prod(1)
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
