@@ -165,7 +165,7 @@ class RewardNormalization(StatefulCallback):
     """Normalizes rewards by their running mean and standard deviation.
 
     The statistics are updated across all ranks before each use and saved in checkpoints. The standard deviation is
-    unbiased, and `min_std` avoids infinite rewards. Turn rewards are divided by it, too.
+    unbiased, and `min_std` avoids infinite rewards. Turn rewards are divided by it as well.
 
     Args:
         center: Whether to subtract the mean. Has an effect on REINFORCE and GAE, but not on group estimators.
