@@ -141,6 +141,25 @@ def test_one_call_at_a_time() -> None:
         assert [block.type for block in answer.content] == ["tool_use"]
 
 
+def test_blank_text_before_a_call_is_no_answer() -> None:
+    def main(row: Any, base_url: str, api_key: str) -> float:
+        client = openai.OpenAI(base_url=base_url, api_key=api_key)
+        reply = client.chat.completions.create(model="m", messages=SAID, tools=TOOLS).choices[0].message
+        assert reply.content is None and reply.tool_calls
+        result = {"role": "tool", "tool_call_id": reply.tool_calls[0].id, "content": "3"}
+        client.chat.completions.create(model="m", messages=[*SAID, reply, result], tools=TOOLS)
+        tool: Any = {**programs.TOOL, "type": "function", "strict": False}
+        output = client.responses.create(model="m", input="Hello", tools=[tool]).output
+        assert [item.type for item in output] == ["function_call"]
+        return 1.0
+
+    engine = Engine(f"\n\n{CALL}", "done", f"\n\n{CALL}")
+    (trajectory,) = play(main, engine, tool_parser="hermes")
+    assert trajectory.failure is None
+    assert [sorted(set(row.turn_ids) - {-1}) for row in trajectory.rows] == [[0, 1], [2]]
+    sound(trajectory, engine)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_n_replies_are_turns_that_are_each_trained_once(stream: bool) -> None:
     def main(row: Any, base_url: str, api_key: str) -> float:

@@ -305,7 +305,8 @@ class Session:
         self.limit = None
         self._last = "stop" if not reply.truncated else limit
         self._counts["tool_calls"] += len(reply.tool_calls)
-        for_program = replace(reply, content=reply.content.removeprefix(begun), tool_calls=[])
+        said = reply.content.removeprefix(begun)  # without blank text before calls, which some SDKs take for an answer
+        for_program = replace(reply, content=said if said.strip() or not reply.tool_calls else "", tool_calls=[])
         for i, call in enumerate(reply.tool_calls):
             call_id = f"call_{number}_{i}"
             self._call_ids[call_id] = (call.id, call.name)
