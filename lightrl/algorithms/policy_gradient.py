@@ -258,8 +258,7 @@ class PolicyGradientLightningModule(RLLightningModule):
 
     def compute_advantages(self, rollouts: Rollouts, outputs: ModelOutputs) -> Advantages:
         """Computes advantages of B scored sequences, before whitening and clipping, and the targets of a critic."""
-        clip = self.shaping.reward_clip
-        return estimate_advantages(rollouts, outputs, self.advantage, self.kl, clip, self.all_sum)
+        return estimate_advantages(rollouts, outputs, self.advantage, self.kl, self.shaping.reward_clip, self.all_sum)
 
     # ---- mini-batches and micro-batches ------------------------------------------------------------------------
 

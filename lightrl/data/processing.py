@@ -339,18 +339,21 @@ class OpenSource:
             raw = row.get(spec.prompt_column)
             encoded = spec.encode(spec.render(raw, row, tokenizer, self.processor), tokenizer, self.processor)
             cut = 0 if limit is None else len(encoded.token_ids) - limit
-            if cut > encoded.cuttable:
+            begin = int(encoded.token_ids[:1] == [tokenizer.bos_token_id])  # some models fail without their BOS
+            if cut > max(encoded.cuttable - begin, 0):
                 raise MediaError(
                     f"max_prompt_tokens={limit}: the prompt has {len(encoded.token_ids)} tokens and can't be "
                     "truncated without removing media. Raise it, or lower max_pixels or max_frames."
                 )
             if cut > 0:
                 self.counts["truncated"] += 1
-                encoded.token_ids, encoded.media.token_ids = encoded.token_ids[cut:], encoded.media.token_ids[cut:]
-                encoded.text = str(tokenizer.decode(encoded.token_ids))
+                kept = [*range(begin), *range(begin + cut, len(encoded.token_ids))]
                 for name, value in encoded.inputs.items():
                     if name.endswith(TOKEN_INPUT):
-                        encoded.inputs[name] = value[:, cut:]
+                        encoded.inputs[name] = value[:, kept]
+                encoded.token_ids = [encoded.token_ids[i] for i in kept]
+                encoded.media.token_ids = encoded.media.token_ids[:begin] + encoded.media.token_ids[begin + cut :]
+                encoded.text = str(tokenizer.decode(encoded.token_ids[begin:]))
         return Drawn(index, row, raw, encoded)
 
 

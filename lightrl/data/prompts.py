@@ -135,8 +135,8 @@ class PromptSource(ConversationSource):
             functions receive all columns, including this one.
         max_prompt_tokens: Maximum prompt length in tokens, including the template. Defaults to no limit.
         overlong: How to handle longer prompts, which `PromptSet.counts` counts. "drop" skips the example and "error"
-            stops the run; both decode all media at the start. "truncate_left" keeps the last `max_prompt_tokens`
-            tokens, and never removes media or the text after it.
+            stops the run; both decode all media at the start. "truncate_left" keeps the BOS and the last tokens, up to
+            `max_prompt_tokens`, and never removes media or the text after it.
         shuffle: Whether to reshuffle training prompts in every pass.
     """
 

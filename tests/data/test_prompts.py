@@ -94,6 +94,11 @@ def test_overlong_truncate_left_keeps_the_end(tokenizer: Any) -> None:
     assert prompts.batch(0, 2).texts == ["56=", "12="]
     assert prompts.batch(0, 2).token_ids[0] == [9, 10, 18]
     assert prompts.counts == {"dropped": 0, "truncated": 2}  # one row, drawn twice
+    tokenizer.bos_token, tokenizer.chat_template = "+", "+{{ messages[0]['content'] }}"
+    source = PromptSource(rows=rows, max_prompt_tokens=3, overlong="truncate_left", chat_template=True)
+    kept = source.load(tokenizer, shuffle=False).batch(0, 2)
+    assert [tokenizer.decode(ids) for ids in kept.token_ids] == ["+6=", "+2="]
+    assert kept.texts == ["6=", "2="]  # the BOS is not text
 
 
 def two_sources() -> list[PromptSource]:
