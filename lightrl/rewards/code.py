@@ -10,6 +10,7 @@ import os
 import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +170,7 @@ def parse_tests(cell: Any) -> list[Any] | None:
         except ValueError:
             return _with_calls(_snippets(cell))
     if isinstance(cell, Mapping) and {"inputs", "outputs"} <= cell.keys():
-        cell = [{"input": text, "output": out} for text, out in zip(cell["inputs"], cell["outputs"], strict=True)]
+        cell = [{"input": text, "output": out} for text, out in zip_longest(cell["inputs"], cell["outputs"])]
     if cell is None:
         return None
     if isinstance(cell, Sequence) and cell:

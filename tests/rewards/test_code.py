@@ -209,7 +209,8 @@ def test_metrics_and_rows_without_usable_tests(reward: CodeTests) -> None:
     assert values == [1.0, None, None]
     assert logged == {"all_passed": 1 / 3, "unusable": 2 / 3}
     calls = {"fn_name": "add", "inputs": [[1, 2]], "outputs": [[3]]}
-    for wrong in (3, [], [1], [{"input": "1"}], {"tests": []}, calls):
+    short = {"inputs": ["1", "2"], "outputs": ["1"]}
+    for wrong in (3, [], [1], [{"input": "1"}], {"tests": []}, calls, short):
         with pytest.raises(RewardError, match="tests="):
             parse_tests(wrong)
     with pytest.raises(RewardError, match="column="):
