@@ -48,9 +48,8 @@ class CodeTests(Reward):
 
     - A list of Python snippets, such as `assert add(1, 2) == 3`. Each is a test that passes if it raises nothing.
     - Python code. It is split into tests after each top-level statement with an `assert`.
-    - A list of `{"input": ..., "output": ...}`: the program's stdin and expected stdout. Trailing whitespace of lines
-      and of the output is ignored.
-    - `{"inputs": [...], "outputs": [...]}`, which is equivalent.
+    - A list of `{"input": ..., "output": ...}`, or `{"inputs": [...], "outputs": [...]}`: the program's stdin and
+      expected stdout. Trailing whitespace of lines and of the output is ignored.
 
     Code and tests run in separate sandboxes that exchange only built-in values, so the code can't read the tests or
     fake a result. Other objects equal only themselves, so tests must compare built-in values.

@@ -43,9 +43,8 @@ class ChatCompletions(Api):
         }
 
     def events(self, asked: Asked, answers: Sequence[Answered], written: Mapping[str, Any]) -> Iterator[bytes]:
-        head = {**written, "object": "chat.completion.chunk", "usage": None}
-        if not asked.usage:
-            del head["usage"]
+        head = {name: value for name, value in written.items() if name != "usage"} | {"object": "chat.completion.chunk"}
+        head |= {"usage": None} if asked.usage else {}
 
         def chunk(choice: Mapping[str, Any], delta: dict[str, Any], **more: Any) -> bytes:
             empty = {"index": choice["index"], "delta": delta, "logprobs": None, "finish_reason": None}
