@@ -19,8 +19,9 @@ def eval_metrics(rollouts: Rollouts, success_reward: float) -> dict[str, Tensor]
 
     Returns:
         `eval/reward`, `eval/reward/<function>` (scored trajectories), `eval/reward/<function>/<name>` (logged by the
-        function), `eval/length`, `eval/truncated_fraction`, and with G > 1 completions per prompt `eval/pass@k`
-        (k = 1, 2, 4, ... G) and `eval/maj@G`. With several sets of prompts, names begin with `eval/<set>/`.
+        function), `eval/length`, `eval/truncated_fraction`, and with G > 1 completions per prompt, over the scored
+        ones, `eval/pass@k` (k = 1, 2, 4, ... G) and `eval/maj@G`. With several sets of prompts, names begin with
+        `eval/<set>/`.
     """
     lengths = trajectory_lengths(rollouts.response_mask, rollouts.trajectory_ids)
     firsts = first_rows(rollouts.trajectory_ids)
@@ -30,15 +31,16 @@ def eval_metrics(rollouts: Rollouts, success_reward: float) -> dict[str, Tensor]
         "eval/reward": rollouts.rewards[rollouts.rewards.isfinite()],
         "eval/length": lengths.float(),
         "eval/truncated_fraction": rollouts.truncated.float(),
+        **{f"eval/reward/{name}": part[part.isfinite()] for name, part in rollouts.reward_parts.items()},
     }
-    for name, part in rollouts.reward_parts.items():
-        metrics[f"eval/reward/{name}"] = part[part.isfinite()]
     for name, value in rollouts.metrics.items():
         if name.startswith("reward/"):  # logged by a reward function
             metrics[f"eval/{name}"] = torch.full((len(rollouts),), value)
-    groups = [(rollouts.group_ids == g).nonzero().squeeze(1) for g in rollouts.group_ids.unique()]
-    size = max(len(rows) for rows in groups)
+    names, sizes = rollouts.group_ids.unique(return_counts=True)
+    size = int(sizes.max())
     if size > 1:
+        groups = [((rollouts.group_ids == g) & rollouts.rewards.isfinite()).nonzero().squeeze(1) for g in names]
+        groups = [rows for rows in groups if len(rows)]
         success = (rollouts.rewards >= success_reward).float()
         for k in (2**i for i in range(size.bit_length())):
             rates = [pass_at_k(len(rows), int(success[rows].sum()), min(k, len(rows))) for rows in groups]

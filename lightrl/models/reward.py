@@ -292,10 +292,5 @@ def bradley_terry_loss(
         https://arxiv.org/abs/2307.09288 (eq. 2); centering: Eisenstein et al. 2023, https://arxiv.org/abs/2312.09244.
         Unlike in these papers, pairs are not averaged per prompt.
     """
-    difference = chosen - rejected
-    if margin is not None:
-        difference = difference - margin
-    loss = -F.logsigmoid(difference)
-    if centering_coef:
-        loss = loss + centering_coef * (chosen + rejected) ** 2
-    return loss
+    difference = chosen - rejected - (0.0 if margin is None else margin)
+    return -F.logsigmoid(difference) + centering_coef * (chosen + rejected) ** 2

@@ -127,6 +127,19 @@ def test_success_reward_decides_what_pass_at_k_counts(model_path: str) -> None:
         assert float(trainer.callback_metrics["eval/pass@2"]) == expected
 
 
+def test_what_nothing_scored_is_no_failure_in_pass_at_k(model_path: str) -> None:
+    prompts = PromptSource(rows=[{"prompt": "01+01="}, {"prompt": "02+01="}])
+
+    def one(prompts: list[str], completions: list[str], **_: Any) -> list[float | None]:
+        return [1.0, None] if "01+01" in prompts[0] else [None, None]
+
+    trainer = quiet_trainer()
+    data = sums_data(rewards=[one], evaluation=Evaluation(prompts, group_size=2))
+    trainer.validate(grpo(model_path), data, verbose=False)
+    for name in ("reward", "pass@1", "pass@2", "maj@2"):
+        assert float(trainer.callback_metrics[f"eval/{name}"]) == 1.0
+
+
 def test_what_a_reward_function_logs_is_logged_in_evaluation(model_path: str) -> None:
     def half(completions: list[str], log_metric: Any, **_: Any) -> list[float]:
         log_metric("share", 0.25)
