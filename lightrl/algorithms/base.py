@@ -211,15 +211,16 @@ class RLLightningModule(SavesPretrained, RolloutLearner):
 
     @property
     def _optimizer(self) -> Any:
-        return self.optimizers()
+        found = self.optimizers()
+        if isinstance(found, list):
+            raise ValueError(
+                "configure_optimizers: Returns several optimizers. Return one with several parameter groups."
+            )
+        return found
 
     @property
     def _schedulers(self) -> list[Any]:
-        found = self.lr_schedulers()
-        return found if isinstance(found, list) else [] if found is None else [found]
-
-    def _named_schedules(self) -> list[Any]:
-        return [each for each in self._schedulers if type(each).__module__.startswith("lightrl.")]
+        return [config.scheduler for config in self.trainer.lr_scheduler_configs]  # type: ignore[attr-defined]
 
     def _count_skips(self, skip: bool, norm: Tensor | None, *, searching: bool) -> None:
         """Counts a skipped update. Searching for a lower float16 loss scale doesn't count toward the limit."""

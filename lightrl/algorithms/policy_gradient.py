@@ -374,7 +374,7 @@ class PolicyGradientLightningModule(RLLightningModule):
         overflow = norm is not None and not bool(torch.isfinite(norm))
         lost, overflow = self.all_max(torch.tensor([float(not finite), float(overflow)])).bool().tolist()
         skip = lost or overflow
-        named = self._named_schedules()
+        named = [each for each in self._schedulers if type(each).__module__.startswith("lightrl.")]
         for scheduler in named:
             scheduler.refresh()
         metrics = self._learning_rates()

@@ -551,6 +551,26 @@ def test_a_schedule_counts_the_rollouts_of_other_loaders(path: str) -> None:
     assert len(keep.gradients) == 4 and rates == pytest.approx([rates[0], rates[0] / 2])
 
 
+def test_optimizers_of_a_subclass(path: str) -> None:
+    """Its scheduler is stepped after each update, as documented; several optimizers are rejected."""
+
+    class One(GRPOLightningModule):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.actor.parameters(), lr=1e-3)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+    class Several(GRPOLightningModule):
+        def configure_optimizers(self) -> Any:
+            first, *others = self.actor.parameters()
+            return [torch.optim.SGD([first], lr=1e-3), torch.optim.SGD(others, lr=1e-4)]
+
+    keep = Keep()
+    quiet_trainer(callbacks=[keep]).fit(One(path, kl=None), sums_data(rollouts_per_epoch=3))
+    assert [metrics["optim/lr_policy"] for metrics in keep.metrics] == pytest.approx([1e-3, 5e-4, 2.5e-4])
+    with pytest.raises(ValueError, match="configure_optimizers"):
+        quiet_trainer().fit(Several(path, kl=None), sums_data())
+
+
 def test_a_resumed_supervised_run_has_the_rates_of_its_length(path: str, tmp_path: Path) -> None:
     class Rates(Callback):
         def __init__(self) -> None:
