@@ -213,9 +213,7 @@ class RLLightningModule(SavesPretrained, RolloutLearner):
     def _optimizer(self) -> Any:
         found = self.optimizers()
         if isinstance(found, list):
-            raise ValueError(
-                "configure_optimizers: Returns several optimizers. Return one with several parameter groups."
-            )
+            raise ValueError("configure_optimizers: Return one optimizer with several parameter groups, not several.")
         return found
 
     @property

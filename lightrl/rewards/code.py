@@ -52,7 +52,8 @@ class CodeTests(Reward):
       expected stdout. Trailing whitespace of lines and of the output is ignored.
 
     Code and tests run in separate sandboxes that exchange only built-in values, so the code can't read the tests or
-    fake a result. Other objects equal only themselves, so tests must compare built-in values.
+    fake a result. Tests must import the modules they use. They can access attributes, methods, items, and the length of
+    other objects, but must compare built-in values, since other objects equal only themselves.
 
     A completion is unscored if its tests are None or have a syntax error. Logs the fractions `all_passed` and
     `unusable`.

@@ -41,13 +41,15 @@ class AgentProgram(MultiTurn):
     Anthropic's messages API, with and without streaming, from the first trajectory until `close`.
 
     A request that continues a conversation of the trajectory verbatim extends its sequence if this is verified to be
-    exact. Any other request starts a new sequence with earlier tokens as context. Sampling parameters and unknown
-    parameters in requests have no effect and are counted (`ignored_parameters`). Parameters that change what the model
-    reads in ways that are not supported are rejected.
+    exact. Any other request starts a new sequence with earlier tokens as context (sub-agents, compaction). The run's
+    sampling settings apply: sampling parameters and unknown parameters in requests have no effect, are counted
+    (`ignored_parameters`), and are named in a warning. Parameters that change what the model reads in ways that are not
+    supported are rejected.
 
-    Each trajectory has its own key. The run stops with an error if a program uses the key of another trajectory, or
-    returns a reward without sending a request. A trajectory that reaches a limit is scored. Errors of the program or
-    the engine, a process that dies, and a program without a turn exclude it from losses and baselines.
+    Each trajectory has its own key until it ends. The run stops with an error if a program uses the key of another
+    trajectory, or returns a reward without sending a request. A trajectory that reaches a limit has the limit's name as
+    stop reason; its reward is what the program returns, otherwise `limit_reward`. An exception in the program, a dead
+    process, an engine failure, and a program without a turn exclude it from losses and baselines ("failure").
 
     Args:
         run: "file.py:main", "package.module:main", or the function itself.
