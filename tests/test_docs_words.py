@@ -46,3 +46,13 @@ def faults(path: Path) -> list[str]:
 
 def test_pages_and_table_cells_are_short() -> None:
     assert [fault for page in sorted((ROOT / "docs").rglob("*.md")) for fault in faults(page)] == []
+
+
+def test_named_tests_exist() -> None:
+    """Of other projects' tests, pages name the repository's URL, or folders that don't exist here."""
+    text = "\n".join(path.read_text() for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+    named = {match.groups() for match in re.finditer(r"`(tests/[\w/]+\.py)(?:::(\w+))?", text)}
+    ours = {(file, test) for file, test in named if (ROOT / file).parent.is_dir()}
+    assert len(ours) > 40
+    for file, test in ours:
+        assert (ROOT / file).is_file() and (test is None or f"def {test}(" in (ROOT / file).read_text()), (file, test)
