@@ -134,7 +134,7 @@ def test_a_step_that_blocks_the_loop_fails_the_others_and_leaves_a_loop_to_later
             await asyncio.sleep(0 if held.is_set() else 30)
             return Step(done=True)
 
-    both = play_group(Hangs, [said("hello")], number=2, max_seconds=2)
+    both = play_group(Hangs, [said("hello")], number=2, max_seconds=6)
     assert all("blocks the event loop" in str(trajectory.failure) for trajectory in both)  # neither is scored
     assert play_one(blocking("step", "awaits", lambda: None), [said("hello")], max_seconds=30).stop_reason == "stop"
 

@@ -311,7 +311,7 @@ def test_an_async_program_that_blocks_the_loop_fails_and_leaves_a_loop_to_later_
         await asyncio.sleep(0.5)
         return 1.0
 
-    program = AgentProgram(main, max_seconds=2, max_retries=0)
+    program = AgentProgram(main, max_seconds=6, max_retries=0)
     program.setup(TOKENIZER)
 
     async def run() -> tuple[list[Any], list[Any]]:
