@@ -49,7 +49,7 @@ def test_pages_and_table_cells_are_short() -> None:
 
 
 def test_named_tests_exist() -> None:
-    """Of other projects' tests, pages name the repository's URL, or folders that don't exist here."""
+    """Tests of other projects are in folders that don't exist here."""
     text = "\n".join(path.read_text() for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
     named = {match.groups() for match in re.finditer(r"`(tests/[\w/]+\.py)(?:::(\w+))?", text)}
     ours = {(file, test) for file, test in named if (ROOT / file).parent.is_dir()}

@@ -154,7 +154,7 @@ def test_turn_rewards_stand_on_their_turns() -> None:
 
 
 def test_a_smaller_total_shrinks_all_turns() -> None:
-    """Total 1, turns 0.125, 0.125, and 0.75: what is left of each turn is never paid for by another one."""
+    """Clipping or normalizing the total scales the rewards of its turns (here 0.125, 0.125, and 0.75) as well."""
     for cuts in ([[3]], [[1, 2]]):
         whole, halves = rollouts(cuts), rollouts(cuts)
         rollout = (ModelOutputs(), Reinforce())
