@@ -166,6 +166,8 @@ class PolicyGradientLightningModule(RLLightningModule):
 
     def training_step(self, rollouts: Rollouts, batch_idx: int) -> dict[str, float]:
         """Trains on one rollout and returns its metrics, reduced over ranks; callbacks read them as `outputs`."""
+        if not isinstance(rollouts, Rollouts):
+            raise TypeError(f"A batch must be `Rollouts`, as from RolloutDataModule, not {type(rollouts).__name__}.")
         began, measured = time.perf_counter(), MetricSums()
         experience = self.make_experience(rollouts)
         made = time.perf_counter()

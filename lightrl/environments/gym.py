@@ -94,6 +94,7 @@ class GymnasiumEnvironment(Environment):
 
     def _shown(self, result: Any) -> Any:
         """The observation of `reset` or `init`, with or without an info, as text or messages."""
+        _require_sync("reset", result)
         if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
             result = result[0]
         return result if _are_messages(result) else self.text(result)
@@ -106,7 +107,7 @@ class GymnasiumEnvironment(Environment):
 
     def _advance(self, reply: Reply) -> tuple[Any, float, bool]:
         """The next observation as text or messages, the reward, and whether the game is over."""
-        result = self._env.step(self.action(reply))
+        _require_sync("step", result := self._env.step(self.action(reply)))
         if isinstance(result, Mapping):
             observation, reward, done = result["observations"], result["reward"], bool(result["done"])
         else:
@@ -148,3 +149,8 @@ def _are_messages(observation: Any) -> bool:
     """Whether an observation is a list of messages."""
     listed = isinstance(observation, Sequence) and not isinstance(observation, str)
     return listed and all(isinstance(message, Mapping) and "role" in message for message in observation)
+
+
+def _require_sync(name: str, result: Any) -> None:
+    if inspect.isawaitable(result):
+        raise TypeError(f"{name} is async, which Gymnasium's interface is not: derive from Environment instead.")

@@ -141,7 +141,8 @@ class ToolEnvironment(Environment):
             raise error
         if error is not None:
             return self.wrong(f"{type(error).__name__}: {error}")
-        return result if isinstance(result, list) and _are_blocks(result) else str(result)
+        blocks = isinstance(result, list) and result and all(isinstance(x, Mapping) and "type" in x for x in result)
+        return result if blocks else str(result)
 
     async def _call(self, function: Callable[..., Any], arguments: Mapping[str, Any], limit: float | None) -> Outcome:
         return await self._code.call(partial(function, **arguments), limit)
@@ -164,10 +165,6 @@ def tool_names(kind: type) -> list[str]:
     """Names of the tools of a class."""
     methods = inspect.getmembers(kind, predicate=inspect.isfunction)
     return [name for name, _ in methods if name[0] != "_" and name not in ("reset", "get_reward", "close")]
-
-
-def _are_blocks(content: Sequence[Any]) -> bool:
-    return bool(content) and all(isinstance(part, Mapping) and "type" in part for part in content)
 
 
 def first_messages(row: Mapping[str, Any], said: Any) -> list[Message]:

@@ -16,6 +16,7 @@ from lightrl.compat.transformers import checkpoint_activations, model_class, rou
 from lightrl.models.spec import ModelSpec
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 CONFIG_KEYS = ("trust_remote_code", "revision", "token", "cache_dir", "local_files_only", "subfolder", "code_revision")
 FIXED = "fixed"  # `rope_type` of rotary embeddings that don't depend on the batch
 
@@ -160,12 +161,13 @@ def _switch_dropout_off(model: nn.Module) -> None:
         for name, value in vars(module).items():
             if "drop" in name and isinstance(value, float):
                 setattr(module, name, 0.0)
-        if any("jitter" in name and value for name, value in vars(module).items()):
+        jitter = any("jitter" in name and value for name, value in vars(module).items())
+        if jitter or isinstance(module, BATCH_NORMS):
             module.train = MethodType(_stay_in_eval, module)  # type: ignore[method-assign]
 
 
 def _stay_in_eval(module: nn.Module, mode: bool = True) -> nn.Module:
-    """`train` for modules that choose experts randomly in training (Phi-MoE, or the jitter of Mixtral and DBRX)."""
+    """`train` for routers with jitter (Phi-MoE, Mixtral, DBRX) and batch norms: training would change their outputs."""
     return nn.Module.train(module, False)
 
 

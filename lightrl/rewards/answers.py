@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 Extract: TypeAlias = Literal["text", "gsm8k", "boxed", "number", "tags", "last_line"]
 _TIMEOUT = 1.0
 """Time limit of a pattern in seconds per text."""
-_NUMBER = r"-?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
+_GROUPED = r"\d{1,3}(?:,\d{2,3})*,\d{3}(?!\d)"  # with thousands separators, unlike the list "1,2,3"
+_NUMBER = rf"-?\$?(?:(?:{_GROUPED}|\d+)(?:\.\d+)?|\.\d+)"
 _GSM8K = re.compile(rf"####\s*({_NUMBER})")
 _LAST_NUMBER = re.compile(rf"(?<![\w.]){_NUMBER}")
 
@@ -64,7 +65,7 @@ def to_number(text: str) -> Decimal | None:
 
 
 def _bare(number: str) -> str:
-    return number.replace(",", "").replace("$", "")
+    return re.sub(_GROUPED, lambda found: found[0].replace(",", ""), number).replace("$", "")
 
 
 def extract_tags(text: str) -> str | None:

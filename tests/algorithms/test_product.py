@@ -115,3 +115,8 @@ def test_what_does_not_combine_is_refused_with_both_names(make_advantage: Callab
     wrong = "needs a critic but critic=None" if advantage.needs_critic else "doesn't use values"
     with pytest.raises(ValueError, match=f"advantage={name}.* {wrong}"):
         PPOLightningModule("folder", advantage=advantage, critic=None if advantage.needs_critic else CriticSpec())
+
+
+def test_a_batch_of_an_ordinary_data_loader_is_refused() -> None:
+    with pytest.raises(TypeError, match="`Rollouts`.*not dict"):
+        PPOLightningModule("folder").training_step({"prompt": ["a"]}, 0)  # type: ignore[arg-type]

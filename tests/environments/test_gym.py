@@ -90,6 +90,15 @@ def test_a_step_that_raises_or_returns_something_else_is_a_failure() -> None:
     assert odd.stop_reason == "failure" and "unpack" in str(odd.failure)
 
 
+@pytest.mark.filterwarnings("ignore:coroutine")
+@pytest.mark.parametrize("name", ["reset", "step"])
+def test_an_async_game_is_a_failure_that_names_the_method(name: str) -> None:
+    async def later(self: Any, *given: Any, **named: Any) -> None: ...
+
+    failed = play(lambda: GymnasiumEnvironment(type("Async", (Guess,), {name: later})), ["x"])
+    assert failed.stop_reason == "failure" and f"{name} is async" in str(failed.failure)
+
+
 class Wandering:
     """A game that draws from the generators of the process, in `step` also."""
 

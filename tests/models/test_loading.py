@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightrl.models.loading import load_causal_lm
+from lightrl.models.loading import _switch_dropout_off, load_causal_lm
 from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import ModelSpec
 from tests.models.conftest import Batch
@@ -27,6 +27,16 @@ def test_dropout_does_nothing_in_training_mode(folder: str, batch: Batch) -> Non
     for layout in ("padded", "shared_prefix"):
         policy = PolicyModel(lm, layout=layout)  # type: ignore[arg-type]
         assert policy(as_rows(*batch[:3])).logprobs.equal(policy(as_rows(*batch[:3])).logprobs)
+
+
+def test_batch_norms_keep_their_statistics_in_training_mode() -> None:
+    """As in Granite Speech: with the statistics of a batch, log-probs would depend on its other rows."""
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(3))
+    _switch_dropout_off(model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    x = torch.randn(4, 3)
+    torch.testing.assert_close(model.train()(x), x / (1 + 1e-5) ** 0.5)
+    assert all(value.equal(before[name]) for name, value in model.state_dict().items())
 
 
 def test_freezing(folder: str) -> None:

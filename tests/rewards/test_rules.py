@@ -63,7 +63,19 @@ def test_extract_boxed(text, answer):
 
 @pytest.mark.parametrize(
     ("text", "answer"),
-    [("3 + 4 = 7.", "7"), ("-1,000.5", "-1000.5"), ("x2 has .5", ".5"), ("3-4", "4"), ("= -4", "-4"), ("no", None)],
+    [
+        ("3 + 4 = 7.", "7"),
+        ("-1,000.5", "-1000.5"),
+        ("x2 has .5", ".5"),
+        ("3-4", "4"),
+        ("= -4", "-4"),
+        ("no", None),
+        ("1,2,3", "3"),
+        ("1,234,567.8", "1234567.8"),
+        ("12,34,567", "1234567"),
+        ("1,2345", "2345"),
+        ("4,", "4"),
+    ],
 )
 def test_extract_number(text, answer):
     assert extract_number(text) == answer
@@ -84,6 +96,7 @@ def test_exact_answer_compares_the_whole_text_by_default():
 def test_each_option_of_exact_answer_changes_a_reward():
     assert ExactAnswer(ignore_case=True)(["YES"], answer=["yes"]) == [1.0]
     assert ExactAnswer()(["42.0"], answer=["42"]) == [0.0]
+    assert ExactAnswer(numeric=True)(["1,2,3", "123"], answer=["123", "1,2,3"]) == [0.0] * 2
     assert ExactAnswer(numeric=True)(["42.0", "1,000", "x", "0.1"], answer=["42", "1000", "x", "0.10"]) == [1.0] * 4
     assert ExactAnswer(numeric=True)(["42.1", "nan"], answer=["42", "1"]) == [0.0, 0.0]
     assert ExactAnswer("solution")(["1"], solution=["1"], answer=["2"]) == [1.0]

@@ -38,7 +38,8 @@ class Responses(Api):
         if "max_output_tokens" in body:
             body["max_tokens"] = body.pop("max_output_tokens")
         body["messages"] = messages
-        body["tools"] = [{"type": tool["type"], "function": _function(tool)} for tool in body.get("tools", ())]
+        keys = ("name", "description", "parameters")
+        body["tools"] = [{"type": t["type"], "function": {k: t.get(k) for k in keys}} for t in body.get("tools", ())]
         body["response_format"] = body.pop("text", {}).get("format") or {}
         body["logprobs"] = _LOGPROBS in body.pop("include", ()) or bool(body.get("top_logprobs"))
         return {**body, "n": 1}
@@ -93,10 +94,6 @@ class Responses(Api):
                     yield said("response.reasoning_text.done", **place, text=block["text"])
             yield said("response.output_item.done", output_index=i, item=item)
         yield said(f"response.{written['status']}", response=written)
-
-
-def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: tool.get(key) for key in ("name", "description", "parameters")}
 
 
 def _items(answered: Answered) -> list[dict[str, Any]]:
