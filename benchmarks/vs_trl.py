@@ -15,7 +15,8 @@ values are medians of the rest. Peak memory is the process's maximum resident se
 runs with each micro-batch size of `--micro`; the table uses the best one.
 
 `--features` runs LightRL with `TransformersEngine` once more for each feature that speeds up such a step, with that
-feature off, and once with all of them off.
+feature off, and once with all of them off. With fewer prompts, a whole group often has equal rewards: `--all-rows` then
+keeps LightRL from skipping rows without advantage.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ FEATURES = {
 }
 
 
-def prompts_of(folder: str, tokens: int) -> list[str]:
+def prompts_of(folder: str, tokens: int, count: int) -> list[str]:
     """Prompts of about so many tokens, as text, with the chat template applied where the model has one."""
     from transformers import AutoTokenizer
 
@@ -54,7 +55,7 @@ def prompts_of(folder: str, tokens: int) -> list[str]:
     rows = list(ReasoningGymRows({"chain_sum": SETTINGS}, size=200)())
     solved = [f"Q: {row['prompt']}\nA: {row['answer']}\n" for row in rows[PROMPTS:]]
     found = []
-    for row in rows[:PROMPTS]:
+    for row in rows[:count]:
         examples = 0
         while True:
             if tokenizer.chat_template:
@@ -78,12 +79,12 @@ def solved(prompts: Any = None, completions: Any = None, answer: Any = None, **_
     return [float(bool(numbers) and numbers[-1] == right) for numbers, right in zip(found, answer, strict=True)]
 
 
-def rows_of(folder: str, tokens: int) -> list[dict[str, str]]:
+def rows_of(folder: str, tokens: int, count: int) -> list[dict[str, str]]:
     """Columns `prompt` and `answer`."""
     from lightrl.data import ReasoningGymRows
 
-    answers = [row["answer"] for row in list(ReasoningGymRows({"chain_sum": SETTINGS}, size=200)())[:PROMPTS]]
-    return [{"prompt": p, "answer": a} for p, a in zip(prompts_of(folder, tokens), answers, strict=True)]
+    answers = [row["answer"] for row in list(ReasoningGymRows({"chain_sum": SETTINGS}, size=200)())[:count]]
+    return [{"prompt": p, "answer": a} for p, a in zip(prompts_of(folder, tokens, count), answers, strict=True)]
 
 
 def run_trl(given: dict[str, Any], ticket: Ticket) -> None:
@@ -108,7 +109,7 @@ def run_trl(given: dict[str, Any], ticket: Ticket) -> None:
     micro, steps = given["micro"], given["steps"]
     config = GRPOConfig(
         output_dir=f"{given['scratch']}/trl", per_device_train_batch_size=micro,
-        gradient_accumulation_steps=PROMPTS * GROUP // micro, num_generations=GROUP,
+        gradient_accumulation_steps=given["prompts"] * GROUP // micro, num_generations=GROUP,
         max_completion_length=given["new_tokens"], temperature=1.0, beta=0.0, num_iterations=1, loss_type="grpo",
         learning_rate=RATE, weight_decay=0.0, lr_scheduler_type="constant", max_grad_norm=1.0,
         optim="adamw_torch_fused", bf16=False, gradient_checkpointing=False, use_cpu=True, max_steps=steps + 1,
@@ -116,7 +117,7 @@ def run_trl(given: dict[str, Any], ticket: Ticket) -> None:
         dataloader_num_workers=0,
         **({"use_vllm": True, "vllm_mode": "colocate"} if given["engine"] == "vllm" else {}),
     )  # fmt: skip
-    rows = Dataset.from_list(rows_of(given["model"], given["prompt_tokens"]) * (steps + 1))
+    rows = Dataset.from_list(rows_of(given["model"], given["prompt_tokens"], given["prompts"]) * (steps + 1))
     model = AutoModelForCausalLM.from_pretrained(given["model"], dtype=torch.float32)
     tokenizer: Any = AutoTokenizer.from_pretrained(given["model"])
     if tokenizer.pad_token is None:
@@ -171,12 +172,12 @@ def run_lightrl(given: dict[str, Any], ticket: Ticket) -> None:
     )
     engine: Any = VLLMEngine() if given["engine"] == "vllm" else TransformersEngine(cpu_kernels="decoder" not in off)
     data = RolloutDataModule(
-        PromptSource(rows=rows_of(given["model"], given["prompt_tokens"]), chat_template=False),
+        PromptSource(rows=rows_of(given["model"], given["prompt_tokens"], given["prompts"]), chat_template=False),
         rewards=[reward],
         engine=engine,
         sampling=SamplingParams(max_new_tokens=given["new_tokens"]),
         group_size=GROUP,
-        prompts_per_rollout=PROMPTS,
+        prompts_per_rollout=given["prompts"],
         rollouts_per_epoch=given["steps"] + 1,
     )
     Trainer(
@@ -222,7 +223,8 @@ def measure(given: dict[str, Any], threads: int) -> dict[str, Any]:
 
 def case(arguments: argparse.Namespace, new_tokens: int, prompt_tokens: int) -> dict[str, Any]:
     """One row of the table: TRL with each micro-batch, LightRL with each engine and, if asked, each feature off."""
-    base = {"model": arguments.folder, "new_tokens": new_tokens, "prompt_tokens": prompt_tokens, "off": []}
+    base = {"model": arguments.folder, "new_tokens": new_tokens, "prompt_tokens": prompt_tokens,
+            "prompts": arguments.prompts, "off": ["rows"] if arguments.all_rows else []}  # fmt: skip
     steps, threads = arguments.steps, arguments.threads
     row: dict[str, Any] = {}
 
@@ -261,6 +263,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--micro", nargs="+", type=int, default=[16, 8], help="rows of TRL's micro-batches")
     parser.add_argument("--micro-tokens", type=int, default=16384, help="tokens of LightRL's micro-batch")
+    parser.add_argument("--prompts", type=int, default=PROMPTS, help="prompts of a step, each with 8 completions")
+    parser.add_argument("--all-rows", action="store_true", help="LightRL also trains on rows without advantage")
     parser.add_argument("--features", action="store_true", help="also run LightRL with each feature off")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
@@ -276,7 +280,8 @@ def main() -> None:
             import trl
 
             old = json.loads(arguments.out.read_text())["cases"] if arguments.out.exists() else {}
-            name = f"{arguments.model} {text}"
+            few = "" if arguments.prompts == PROMPTS else f", {arguments.prompts} prompts"
+            name = f"{arguments.model} {text}{few}{', all rows' if arguments.all_rows else ''}"
             versions = {"torch": torch.__version__, "transformers": transformers.__version__, "trl": trl.__version__}
             machine = {"processor": platform.machine(), "cores": os.cpu_count()}
             cases = {**old, name: {**old.get(name, {}), **row}}
