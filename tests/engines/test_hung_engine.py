@@ -132,7 +132,8 @@ def main(folder: str, schedule: str) -> None:
         print("ended", flush=True)
 
 
-@pytest.mark.parametrize("schedule", ["OnPolicy", pytest.param("Ahead", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("schedule", ["OnPolicy", "Ahead"])
 def test_ctrl_c_ends_a_run_whose_engine_hangs(tmp_path: Path, schedule: str) -> None:
     trainer = forks.Fork(__name__, str(tmp_path), schedule)
     try:

@@ -55,6 +55,7 @@ def main(place: Path) -> None:
         assert before > 0.5 and max(canary, hot, cool) <= 5e-5
 
 
+@pytest.mark.long
 def test_cycles_in_one_process(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     process = forks.Fork(__name__, str(tmp_path))

@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +117,6 @@ def test_killed_between_two_turns_and_resumed_is_the_run_that_was_not(way: str, 
 # ---- two ranks -------------------------------------------------------------------------------------------------------
 
 
-STRATEGIES = ("ddp", "fsdp2", "zero2", "zero3")
 WAYS: dict[str, dict[str, Any]] = {
     "environment": {"environment": Letters},
     "program": {"program": talk},
@@ -154,11 +152,17 @@ class Weights(Callback):
 
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_two_ranks_play_their_own_environments_and_learn_what_one_learns(path: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "names", [("ddp", "fsdp2"), pytest.param(("zero2", "zero3"), marks=pytest.mark.long)], ids=["torch", "deepspeed"]
+)
+def test_two_ranks_play_their_own_environments_and_learn_what_one_learns(
+    path: str, tmp_path: Path, names: tuple[str, ...]
+) -> None:
     """Every strategy, with an environment and with a program, and sampled ahead, in one pair of processes."""
+    if "zero2" in names:
+        pytest.importorskip("deepspeed")
     alone = {way: ranks_run(path, "auto", way)[1] for way in WAYS}
     assert alone["staleness"]["staleness"] == [0, 1, 1]
-    names = STRATEGIES if find_spec("deepspeed") else STRATEGIES[:2]
     forks.ranks(__name__, "ranks", path, str(tmp_path), *names)
     for strategy, (way, one) in itertools.product(names, alone.items()):
         if way not in SHARDED.get(strategy, WAYS):

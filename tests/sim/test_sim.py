@@ -50,6 +50,8 @@ LONG |= {f"loss {name}" for name in ("CISPO", "OffPolicyCorrection", "VESPO", "G
 LONG |= {f"advantage {name}" for name in ("GDPO", "PassAtK", "Reinforce", "ReinforcePlusPlusBaseline", "TurnReturns")}
 LONG |= {"CPGDLightningModule", "GSPOLightningModule", "RLOOLightningModule", "bf16-true"}
 LONG |= {"DAPOLightningModule", "DrGRPOLightningModule", "frozen reference in bfloat16", "linear KL", "layout padded"}
+LONG |= {"loss OffPolicySequenceMask", "loss RolloutRatio", "advantage GiGPO", "aggregation SequenceSum"}
+LONG |= {"layout packed", "shared critic", "ReinforcePlusPlusLightningModule"}
 """What an algorithm with a case of its own uses, and close variants of other cases: with `-m long` only."""
 assert set(CASES) >= LONG
 

@@ -66,7 +66,7 @@ def test_the_transformers_engine_agrees(folder_of: Any, family: str) -> None:
 
 @pytest.mark.vllm
 @pytest.mark.parametrize(
-    "family", ["qwen2_vl", "idefics3", *(pytest.param(f, marks=pytest.mark.long) for f in ("qwen2_5_vl", "qwen3_vl"))]
+    "family", ["qwen2_vl", *(pytest.param(f, marks=pytest.mark.long) for f in ("idefics3", "qwen2_5_vl", "qwen3_vl"))]
 )
 def test_vllm_agrees(folder_of: Any, family: str) -> None:
     pytest.importorskip("vllm")
@@ -87,6 +87,7 @@ def test_vllm_agrees(folder_of: Any, family: str) -> None:
         engine.close()
 
 
+@pytest.mark.long
 @pytest.mark.vllm
 def test_vllm_on_a_cpu_rejects_images_of_models_that_attend_to_them_both_ways(folder_of: Any) -> None:
     pytest.importorskip("vllm")
