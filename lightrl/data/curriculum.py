@@ -52,7 +52,7 @@ class PromptCurriculum:
         class_window: Number of prompts in that success rate, at least 1.
 
     Raises:
-        ValueError: If only one of `class_column` and `classes` is set, or `load` finds a stream or an unknown class.
+        ValueError: If only one of `class_column` and `classes` is set, or `load` finds a stream or other classes.
 
     Source: https://arxiv.org/abs/2502.06563 (SFL), https://arxiv.org/abs/2504.03380 (online difficulty filtering).
         `dynamic_sampling_rounds` drops groups without reward spread after sampling; this avoids sampling most of them.
@@ -81,17 +81,17 @@ class PromptCurriculum:
         """Loads the prompts. See `Reading` for the arguments.
 
         Raises:
-            ValueError: If the source is a stream, or an example has an unknown class.
+            ValueError: If the source is a stream, or the values of `class_column` and `classes` differ.
         """
         reading = Reading(tokenizer, **options)
         opened = open_source(self.source, reading)
         of_row = np.zeros(len(opened), dtype=np.int64)
         if self.class_column is not None and self.classes is not None:
-            names = [str(name) for name in opened.values(self.class_column) or [None]]
-            if unknown := sorted({*names} - {*self.classes}):
+            names = [str(name) for name in opened.values(self.class_column)]
+            if {*names} != {*self.classes}:  # an empty class would never let the next one open
                 raise ValueError(
-                    f"class_column={self.class_column!r}: {self.source.label} has {', '.join(unknown)}, which classes="
-                    f"{self.classes} lacks. Add them, or fix the column."
+                    f"class_column={self.class_column!r}: the values in {self.source.label} are "
+                    f"{', '.join(sorted({*names}))}, but classes={self.classes}. They must be the same."
                 )
             of_row = np.array([self.classes.index(name) for name in names])
         return CurriculumSet(self, opened, of_row, seed=reading.seed)

@@ -268,9 +268,9 @@ class OpenSource:
         """Returns a function that creates the prompt at this position in the dataset's order. Not for streams."""
         return lambda: self._made(self.kept[number])
 
-    def values(self, column: str) -> list[Any] | None:
-        """Returns the values of a column in the dataset's order, or None for a stream."""
-        values = [row.get(column) for row in plain_rows(self.data, [column])]
+    def values(self, column: str) -> list[Any]:
+        """Returns the values of a column in the dataset's order, None if it is missing. Not for streams."""
+        values = [row.get(column) for row in plain_rows(self.data, [self.spec.prompt_column, column])]
         return [values[index] for index in self.kept]
 
     def _read_columns(self) -> list[str]:
@@ -377,9 +377,6 @@ class _Stream(OpenSource):
             self._next += 1
             if self._next > j:
                 return lambda: self._made(index, row)
-
-    def values(self, column: str) -> None:
-        return None
 
     def _read_columns(self) -> list[str]:
         return list(next(iter(self.data), {}))
