@@ -6,12 +6,13 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, pairwise
+from itertools import accumulate, islice, pairwise
 from typing import Any, Literal
 
 from datasets import Dataset
 
 from lightrl.compat.arguments import require_packages
+from lightrl.data.rows import with_progress
 from lightrl.rewards.gym import gym_item
 
 ATTEMPTS = 20
@@ -40,8 +41,8 @@ class ReasoningGymRows:
 
     Training examples exclude all evaluation questions. The difficulty of the evaluation set is that of the task.
 
-    Columns: `prompt` (the question), `answer` (the reference as text), `task` (the generator's name), `level`, and
-    `gym` (JSON from which `ReasoningGymReward` recreates the item).
+    Columns: `prompt` (the question), `answer` (the reference as text, or None if the generator has none), `task` (the
+    generator's name), `level`, and `gym` (JSON from which `ReasoningGymReward` recreates the item).
 
     Args:
         tasks: Name of a generator, a dictionary of names and settings, or a list of `ReasoningGymTask`. Several tasks
@@ -80,28 +81,24 @@ class ReasoningGymRows:
         """Generates the examples, the same ones at each call and in each process."""
         require_packages("ReasoningGymRows", "reasoning-gym", "reasoning_gym")
         seed = int(_digest(f"{self.seed}/eval"), 16) % 2**31  # generators seed item i with seed + i
-        counts = self._shares(self.num_eval)
-        rows = [_row(task, seed, n, i) for task, n in zip(self.tasks, counts, strict=True) for i in range(n)]
+        rows = [_row(task, seed, n, i) for task, n in self._shares(self.num_eval) for i in range(n)]
         if self.split == "train":
             questions = {row["prompt"] for row in rows}
-            counts = self._shares(self.size)
-            rows = [row for task, n in zip(self.tasks, counts, strict=True) for row in self._new(task, n, questions)]
+            rows = [row for task, n in self._shares(self.size) for row in self._new(task, n, questions)]
         order = sorted(range(len(rows)), key=lambda i: _digest(f"{self.seed}/{i}"))
         return Dataset.from_list([rows[i] for i in order])
 
-    def _shares(self, size: int) -> list[int]:
-        """Returns the number of examples of each task."""
-        total, passed, bounds = sum(task.weight for task in self.tasks), 0.0, [0]
-        for task in self.tasks:
-            passed += task.weight
-            bounds.append(round(size * passed / total))
-        return [end - start for start, end in pairwise(bounds)]
+    def _shares(self, size: int) -> list[tuple[ReasoningGymTask, int]]:
+        """Returns each task and its number of examples."""
+        passed = list(accumulate(task.weight for task in self.tasks))
+        bounds = [0, *(round(size * weight / passed[-1]) for weight in passed)]
+        return [(task, end - start) for task, (start, end) in zip(self.tasks, pairwise(bounds), strict=True)]
 
     def _new(self, task: ReasoningGymTask, count: int, held_out: set[str]) -> list[dict[str, Any]]:
         """Returns examples whose questions are not held out."""
         size = ATTEMPTS * count  # items are generated lazily, so a large bound has no cost
         found = (row for i in range(size) if (row := _row(task, self.seed, size, i))["prompt"] not in held_out)
-        rows = list(islice(found, count))
+        rows = list(with_progress(islice(found, count), count, task.name))  # some generators take seconds per item
         if len(rows) < count:
             raise ValueError(
                 f"num_eval={self.num_eval}: {task.name} with {task.settings} has too few distinct questions left for "

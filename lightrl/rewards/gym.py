@@ -78,8 +78,8 @@ class ReasoningGymReward(Reward):
         WORKERS.close()
 
 
-def gym_item(made: str) -> tuple[str, str]:
-    """Returns the question and the reference answer of an item.
+def gym_item(made: str) -> tuple[str, str | None]:
+    """Returns the question and the reference answer, if any, of an item.
 
     Args:
         made: Name, settings, seed, size, and index of the item as JSON.

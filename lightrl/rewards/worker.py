@@ -89,7 +89,7 @@ def _gym() -> Callable[[dict[str, Any]], Any]:
                 _, entry = item(request["gym"])
             except Exception as error:  # of a generator, or of its settings
                 return f"{type(error).__name__}: {error}"
-            return [str(entry["question"]), str(entry["answer"])]
+            return [str(entry["question"]), None if entry["answer"] is None else str(entry["answer"])]
         items, entry = item(request["gym"])
         try:
             score = float(items.score_answer(request["text"], copy.deepcopy(entry)))

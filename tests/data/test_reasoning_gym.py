@@ -47,12 +47,14 @@ def test_no_question_is_in_both_splits() -> None:
     assert ReasoningGymRows(**settings)().to_list() == train.to_list()
 
 
-@pytest.mark.parametrize("task", ["chain_sum", "letter_counting", "number_sorting", "countdown", "maze"])
+@pytest.mark.parametrize("task", ["chain_sum", "letter_counting", "number_sorting", "countdown", "maze", "graph_color"])
 def test_a_reference_is_scored_as_right_and_nonsense_is_not(task: str, scored: Any) -> None:
     rows = ReasoningGymRows(task, size=4)()
-    good, bad = (scored("text", texts, rows["gym"]) for texts in (rows["answer"], ["qwertz"] * 4))
+    good, bad = (scored("text", [t or "" for t in texts], rows["gym"]) for texts in (rows["answer"], ["qwertz"] * 4))
     assert all(score < 1 for score in bad)
-    if task != "countdown":  # whose reference is one expression of many
+    if task == "graph_color":
+        assert rows["answer"] == [None] * 4
+    elif task != "countdown":  # whose reference is one expression of many
         assert good == [1.0] * 4
 
 
