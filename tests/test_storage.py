@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import shutil
@@ -135,6 +136,16 @@ def test_lines_are_appended_after_half_a_line_was_cut_away(tmp_path: Path) -> No
         file.write('{"hal')
     append_lines(path, ["3"])
     assert path.read_text() == "1\n2\n3\n"
+
+
+def test_half_an_emoji_is_written_as_in_json(tmp_path: Path) -> None:
+    """A column of the user's rows may contain one, and a run must not end because of it."""
+    line = json.dumps({"answer": "\ud83d \U0001f98a"}, ensure_ascii=False)
+    append_lines(tmp_path / "a.jsonl", [line])
+    with atomic_write(tmp_path / "b.jsonl", "w") as file:
+        file.write(line + "\n")
+    for name in ("a.jsonl", "b.jsonl"):
+        assert (tmp_path / name).read_text() == '{"answer": "\\ud83d \U0001f98a"}\n'
 
 
 # ---- checksums -------------------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ def atomic_write(path: str | Path, mode: Literal["w", "wb"] = "wb", *, checksum:
 
     Args:
         path: File to write. Missing directories are created, and an existing file is replaced.
-        mode: "wb" or "w" (UTF-8).
+        mode: "wb" or "w" (UTF-8, unpaired surrogates as in JSON: `\\ud83d`).
         checksum: Also write `PATH.sha256` in the format of `sha256sum`, for `verify`.
 
     Raises:
@@ -61,7 +61,7 @@ def atomic_write(path: str | Path, mode: Literal["w", "wb"] = "wb", *, checksum:
         path.parent.mkdir(parents=True, exist_ok=True)
         raw = _Recording(partial, "w")
     buffered = io.BufferedWriter(raw)
-    file: IO[Any] = io.TextIOWrapper(buffered, encoding="utf-8", newline="\n") if mode == "w" else buffered
+    file: IO[Any] = buffered if mode == "wb" else io.TextIOWrapper(buffered, "utf-8", "backslashreplace", newline="\n")
     try:
         try:
             yield file
@@ -118,7 +118,7 @@ def append_lines(path: str | Path, lines: Sequence[str]) -> None:
                     end = content.rfind(b"\n") + 1
             file.truncate(end)
             try:
-                data = memoryview("".join(f"{line}\n" for line in lines).encode())
+                data = memoryview("".join(f"{line}\n" for line in lines).encode(errors="backslashreplace"))
                 while data:
                     data = data[file.write(data) or 0 :]
                 os.fsync(file.fileno())

@@ -22,7 +22,8 @@ from lightrl.checkpoints.run_folder import LAST, RunGuard, checkpoints_in, last_
 from lightrl.compat.lightning import accumulates
 from lightrl.compat.lightning_checkpoints import (
     SavingCheckpoint,
-    epoch_unfinished,
+    begin_evaluation,
+    ended_in_batch,
     evaluation_follows,
     evaluation_pending,
     flush_step_metrics,
@@ -149,10 +150,10 @@ class RolloutCheckpoint(SavingCheckpoint):
         """Installs handlers for Ctrl-C and SIGTERM; saves the initial weights if they were evaluated."""
         self._trainer, self._cursor = trainer, _prompt_cursor(trainer)
         self._updating = self._stop_requested = self._preempted = self._save_due = False
-        loop, inner = trainer.fit_loop, trainer.fit_loop.epoch_loop
-        self._evaluation_due = inner.val_loop.restarted_mid_evaluation  # then it starts with this evaluation
-        at_end = inner.restarted_on_train_batch_end and inner.batch_progress.current.ready >= loop.max_batches
-        if loop.restarted_mid_epoch and at_end and not self._evaluation_due:
+        loop = trainer.fit_loop
+        self._evaluation_due = loop.epoch_loop.val_loop.restarted_mid_evaluation  # then it starts with this evaluation
+        at_end = loop.epoch_loop.batch_progress.current.ready >= loop.max_batches
+        if loop.restarted_mid_epoch and at_end and not self._evaluation_due and ended_in_batch(trainer):
             # Saved in the last batch of an epoch. Without this, Lightning would not count the next epoch, and would
             # train one too many after a second restart.
             loop.reset_restart_stage()
@@ -203,7 +204,7 @@ class RolloutCheckpoint(SavingCheckpoint):
         score = self._new_score(trainer, "batch")
         if self._save_due and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._save_due = False
-            with evaluation_pending(trainer, self._evaluation_due):
+            with self._evaluation_due_kept(trainer):
                 self._save(trainer, score)
         # With several processes, either all stop or none: the next update would wait for missing ones.
         if trainer.strategy.reduce_boolean_decision(self._stop_requested, all=False):
@@ -215,7 +216,7 @@ class RolloutCheckpoint(SavingCheckpoint):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Treats an evaluation that a resumed run repeats as new."""
         if trainer.state.fn == "fit":
-            trainer.fit_loop.epoch_loop.val_loop.batch_progress.total.reset_on_restart()  # or its batch counts twice
+            begin_evaluation(trainer)
             self._new_score(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -249,7 +250,7 @@ class RolloutCheckpoint(SavingCheckpoint):
         wanted = between and (stopped or trainer.world_size == 1) and trainer.global_step > 0
         if wanted and _nonfinite(trainer) is None:
             try:
-                with evaluation_pending(trainer, self._evaluation_due):
+                with self._evaluation_due_kept(trainer):
                     self._save(trainer)
             except StorageError as error:  # the error that ends the run is reported separately
                 rank_zero_info(f"Not saved: {error}")
@@ -263,8 +264,7 @@ class RolloutCheckpoint(SavingCheckpoint):
             return
         unranked = self.monitor is not None and self.ranked_by is None
         if (self.every_n_rollouts is not None or unranked) and self._rollouts(trainer) > self._saved_rollouts:
-            with epoch_unfinished(trainer):
-                self._save(trainer, self._new_score(trainer, "batch"))
+            self._save(trainer, self._new_score(trainer, "batch"))
         if unranked:
             rank_zero_warn(f"RolloutCheckpoint.monitor={self.monitor!r}: nothing logged this metric.")
 
@@ -363,9 +363,8 @@ class RolloutCheckpoint(SavingCheckpoint):
             self.write(trainer, self.last_model_path)
 
     def _remove(self, trainer: Trainer, paths: list[str]) -> None:
-        """Removes checkpoints of this run's directory, except those of other callbacks and the one it resumed from."""
-        others = [getattr(each, "best_k_models", ()) for each in trainer.checkpoint_callbacks if each is not self]
-        for path in set(paths).difference(*others):
+        """Removes checkpoints of this run's directory, except the one that the run was resumed from."""
+        for path in paths:
             resumed = trainer.ckpt_path is not None and Path(trainer.ckpt_path).absolute() == Path(path).absolute()
             if "://" in path or (Path(path).parent == Path(str(self.dirpath)) and not resumed):
                 trainer.strategy.remove_checkpoint(path)
@@ -384,6 +383,10 @@ class RolloutCheckpoint(SavingCheckpoint):
                 f"The weights are not finite ({bad or 'on another rank'}), so they are not saved. "
                 f"{f'Resume from {newest}' if newest else 'Start over'} with a lower learning rate or max_grad_norm."
             )
+
+    def _evaluation_due_kept(self, trainer: Trainer) -> contextlib.AbstractContextManager[None]:
+        """Context manager for saving checkpoints from which a resumed run starts with the due evaluation."""
+        return evaluation_pending(trainer) if self._evaluation_due else contextlib.nullcontext()
 
     def _restore_handlers(self) -> None:
         for signum, handler in self._previous_handlers.items():

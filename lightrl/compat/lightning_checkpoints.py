@@ -49,23 +49,28 @@ def set_logged_step(trainer: Any, step: int) -> None:
     trainer.fit_loop.epoch_loop._batches_that_stepped = step
 
 
+def ended_in_batch(trainer: Any) -> bool:
+    """Whether a resumed run was saved at the end of a batch, before Lightning counted it and evaluated."""
+    return bool(trainer.fit_loop.epoch_loop.restarted_on_train_batch_end)
+
+
 def evaluation_follows(trainer: Any) -> bool:
     """Whether Lightning evaluates before the next batch. Call it at the end of a batch."""
     return trainer.fit_loop.epoch_loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
 
 
 @contextlib.contextmanager
-def evaluation_pending(trainer: Any, due: bool) -> Iterator[None]:
-    """Context manager that makes a run resumed from checkpoints saved within start with the evaluation that is due.
+def evaluation_pending(trainer: Any) -> Iterator[None]:
+    """Context manager that makes a run resumed from checkpoints saved within start with the pending evaluation.
 
     Lightning finishes an evaluation whose first batch had begun, so the saved state imitates that.
     """
     loop = trainer.fit_loop.epoch_loop
     trained, evaluated = loop.batch_progress, loop.val_loop.batch_progress
     before = trained.state_dict(), evaluated.state_dict()
-    for tracker in (trained.total, trained.current) if due else ():
+    for tracker in (trained.total, trained.current):
         tracker.completed = tracker.processed
-    for tracker in (evaluated.total, evaluated.current) if due else ():
+    for tracker in (evaluated.total, evaluated.current):
         tracker.reset()
         tracker.ready = tracker.started = 1
     try:
@@ -75,18 +80,9 @@ def evaluation_pending(trainer: Any, due: bool) -> Iterator[None]:
         evaluated.load_state_dict(before[1])
 
 
-@contextlib.contextmanager
-def epoch_unfinished(trainer: Any) -> Iterator[None]:
-    """Context manager for saving a run that may have stopped within an epoch, which Lightning counts as finished."""
-    progress = trainer.fit_loop.epoch_progress
-    before = progress.state_dict()
-    if not trainer.fit_loop.epoch_loop._num_ready_batches_reached():
-        for tracker in (progress.total, progress.current):
-            tracker.processed = tracker.completed = tracker.started - 1
-    try:
-        yield
-    finally:
-        progress.load_state_dict(before)
+def begin_evaluation(trainer: Any) -> None:
+    """Resets the batch that had begun, which Lightning would keep counting."""
+    trainer.fit_loop.epoch_loop.val_loop.batch_progress.total.reset_on_restart()
 
 
 def flush_step_metrics(trainer: Any) -> None:

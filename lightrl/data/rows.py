@@ -27,7 +27,7 @@ from datasets import (
     load_dataset_builder,
     load_from_disk,
 )
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightrl.records import Media
 
@@ -219,7 +219,10 @@ class RowSource:
             return stored if isinstance(stored, DatasetDict) else self._part({self.split.split("[")[0]: stored})
         found = self._load(str(local), load_dataset_builder, name=self.name)
         files = {str(name): [str(file) for file in part] for name, part in (found.config.data_files or {}).items()}
-        kinds = {BUILDERS.get(Path(file).suffix) for part in files.values() for file in part}
+        read = {Path(file) for part in files.values() for file in part}
+        if ignored := sorted({file for file in local.resolve().iterdir() if file.suffix in BUILDERS} - read):
+            rank_zero_warn(f"{path}: ignoring {', '.join(f.name for f in ignored)}. Set path to a file to use it.")
+        kinds = {BUILDERS.get(file.suffix) for file in read}
         return self._from_files(files) if kinds in ({"json"}, {"csv"}) else self._load(str(local), name=self.name)
 
     def _from_files(self, files: Mapping[str, list[str]]) -> Any:

@@ -305,10 +305,10 @@ def _as_message(given: Mapping[str, Any]) -> dict[str, Any]:
     calls = message.pop("tool_calls", None) or ([] if called is None else [{"function": called}])
     if calls:
         message["tool_calls"] = [_as_call(call) for call in calls]
-    if "content" not in message:
-        if not calls and "reasoning_content" not in message:
-            raise ValueError(f"A message must be a dictionary with role and content, got {str(given)[:80]}.")
-        message["content"] = ""
+    if calls or "reasoning_content" in message:
+        message.setdefault("content", "")
+    if "role" not in message or not isinstance(message.get("content"), str | list | tuple):
+        raise ValueError(f"A message must be a dictionary with role and content, got {str(given)[:80]}.")
     return message
 
 
@@ -373,6 +373,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, templated: bool) ->
     A templated text already contains its special tokens. A plain text gets those that the tokenizer adds at the start,
     but no end-of-sequence token.
     """
+    text.encode()  # unlike the tokenizer's error, this one names an unpaired surrogate
     plain = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     if templated:
         return plain

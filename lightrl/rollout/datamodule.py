@@ -325,12 +325,10 @@ class RolloutDataModule(LightningDataModule):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resumes at the next prompt of the interrupted run. An evaluation only uses its seed."""
+        """Resumes at the next prompt of the interrupted run."""
         if state_dict["seed"] != self.seed:
             self.seed, self._sampler = state_dict["seed"], None
-            self.setup(self.trainer.state.fn)  # type: ignore[union-attr, arg-type]
-        if "prompts" not in self._sets:
-            return
+            self.setup("fit")
         self.prompt_cursor = state_dict["prompt_cursor"]
         self.schedule.load_state_dict(state_dict.get("schedule"))
         if state_dict.get("curriculum") is not None:

@@ -277,6 +277,9 @@ def _saved(part: Completion) -> dict[str, Any]:
 
 
 def _loaded(part: dict[str, Any]) -> Completion:
-    support = None if part["support"] is None else Support(*part["support"])
-    routes = None if part["routes"] is None else Routes(part["routes"])
-    return Completion(**part | {"support": support, "routes": routes})
+    support, routes = part["support"], part["routes"]
+    records = {
+        "support": None if support is None else Support(*support),
+        "routes": None if routes is None else Routes(routes),
+    }
+    return Completion(**part | records)

@@ -131,13 +131,6 @@ def test_the_file_of_a_score_holds_the_weights_that_got_it(
     assert float(torch.load(saving.best_model_path)["state_dict"]["weight"]) == best
 
 
-def test_two_checkpoint_callbacks_of_one_directory_keep_their_own_files(tmp_path: Path) -> None:
-    best = RolloutCheckpoint(None, str(tmp_path), monitor="eval/reward")
-    fit(tmp_path, Counting([0, 1, 9, 2, 3, 4]), 1, RolloutCheckpoint(1, str(tmp_path)), best)
-    assert named(tmp_path) == {"rollout=000002": 2.0, "rollout=000005": 5.0}
-    assert Path(best.best_model_path).name == "rollout=000002.ckpt"
-
-
 def test_supervised_runs_rank_what_was_evaluated(tmp_path: Path) -> None:
     name, scores = "{rollout}: {eval/loss:.0f}", [9.0, 5.0, 1.0, 4.0, 3.0, 0.0]
     saving = RolloutCheckpoint(1, str(tmp_path), monitor="eval/loss", mode="min", save_top_k=2, filename=name)
@@ -175,24 +168,6 @@ def test_a_ranked_file_resumes_without_a_second_evaluation(rollouts: int, tmp_pa
     assert again.best_k_models.keys() == saving.best_k_models.keys()
     run = fit(tmp_path, module, rollouts, again, resume=str(tmp_path / "last.ckpt"), max_epochs=6)
     assert run.fit_loop.total_batch_idx + 1 == 6 * rollouts and run.current_epoch == 6
-
-
-@pytest.mark.parametrize("every_n", [1, 100])
-@pytest.mark.parametrize(("limit", "stop_at"), [({"max_steps": 2}, 0), ({"max_epochs": 3}, 5)])
-def test_a_run_that_stopped_within_an_epoch_finishes_it(
-    every_n: int, limit: dict[str, int], stop_at: int, tmp_path: Path
-) -> None:
-    """By `max_steps`, or, as `max_time` and `EarlyStopping` do, by `should_stop`: three epochs of three rollouts."""
-
-    class Stop(Callback):
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            trainer.should_stop |= trainer.fit_loop.total_batch_idx + 1 == stop_at
-
-    first, rest = Counting([0] * 10), Counting([0] * 10)
-    fit(tmp_path, first, 3, Stop(), RolloutCheckpoint(every_n, str(tmp_path)), **limit)
-    run = fit(tmp_path, rest, 3, RolloutCheckpoint(every_n, str(tmp_path)), resume="last", max_epochs=3)
-    assert float(first.weight) == (stop_at or 2) and float(rest.weight) == 9 and run.current_epoch == 3
-    assert rest.evaluated == [weight for weight in (3, 6, 9) if weight > float(first.weight)]
 
 
 def test_with_an_average_the_file_of_a_score_holds_the_policy_and_the_average_that_got_it(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,8 @@ BAD_PROMPTS = [
     [{"role": "user"}],
     [{"role": None, "content": "1"}],
     [{"role": "usr", "content": "1"}],
+    [{"content": "1"}],
+    [{"role": "user", "content": 7}],
     [{"role": "user", "content": ["x"]}],
     [{"role": "user", "content": [{"type": "text"}]}],
     "\ud800",
@@ -181,9 +184,25 @@ def test_a_bad_prompt_is_named_before_training(tokenizer: Any, prompt: Any) -> N
         PromptSource(rows=[{"prompt": [USER]}] * 2 + [{"prompt": prompt}]).load(tokenizer)
 
 
-def test_a_list_of_texts_is_not_a_conversation() -> None:
+def test_what_is_wrong_with_a_prompt_is_named(tokenizer: Any) -> None:
     with pytest.raises(ValueError, match="nonempty list of messages"):
         as_messages(["1"])
+    for message in ({"content": "1"}, {"role": "user", "content": 7}):
+        with pytest.raises(ValueError, match="with role and content"):
+            as_messages([message])
+    with pytest.raises(ValueError, match="surrogates not allowed"):
+        PromptSource(rows=[{"prompt": "half an emoji: \ud83d"}]).load(tokenizer)
+
+
+def test_files_of_a_folder_that_are_not_read_are_named(tmp_path: Path) -> None:
+    """`datasets` reads the most frequent format of a folder."""
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_bytes(GOOD)
+    with warnings.catch_warnings(action="error"):
+        assert len(RowSource(path=str(tmp_path)).read()) == 2
+    (tmp_path / "c.csv").write_text("prompt\n2+2=\n")
+    with pytest.warns(UserWarning, match=r"ignoring c\.csv"):
+        RowSource(path=str(tmp_path)).read()
 
 
 def test_a_bad_row_of_a_file_is_named_by_its_line(tokenizer: Any, tmp_path: Path) -> None:
