@@ -155,7 +155,7 @@ def test_a_wrong_model_or_directory_is_named_in_one_message(
     with pytest.raises(ValueError, match="path='./', split='train': "):  # without data files
         PromptSource(path="./").read()
     Path("latin.jsonl").write_bytes('{"prompt": "café"}'.encode("latin-1"))
-    with pytest.raises(ValueError, match=r"latin\.jsonl: is not UTF-8 text"):
+    with pytest.raises(ValueError, match=r"latin\.jsonl: not UTF-8 text"):
         PromptSource(path="latin.jsonl").read()
 
 

@@ -16,7 +16,7 @@ def test_every_feature_is_reached_from_yaml(root: Path, tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["lightrl"])
     (block,) = re.findall(r"```yaml\n(.*?)```", (root / "docs" / "training.md").read_text(), re.DOTALL)
-    (tmp_path / "features.yaml").write_text(block)
+    (tmp_path / "features.yaml").write_text(block.replace("target: 0.2", "target: 10.0"))
     demonstrations = [{"prompt": f"{a}+1=", "completion": str(a + 1)} for a in range(4)]
     (tmp_path / "demonstrations.jsonl").write_text("\n".join(map(json.dumps, demonstrations)))
     model = quickstart_model(tmp_path / "model", **SMALL)

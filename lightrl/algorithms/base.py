@@ -228,7 +228,7 @@ class RLLightningModule(SavesPretrained, RolloutLearner):
         if self.skipped_in_a_row >= self.updates.max_skipped_updates:
             raise RuntimeError(
                 f"{self.skipped_in_a_row} updates in a row had a non-finite loss or gradient norm (last norm: "
-                f"{None if norm is None else norm.item()}). The weights are those of the last finite update. Lower the "
+                f"{None if norm is None else norm.item()}). The weights are from the last finite update. Lower the "
                 "learning rate, check the reward scale, or raise max_skipped_updates."
             )
 

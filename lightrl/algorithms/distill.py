@@ -37,12 +37,12 @@ class DistillLightningModule(PolicyGradientLightningModule):
         A_t = [advantage of the rewards] + coef * D_t,    D_t = d_t + gamma * D_{t+1}
         d_t = log pi_teacher(y_t | y_<t) - log pi(y_t | y_<t),    the negative sampled reverse KL
 
-    With gamma 0, the gradient is that of KL(pi || pi_teacher) at the next token, summed over sampled prefixes that are
+    With gamma 0, this is the gradient of KL(pi || pi_teacher) at the next token, summed over sampled prefixes that are
     held fixed. With gamma 1, it is the gradient of the KL over whole responses. Both are minimized by the teacher. With
     gamma 1 and a reward r, the optimum is `pi ~ pi_teacher * exp(r / coef)`. This holds for a Reinforce, RLOO, or
     GroupRelative(scale="none") `advantage`.
 
-    With a `divergence`, each token's loss gets `coef * D(pi, pi_teacher)` at its prefix, prefixes held fixed. For
+    With a `divergence`, each token's loss includes `coef * D(pi, pi_teacher)` at its prefix, prefixes held fixed. For
     `ReverseKL`, this is the exact value of what gamma 0 estimates from one sample. Teachers then run in every pass over
     a rollout. No (tokens, vocabulary) matrix is stored.
 
@@ -109,7 +109,7 @@ class DistillLightningModule(PolicyGradientLightningModule):
                 "teacher_column."
             )
         if served and divergence is not None and divergence_top_k is None:
-            raise ValueError(f"divergence_top_k=None with served teachers {sorted(served)}: set it, such as to 20.")
+            raise ValueError(f"divergence_top_k=None with served teachers {sorted(served)}: set it, for example to 20.")
 
     def setup(self, stage: str) -> None:
         """Runs `PolicyGradientLightningModule.setup`, and rejects teachers with a different vocabulary."""
@@ -195,7 +195,7 @@ class DistillLightningModule(PolicyGradientLightningModule):
         return torch.tensor([self.teacher_names.index(name) for name in named])
 
     def compute_advantages(self, rollouts: Rollouts, outputs: ModelOutputs) -> Advantages:
-        """Adds the teachers' part to the advantages of `PolicyGradientLightningModule`."""
+        """Adds the teachers' signal to the advantages of `PolicyGradientLightningModule`."""
         if self.learns_rewards:
             found = super().compute_advantages(rollouts, outputs)
         else:  # what remains is a KL penalty in the reward

@@ -75,7 +75,7 @@ def policy_forward(model: PolicyModel, rows: RowBatch, **wanted: Any) -> dict[st
 
 
 class PolicyGradientLightningModule(RLLightningModule):
-    """Base of the algorithms, which set its arguments to those of a paper.
+    """Base of the algorithms, which set its arguments to a paper's values.
 
     Each Lightning batch is one rollout (`Rollouts`), from `RolloutDataModule` or any data loader that yields them. It
     is used for `ppo_epochs` passes over its mini-batches. The loss of a mini-batch is
@@ -83,7 +83,7 @@ class PolicyGradientLightningModule(RLLightningModule):
         sum_t w_t (policy_t + kl.coef * kl_t - entropy_coef * entropy_t) / N + ptx_coef * mean_t nll_t (supervised)
 
     `aggregation` sets w and N, counted over all micro-batches and ranks. Gradients therefore do not depend on the
-    micro-batch size, the layout, or the number of ranks. Log-probs are those of the sampling distribution, including
+    micro-batch size, the layout, or the number of ranks. Log-probs refer to the sampling distribution, including
     the temperature. No end-of-sequence token is appended to truncated completions.
 
     A trajectory's reward is the weighted sum over the reward functions and models that scored it. Unscored and failed

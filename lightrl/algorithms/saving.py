@@ -128,7 +128,7 @@ class SavesPretrained(LightningModule):
         return optimizer
 
     def on_train_start(self) -> None:
-        """Sets the optimizer's settings, such as the learning rate, that differ from those of the resumed run."""
+        """Sets the optimizer's settings, such as the learning rate, that the resumed run changes."""
         given, saved, self._saved_settings = self._given_settings, self._saved_settings, None
         if saved is not None and given is not None and self.trainer.ckpt_path is not None:
             change_settings(self.trainer, given, saved)
@@ -138,7 +138,7 @@ class SavesPretrained(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds what `lightrl export` needs to build the models, and what identifies the run.
 
-        Makes the hyperparameters of `save_hyperparameters` plain: reading objects would need trust in the file.
+        Converts the hyperparameters of `save_hyperparameters` to plain values, so that files load without pickle.
         """
         from lightrl.algorithms import run_record
 

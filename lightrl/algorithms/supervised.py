@@ -151,7 +151,7 @@ class RewardLightningModule(_SupervisedModule):
 
         loss = mean over pairs of  -log sigmoid(r_chosen - r_rejected - margin) + c (r_chosen + r_rejected)^2
 
-    The mean is over the pairs of all batches of an update (`accumulate_grad_batches`) and all ranks. r is the output of
+    The mean covers the pairs of all batches of an update (`accumulate_grad_batches`) and all ranks. r is the output of
     a sequence-classification model with one label at the last token. If the layout allows it, the shared prefix of a
     pair is computed once. `HFExport` writes a model directory for `RewardModelSpec`.
 

@@ -38,7 +38,7 @@ EVALUATED = 32
 
 
 class CompletionLogger(RLCallback):
-    """Logs a few completions every N rollouts, and those of the first prompts at each evaluation.
+    """Logs a few completions every N rollouts, and of the first prompts at each evaluation.
 
     Prints a table in the terminal (rank 0) and logs it to loggers with tables (W&B, MLflow) or text
     (TensorBoard). Loggers with a trace view (MLflow, Weave, trackio) also receive conversations; see `log_traces`. The

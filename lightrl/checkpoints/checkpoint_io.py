@@ -83,7 +83,7 @@ def require_finite(bad: str | None, path: Any) -> None:
     """Raises a ValueError with the name of what is not finite, before `path` is replaced."""
     if bad is not None:
         raise ValueError(
-            f"{str(path)!r} is not written: the weights are not finite ({bad}). Lower the learning rate, or set "
+            f"{str(path)!r} was not written: the weights are not finite ({bad}). Lower the learning rate, or set "
             "max_grad_norm."
         )
 
@@ -141,9 +141,7 @@ def checkpoint_kind(path: str | Path) -> str:
         raise ValueError(f"checkpoint={str(path)!r}: {wrong}. Pass the .ckpt file or directory that a run wrote.")
     missing = [name for name in last if not (path / name).is_file()]
     if missing:
-        raise ValueError(
-            f"checkpoint={str(path)!r}: is incomplete ({', '.join(missing)} missing). Pass an earlier one."
-        )
+        raise ValueError(f"checkpoint={str(path)!r}: incomplete ({', '.join(missing)} missing). Pass an earlier one.")
     return kind
 
 
@@ -205,7 +203,7 @@ def _plain(loaded: Any) -> dict[str, Any]:
 
 
 def by_name(states: dict[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """Keys an optimizer's state by parameter name instead of number; `names` are those of each parameter group."""
+    """Keys an optimizer's state by parameter name instead of number; `names` has a list per parameter group."""
     flat = [name for group in names for name in group]
     groups = [{**group, "params": list(own)} for group, own in zip(states["param_groups"], names, strict=True)]
     return {"state": {flat[number]: state for number, state in states["state"].items()}, "param_groups": groups}

@@ -41,7 +41,7 @@ class RolloutCheckpoint(SavingCheckpoint):
     `last.ckpt` is written every N rollouts, regardless of `monitor`. Without `monitor`, the newest checkpoints are also
     kept. With an evaluation metric, each evaluation is ranked, and the checkpoint of a score holds the evaluated
     weights. `EvaluateFirst` ranks the initial weights as rollout 0. With a training metric, every Nth rollout is ranked
-    by its value. A training reward is that of completions sampled before the rollout's update.
+    by its value. A training reward scores completions sampled before the rollout's update.
 
     `last.ckpt` is a hard link if another checkpoint has the same state.
 

@@ -18,11 +18,11 @@ def check_env(
     environment is deterministic given a seed. Exits with code 1 if it finds a problem.
 
     Loads no model, starts no engine, and calls no reward function. The environment or program itself runs as in
-    training; programs get an endpoint. Each script plays each example twice, concurrently.
+    training; programs use an endpoint. Each script runs twice on each example, concurrently.
 
     Args:
-        config: Configuration file, as for `lightrl fit`.
-        rows: Number of examples to play.
+        config: Configuration file, as for `lightrl fit`; `--config FILE` also works.
+        rows: Number of examples to run.
         replies: Replies of an additional script, one per turn, such as a correct answer.
         seed: Seed for the environment's `reset`.
         model: Model directory or model ID that generates the replies instead of scripts, such as the model to train.
@@ -42,7 +42,7 @@ def check_env(
     episode = getattr(data, "episode", None)
     if not isinstance(episode, MultiTurn):
         raise ValueError(
-            f"data.episode={type(episode).__name__}: is neither an EnvironmentEpisode nor an AgentProgram. Pass a "
+            f"data.episode={type(episode).__name__}: neither an EnvironmentEpisode nor an AgentProgram. Pass a "
             "configuration with one of them."
         )
     path = module.actor_spec.path

@@ -41,7 +41,7 @@ def read_yaml(path: Path) -> Any:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"{path}: is not a YAML file: {error}") from error
+        raise ValueError(f"{path}: not a YAML file: {error}") from error
     for _, secret in plain_secrets(content):
         remember_secret(secret)  # the parser's messages quote values
     return content
@@ -85,7 +85,7 @@ def _located(name: str, folder: Path, asked_by: str) -> Path:
     path = folder / os.path.expanduser(name)
     if not path.is_file():
         raise ValueError(
-            f"{asked_by}={name}: is not a file (in {folder}). Fix the path, or pick one from `lightrl recipes`."
+            f"{asked_by}={name}: no such file (in {folder}). Fix the path, or pick one from `lightrl recipes`."
         )
     return path
 

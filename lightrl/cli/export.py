@@ -36,7 +36,7 @@ def export(
     if not Path(checkpoint).exists():
         raise ValueError(f"checkpoint={checkpoint!r}: does not exist. Pass a checkpoint that a run saved.")
     if target.resolve() == Path(checkpoint).resolve():
-        raise ValueError(f"output={output!r}: is the checkpoint itself. Use another path.")
+        raise ValueError(f"output={output!r}: same path as the checkpoint. Use another path.")
     from lightrl.checkpoints.checkpoint_io import first_nonfinite, read_checkpoint, require_finite
     from lightrl.checkpoints.files import atomic_folder
 

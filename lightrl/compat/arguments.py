@@ -54,7 +54,7 @@ def require_packages(owner: str, extra: str, *packages: str) -> None:
 def bearer_token(name: str, token: str | None) -> str | None:
     """Returns the token, or None if empty. Raises a ValueError without it if an HTTP header can't hold it."""
     if token and not re.fullmatch(r"[!-~]+", token):
-        raise ValueError(f"{name}: has a space, a line break, or a non-ASCII character. Export it without.")
+        raise ValueError(f"{name}: contains a space, a line break, or a non-ASCII character. Remove it.")
     return token or None
 
 
@@ -86,7 +86,7 @@ def imported(what: str, path: str) -> Any:
     if not colon:
         place, _, name = path.rpartition(".")
     if not place or not name or name == "py":
-        raise ValueError(f"{what} {path!r}: is not package.module:name or path/to/file.py:name.")
+        raise ValueError(f"{what} {path!r}: not package.module:name or path/to/file.py:name.")
     try:
         module = _run_file(Path(place).expanduser()) if place.endswith(".py") else importlib.import_module(place)
     except Exception as error:  # user code may raise any error

@@ -64,7 +64,7 @@ def count_updates(trainer: Any) -> float:
     first examples. This sets the data up again.
     """
     if any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks):
-        raise ValueError("lr_scheduler: a named schedule with GradientAccumulationScheduler has no length. Use one.")
+        raise ValueError("lr_scheduler: named schedules don't support GradientAccumulationScheduler. Remove one.")
     updates: float = trainer.estimated_stepping_batches
     trainer.fit_loop._combined_loader = None
     return math.inf if updates < 0 else updates  # -1 for a loader without a length

@@ -44,7 +44,7 @@ def lora_parts(layer: Any) -> LoraParts | None:
 
 
 def is_linear(layer: Any) -> bool:
-    """Whether a layer with an adapter is linear, rather than a wrapped parameter such as that of experts."""
+    """Whether a layer with an adapter is linear, rather than a wrapped parameter, such as an expert's."""
     return lora_parts(layer) is not None and not hasattr(layer, "parameter_name")
 
 

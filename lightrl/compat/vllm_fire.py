@@ -20,7 +20,7 @@ class FireProcessor(LogitsProcessor):
     """FIRE sampling: a separate temperature for the first token.
 
     Runs after the temperature and before top-k and top-p. It multiplies logits by `temperature / fire_temperature`, so
-    the reported log-probs (`processed_logprobs`) are those of the sampling distribution.
+    the reported log-probs (`processed_logprobs`) follow the sampling distribution.
 
     Source: https://arxiv.org/abs/2410.21236, without the variants that change later positions.
     """

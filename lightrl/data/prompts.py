@@ -201,10 +201,10 @@ RENDERING = ("system_prompt", "chat_template", "template_kwargs")
 
 
 def rendered_like(source: Any, other: Any) -> Any:
-    """Returns a copy of `source` whose unset rendering settings are those of `other`.
+    """Returns a copy of `source` whose unset rendering settings come from `other`.
 
     Copies `system_prompt`, `chat_template`, and `template_kwargs` if they have their default and all parts of a mixture
-    agree on them. Variables in the source's `template_kwargs` override those of `other`.
+    agree on them. Variables in the source's `template_kwargs` override the variables of `other`.
     """
     if isinstance(source, PromptMixture):
         return replace(source, sources=[rendered_like(part, other) for part in source.sources])

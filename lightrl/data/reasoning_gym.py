@@ -39,7 +39,7 @@ class ReasoningGymTask:
 class ReasoningGymRows:
     """Generated reasoning problems, for `rows` of a `PromptSource`. Use `ReasoningGymReward` as the reward function.
 
-    Training examples exclude all evaluation questions. The difficulty of the evaluation set is that of the task.
+    Training examples exclude all evaluation questions. The evaluation set has the difficulty of the task.
 
     Columns: `prompt` (the question), `answer` (the reference as text, or None if the generator has none), `task` (the
     generator's name), `level`, and `gym` (JSON from which `ReasoningGymReward` recreates the item).

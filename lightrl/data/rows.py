@@ -67,7 +67,7 @@ class RowSource:
     """Dataset of examples. Set exactly one of `path` and `rows`.
 
     An invalid example, such as a conversation without roles, raises an error that names it. All examples are checked
-    before training, and those of a stream when they are read.
+    before training, or, in a stream, when they are read.
 
     Args:
         path: JSONL, JSON, CSV, or Parquet file, a directory of such files or from `Dataset.save_to_disk`, or a dataset
@@ -311,7 +311,7 @@ def _entries(file: Path, sep: str = ",") -> Iterator[tuple[int, dict[str, Any]]]
                         raise ValueError(f"{json.dumps(row)[:80]} is not an object")
                     yield line, row
     except UnicodeDecodeError as error:
-        raise ValueError(f"{file}: is not UTF-8 text: {error}. Save it as UTF-8.") from error
+        raise ValueError(f"{file}: not UTF-8 text: {error}. Save it as UTF-8.") from error
     except (ValueError, csv.Error) as error:
         raise ValueError(f"{file}, line {line}: {error}. Fix or remove it.") from error
 

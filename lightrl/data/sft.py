@@ -193,7 +193,7 @@ def _flag(message: Mapping[str, Any]) -> bool | None:
     """Returns whether a message is marked as trained, or None if unmarked."""
     given = [message[name] for name in FLAGS if message.get(name) is not None]
     if any(value not in (0, 1) for value in given):
-        raise ValueError(f"{FLAGS}={given} of a message: must be a boolean, 0, or 1. Fix it.")
+        raise ValueError(f"{FLAGS}={given} of a message: must be true, false, 1, or 0. Fix the data.")
     return all(given) if given else None
 
 
@@ -264,7 +264,7 @@ class SFTDataModule(LightningDataModule):
 
     Args:
         train: Training data.
-        val: Validation data. Rendering settings default to those of `train`. Defaults to no validation.
+        val: Validation data. Rendering settings default to the settings of `train`. Defaults to no validation.
         batch_size: Number of examples per batch and rank.
         tokenizer: Tokenizer directory or ID, also used for exports. Defaults to the actor's.
         seed: Random seed for the order, 0 or more. Defaults to the seed of `seed_everything`.

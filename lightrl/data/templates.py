@@ -370,7 +370,7 @@ def as_tools(value: Any) -> list[dict[str, Any]]:
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, templated: bool) -> list[int]:
     """Tokenizes a text from `render_prompt`.
 
-    A templated text already contains its special tokens. A plain text gets those that the tokenizer adds at the start,
+    A templated text already contains its special tokens. A plain text starts with the ones that the tokenizer adds,
     but no end-of-sequence token.
     """
     text.encode()  # unlike the tokenizer's error, this one names an unpaired surrogate

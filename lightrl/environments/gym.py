@@ -22,7 +22,7 @@ _GENERATORS = threading.Lock()
 
 
 class GymnasiumEnvironment(Environment):
-    """Plays a text environment with the interface of Gymnasium, GEM, or SkyRL-Gym.
+    """Runs a text environment with the interface of Gymnasium, GEM, or SkyRL-Gym.
 
     `reset(seed=..., options=row)` must return an observation, optionally with an info. `step(action)` must return
     Gymnasium's five values or SkyRL-Gym's dictionary. For SkyRL-Gym, `init(prompt)` replaces `reset`.

@@ -36,7 +36,7 @@ EXAMPLE_TOOLS: Tools = [
 
 @dataclass
 class Attempt:
-    """A trajectory to be played by a `MultiTurn` episode.
+    """A trajectory to run in a `MultiTurn` episode.
 
     Attributes:
         row: Example of the dataset. Changes don't affect other trajectories or rewards.
@@ -68,7 +68,7 @@ class Attempt:
 
 
 class MultiTurn(Episode):
-    """Plays the trajectories of a group concurrently, each with a separate conversation.
+    """Runs the trajectories of a group concurrently, each with a separate conversation.
 
     Args:
         max_turns: Maximum number of turns per trajectory.
@@ -129,7 +129,7 @@ class MultiTurn(Episode):
 
     @abstractmethod
     async def play(self, attempt: Attempt) -> Trajectory:
-        """Plays one trajectory to the end."""
+        """Runs one trajectory to the end."""
 
     def setup(self, tokenizer: Any, processor: MediaProcessor | None = None) -> None:
         """Receives the policy's tokenizer and the processor of a VLM. Called once, before the first trajectory.

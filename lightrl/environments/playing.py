@@ -1,4 +1,4 @@
-"""Plays trajectories in environments."""
+"""Runs trajectories in environments."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class EnvironmentEpisode(MultiTurn):
-    """Plays each trajectory in a separate environment.
+    """Runs each trajectory in a separate environment.
 
     All environments of a group are reset with the same example (columns and `prompt`) and seed. A trajectory that
     reaches a limit ends with the limit's name as stop reason and is scored. A failure that the policy did not cause (an
@@ -119,7 +119,7 @@ class _Played(Attempt):
         self.code = UserCode(getattr(self.settings.environment, "__qualname__", "environment"))
 
     async def play(self) -> Trajectory:
-        """Plays the trajectory to the end."""
+        """Runs the trajectory to the end."""
         stop: StopReason = "failure"
         failure, raised_at = None, ""
         environment: Environment | None = None
@@ -172,7 +172,7 @@ class _Played(Attempt):
         return metrics
 
     async def _turns(self, environment: Environment) -> StopReason:
-        """Plays all turns. Returns the stop reason."""
+        """Runs all turns. Returns the stop reason."""
         settings, name = self.settings, type(environment).__name__
         messages = await self._call(partial(environment.reset, self.row, seed=self.seed), "reset")
         self.first.append(self._state(partial(Environment.state_key, environment), messages))

@@ -136,7 +136,7 @@ def _innermost(error: BaseException) -> str:
 
 
 class OpenEnvironment(Environment):
-    """Plays an environment on an OpenEnv server, with one WebSocket per trajectory.
+    """Runs an environment on an OpenEnv server, with one WebSocket per trajectory.
 
     The policy's reply is the action in the server's format: the value of the only required field, otherwise a JSON
     object. Observations are user messages; the first one is appended to the prompt. The server determines rewards and

@@ -25,7 +25,7 @@ EXAMPLES = {"integer": 1, "number": 1.0, "boolean": True, "array": [], "object":
 
 @dataclass
 class Played:
-    """A script played twice on one example with the same seed."""
+    """Two runs of a script on one example with the same seed."""
 
     row: int
     script: str
@@ -44,8 +44,8 @@ class EnvironmentCheck:
     """Results of a dry run.
 
     Attributes:
-        seeded: Whether repeated plays must be identical, because all randomness depends on the seed.
-        played: Scripts that were played.
+        seeded: Whether repeated runs must be identical, because all randomness depends on the seed.
+        played: Scripts that ran.
         mistakes: Error that stopped the dry run and would stop a run, if any.
     """
 
@@ -69,7 +69,7 @@ class EnvironmentCheck:
             same = one.turn_rewards == other.turn_rewards and one.messages == other.messages
             if self.seeded and not (same or one.failed or other.failed):
                 found.append(
-                    f"{p.script}, example {p.row}: two plays with the same seed had different rewards or messages. Use "
+                    f"{p.script}, example {p.row}: two runs with the same seed had different rewards or messages. Use "
                     "the seed of `reset` for all randomness, and share no state between environments."
                 )
         return list(dict.fromkeys(found))
@@ -85,7 +85,7 @@ def play(
     replies: Sequence[str] = (),
     engine: Engine | None = None,
 ) -> EnvironmentCheck:
-    """Plays each script twice on each example with the same seed.
+    """Runs each script twice on each example with the same seed.
 
     Scripts: a plain reply in every turn; a reply truncated by the token limit; a valid call to each tool (in every turn
     of an environment, in the first turn of a program); and `replies`.

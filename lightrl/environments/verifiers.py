@@ -128,7 +128,7 @@ def _python(python: str | None) -> str:
     python = python or os.environ.get(PYTHON, "")
     if not shutil.which(python):
         raise ValueError(
-            f"python={python!r}: is not a Python interpreter. Run `python3.11 -m venv verifiers` and "
+            f"python={python!r}: not a Python interpreter. Run `python3.11 -m venv verifiers` and "
             f"`verifiers/bin/pip install 'verifiers>=0.4,<0.5'`, then pass verifiers/bin/python or set {PYTHON}."
         )
     return python

@@ -151,7 +151,7 @@ class Backbone:
     def _fall_back(self, reason: str) -> None:
         if self.explicit:
             raise ValueError(
-                f"layout={self.layout!r}: is not supported by {self.name}, because {reason}. Use 'auto' or 'padded'."
+                f"layout={self.layout!r}: not supported by {self.name}, because {reason}. Use 'auto' or 'padded'."
             )
         warnings.warn(f"{self.name} runs in the padded layout, which is slower: {reason}.", stacklevel=2)
         self.layout = "padded"

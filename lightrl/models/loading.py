@@ -55,7 +55,7 @@ def load_model(
     """Loads a model of any auto class; `overrides` are set on the config. See `load_causal_lm`.
 
     Raises:
-        ValueError: Files lack weights or have non-finite ones. With `new_head`, those of a trained head may be missing.
+        ValueError: Files lack weights or have non-finite ones. With `new_head`, the weights of the head may be missing.
     """
     config = model_config(spec)
     for name, value in overrides.items():
@@ -206,7 +206,7 @@ def fix_rope(model: Any) -> int | None:
     """Makes a model use the same rotary factors for every sequence during the whole run. Idempotent.
 
     transformers chooses the factors of LongRoPE and dynamic NTK by the largest position in a batch, so a sequence's
-    log-probs would depend on others. vLLM chooses those of LongRoPE once, by its `max_model_len`.
+    log-probs would depend on others. vLLM chooses the LongRoPE factors once, by its `max_model_len`.
 
     Returns:
         Maximum sequence length for which transformers, and vLLM by default, use the same factors, or with learned

@@ -96,7 +96,7 @@ def chunked_logprobs(
         targets: (M,) int64 in [0, V).
         distribution: Temperature, transformation of logits, and support.
         entropy: Whether to compute entropies.
-        chunk_elements: Maximum number of logits per chunk (at least those of one token), halved for entropies. Defaults
+        chunk_elements: Maximum number of logits per chunk (at least one token's), halved for entropies. Defaults
             to 2^28 on CUDA, 2^25 elsewhere.
 
     Returns:

@@ -49,7 +49,7 @@ def add_lora(model: Any, spec: LoraSpec) -> None:
         if not is_linear(layer):
             raise ValueError(
                 f"lora.target_modules={spec.target_modules!r}: {name.removesuffix('.base_layer')} is not a linear "
-                "layer. Use linear layers; in a mixture-of-experts model, those of attention."
+                "layer. Use linear layers; in a mixture-of-experts model, use the attention layers."
             )
 
 

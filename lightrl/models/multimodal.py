@@ -252,7 +252,7 @@ def _offers(config: Any, rows: RowBatch) -> dict[str, RowBatch]:
 
 
 def with_lent(rows: RowBatch, lent: list[RowBatch]) -> tuple[RowBatch, int | None]:
-    """Returns B rows with those of other ranks at the end, and B; None if no output of the B rows is read."""
+    """Returns B rows followed by rows of other ranks, and B; None if no output of the B rows is read."""
     parts, count, groups = [rows, *lent], len(rows), rows.on_host("group_ids")
     width = max(part.token_ids.shape[1] for part in parts)
 
@@ -275,7 +275,7 @@ def with_lent(rows: RowBatch, lent: list[RowBatch]) -> tuple[RowBatch, int | Non
 
 
 def own_output(out: Any, count: int, width: int) -> Any:
-    """Returns the `BackboneOutput` for the (count, width) rows of this rank from that of `with_lent`'s batch."""
+    """Returns the `BackboneOutput` for the (count, width) rows of this rank from the output of `with_lent`'s batch."""
     longest = out.shape[1]
     row, column = out.targets // longest, out.targets % longest
     own = row < count

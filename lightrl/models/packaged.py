@@ -112,7 +112,7 @@ def _convert(file: Path, folder: Path) -> None:
 
 
 def add_bos(tokenizer: Any, file: Path) -> None:
-    """Lets a tokenizer begin texts with its BOS token if its GGUF file says so, which transformers doesn't read."""
+    """Adds the BOS token to texts if the GGUF file requires it; transformers doesn't read that setting."""
     from gguf import GGUFReader
     from tokenizers.processors import TemplateProcessing
 

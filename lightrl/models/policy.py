@@ -78,7 +78,7 @@ class PolicyModel(nn.Module):
         """Scores the response tokens.
 
         Args:
-            rows: B sequences. Log-probs and entropies are over the tokens in their `supports`, if any. Routers use the
+            rows: B sequences. Log-probs and entropies cover the tokens in their `supports`, if any. Routers use the
                 experts in their `routes`, if any.
             entropy: Compute entropies.
             values: Compute values with the value head.

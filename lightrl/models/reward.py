@@ -67,7 +67,7 @@ class RewardModelSpec:
     def add_scores(self, rollouts: Rollouts, scores: Tensor) -> None:
         """Adds the model's (B,) scores to the rewards in place. Each trajectory's last row has its score.
 
-        Trajectories without other rewards get only the scores of models. Failed trajectories and examples with other
+        Trajectories without other rewards have only the scores of models. Failed trajectories and examples with other
         labels remain unscored, and weight 0 only records scores.
         """
         applies = self.applies(rollouts.columns) or [True] * len(rollouts)

@@ -126,7 +126,7 @@ def chunked_divergence(
     """Computes a divergence between the student's and a teacher's distribution at each of M tokens.
 
     Logits are computed in chunks of tokens, and recomputed in the backward pass. If the vocabularies of the heads
-    differ, both distributions are over the common tokens. With `TopTokens`, there are K + 1 outcomes: each of the
+    differ, both distributions cover the common tokens. With `TopTokens`, there are K + 1 outcomes: each of the
     teacher's top tokens, and "any other". The result is never above the divergence of the full distributions.
 
     Args:

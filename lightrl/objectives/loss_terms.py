@@ -121,7 +121,7 @@ class PPOClip(PolicyLoss):
         eps_high: Upper clip range, at least 0. DAPO uses 0.2 and 0.28.
         dual_clip: Maximum ratio if A < 0, above 1 + eps_high, usually 3. INTELLECT-2 calls it delta. None disables it.
 
-    Source: https://arxiv.org/abs/1707.06347 and those of `lightrl.ops.losses.clipped_policy_loss`.
+    Source: https://arxiv.org/abs/1707.06347 and the sources of `lightrl.ops.losses.clipped_policy_loss`.
     """
 
     zero_advantage_is_zero_loss = True
@@ -193,9 +193,9 @@ class KLPenalty(ABC):
     | `KLInLoss(any, ratio_correction=True)` | reverse KL (also off-policy) | the same |
     | `KLInLoss("k3")` | forward KL | `pi = beta * pi_ref / (lambda - r)` |
     | `KLInLoss("k1")` | 0 in expectation | rejected |
-    | `KLInReward("k2" or "k3")` | `E[k * grad log pi]`, not that of a KL | equal `r - beta * k` for every action |
+    | `KLInReward("k2" or "k3")` | `E[k * grad log pi]`, not a KL's | equal `r - beta * k` for every action |
 
-    On sequences, the KL in the reward is that of whole responses: a token gets credit for the KL of later tokens. In
+    On sequences, the KL in the reward covers whole responses: the KL of later tokens counts for a token. In
     the loss, it is the sum of each token's KL given its prefix: the gradient ignores how a token changes later
     prefixes.
 
@@ -217,7 +217,7 @@ class KLInReward(KLPenalty):
 
     Args:
         estimator: Estimator of the KL per token. "k1" has the policy gradient of the KL. "k2" and "k3" are never
-            negative, but their policy gradient is not that of a KL, since rewards are treated as constants.
+            negative, but their policy gradient is not a KL's, since rewards are treated as constants.
         coef: Weight of the penalty, in reward per nat, at least 0.
 
     Source: https://arxiv.org/abs/1909.08593, section 2.

@@ -256,9 +256,9 @@ class VESPO(PolicyLoss):
         L = -sg(phi(w)) * A * log pi,    w = pi / pi_sampler = exp(sum_t (log pi_t - log pi_sampler_t))
         phi(w) = w**k * exp(lam * (1 - w)),    (k, lam) by the sign of A
 
-    phi(1) = 1, so the on-policy gradient is that of REINFORCE. phi is largest at w = k / lam and falls to 0 on both
+    phi(1) = 1, so the on-policy gradient equals REINFORCE's. phi is largest at w = k / lam and falls to 0 on both
     sides. pi_sampler is the engine's policy if its log-probs are available, else pi_old. Don't wrap this loss in
-    `OffPolicyCorrection`. Metrics: `policy/ratio_max` is that of w. Use it with `TokenMean` (TRL).
+    `OffPolicyCorrection`. Metrics: `policy/ratio_max` is the maximum of w. Use it with `TokenMean` (TRL).
 
     Args:
         k_pos: Exponent for A >= 0, above 0.

@@ -182,7 +182,7 @@ class SAPO(PolicyLoss):
 
         L = -4 / tau * sigmoid(tau * (r - 1)) * A,    tau = tau_pos if A > 0, else tau_neg
 
-    On-policy, the gradient is that of PPO. There are no clip fractions. Use it with `SequenceMean` (the paper).
+    On-policy, the gradient equals PPO's. There are no clip fractions. Use it with `SequenceMean` (the paper).
 
     Args:
         tau_pos: Sharpness for A > 0, above 0.
@@ -215,7 +215,7 @@ class CPG(PolicyLoss):
         grad D = clip(r - 1, max=drift_clip) * grad log pi        (k3 of KL(pi_old || pi), its ratio bounded)
 
     The gradient of a token is A times grad log pi without the ratio, which is exact for the first update on a rollout.
-    The reported value of D is that of k3.
+    The reported value of D is the k3 estimate.
 
     Args:
         eps_low: Lower clip range, in [0, 1).

@@ -131,7 +131,7 @@ class OPO(SequenceEstimator):
 class MaxRL(SequenceEstimator):
     """Maximum likelihood of success: `A_i = (s_i - mean) / mean`, 0 in a group without a success.
 
-    In expectation, this is the gradient of `sum_{k=1}^{G-1} 1/k * pass@k`, which approaches that of `log p(success)`.
+    In expectation, this is the gradient of `sum_{k=1}^{G-1} 1/k * pass@k`, which approaches `grad log p(success)`.
     Hard prompts get more weight. Scores should be 0 or 1, but may be any nonnegative numbers.
 
     Raises:
@@ -231,7 +231,7 @@ class TurnReturns(AdvantageEstimator):
         gamma: Discount per turn, in [0, 1].
 
     Source: leave-one-out https://arxiv.org/abs/2402.14740, per turn. Unlike MT-GRPO (https://arxiv.org/abs/2505.11821),
-        the mean is not limited to trajectories that reach the turn, which implicitly penalizes further turns
+        the mean is not limited to trajectories that reach the turn, which implicitly penalizes additional turns
         (https://github.com/verl-project/verl/issues/7244).
     """
 
@@ -299,7 +299,7 @@ class GiGPO(AdvantageEstimator):
     Raises:
         ValueError: A turn has no state.
 
-    Source: https://arxiv.org/abs/2505.10978, eq. 3-8. The paper's means are over the whole group. Here they exclude all
+    Source: https://arxiv.org/abs/2505.10978, eq. 3-8. The paper averages over the whole group. Here they exclude all
         visits of the trajectory itself, so they don't depend on when it stops.
     """
 

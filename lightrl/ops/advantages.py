@@ -71,7 +71,7 @@ def masked_whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8, all_sum: AllSum
         Tensor like `x`, 0 outside the mask. A single selected value becomes 0. If the mean is 0, values of 0 stay 0.
 
     Source: https://arxiv.org/abs/1909.08593 and OpenAI's `lm-human-preferences`, which divides by `sqrt(var + 1e-8)`
-        with the population variance of one process. Here, the variance is unbiased and over all ranks.
+        with the population variance of one process. Here, the variance is unbiased and covers all ranks.
     """
     _, mean, var = masked_moments(x, mask, all_sum=all_sum)
     mean = mean * (mean.abs() > ROUNDING * var.sqrt())  # a mean of rounding errors would give flat groups a sign

@@ -158,7 +158,7 @@ def per_row(**settings: Any) -> Any:
 
 @dataclass(kw_only=True)
 class RowBatch:
-    """B rows of tokens, as models read them. Supervised examples are rows without further fields.
+    """B rows of tokens, as models read them. Supervised examples are rows without other fields.
 
     Field declarations determine how rows are selected, cropped, and moved. Declare fields of subclasses with
     `per_token`, `per_row`, or neither for one value per batch.
@@ -194,7 +194,7 @@ class RowBatch:
         """Returns a tensor of the record in host memory; None for a field without one.
 
         `to`, `select`, and `crop` keep host copies of device tensors, so planning a micro-batch doesn't wait for the
-        device. A tensor replaced since then is copied once.
+        device. A tensor that was replaced later is copied once.
         """
         value = getattr(self, name)
         source, copy = self.host.get(name, (None, None))
@@ -251,7 +251,7 @@ class RowBatch:
 class Rollouts(RowBatch):
     """B scored rows: one Lightning batch. Rows of a group are adjacent, and so are rows of a trajectory.
 
-    Adds these attributes to those of `RowBatch`.
+    Adds these attributes to `RowBatch`.
 
     Attributes:
         engine_logprobs: (B, T) float32 log-probs that the engine reports for sampled tokens, 0 elsewhere.
@@ -317,7 +317,7 @@ class Rollouts(RowBatch):
         return [reason == "failure" for reason in self.stop_reasons] or [False] * len(self)
 
     def to(self, device: torch.device | str) -> Rollouts:
-        """Moves all tensors, including those of `supervised`, to `device`."""
+        """Moves all tensors, including `supervised`, to `device`."""
         moved = super().to(device)
         return moved if self.supervised is None else replace(moved, supervised=self.supervised.to(device))
 
@@ -365,8 +365,8 @@ class Advantages:
 class Experience(RowBatch, ModelOutputs, Advantages):
     """Rollouts with log-probs, values, and advantages: everything that an update reads.
 
-    Adds these attributes to those of `RowBatch`, `ModelOutputs`, and `Advantages`, whose `advantages` are now whitened
-    and clipped. Log-probs and entropies are over the tokens in `supports`. The response mask excludes rows without a
+    Adds these attributes to `RowBatch`, `ModelOutputs`, and `Advantages`, whose `advantages` are now whitened
+    and clipped. Log-probs and entropies cover the tokens in `supports`. The response mask excludes rows without a
     reward and, if the module masks them, truncated rows.
 
     Attributes:
@@ -395,7 +395,7 @@ class MicroBatch:
 
     Attributes:
         rows: b sequences, cropped to their longest.
-        policy_weights: (b, T) float32 weights of the policy loss: those of the aggregation, divided by its count over
+        policy_weights: (b, T) float32 weights of the policy loss: the aggregation's, divided by its count over
             the whole mini-batch on all ranks. None for supervised examples.
         token_weight: Weight of each token in token-mean losses: 1 / tokens of the whole mini-batch.
     """

@@ -63,7 +63,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         # A negative temperature would invert the distribution, and the other values would end a run that has begun.
         if self.temperature < 0 or (self.fire_temperature or 1) < 0:
-            raise ValueError(f"SamplingParams.temperature={self.temperature}: is negative. Use 0 (greedy) or more.")
+            raise ValueError(f"SamplingParams.temperature={self.temperature}: is below 0. Use 0 (greedy) or more.")
         if not 0 <= self.min_new_tokens <= self.max_new_tokens or self.max_new_tokens < 1:
             raise ValueError(
                 f"SamplingParams.max_new_tokens={self.max_new_tokens}: must be at least 1 and at least min_new_tokens."

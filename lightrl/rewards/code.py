@@ -214,7 +214,7 @@ def _with_calls(tests: list[str] | None) -> list[str] | None:
     for unused in (statement for statement in tree.body if getattr(statement, "name", None) not in used):
         if any(isinstance(n, ast.Assert) or getattr(n, "attr", "").startswith("assert") for n in ast.walk(unused)):
             raise RewardError(
-                f"tests={ast.unparse(unused)[:80]!r}: is never called, so its checks would never run. Add a call, such "
+                f"tests={ast.unparse(unused)[:80]!r}: never called, so its checks would never run. Add a call, such "
                 "as `test_add()` or `check(add)`."
             )
     return tests

@@ -28,7 +28,7 @@ class RetryingReward(Reward):
     """Base class of rewards that post JSON to a URL, with retries.
 
     Retries requests after timeouts, connection errors, and 5xx responses. Waits `backoff * 2^k * u` seconds before
-    retry k = 0, 1, ..., with u uniform in [0.5, 1.5], or as long as `Retry-After` says, but at most 60 seconds.
+    retry k = 0, 1, ..., with u uniform in [0.5, 1.5], or as long as `Retry-After` requests, but at most 60 seconds.
 
     Args:
         url: URL of the server.
@@ -61,7 +61,7 @@ class RetryingReward(Reward):
         if token_env is not None:
             token = bearer_token(f"{type(self).__name__}.token_env={token_env!r}", os.environ.get(token_env))
             if token is None:
-                raise ValueError(f"{type(self).__name__}.token_env={token_env!r}: is not set. Export the token.")
+                raise ValueError(f"{type(self).__name__}.token_env={token_env!r}: not set. Export the token.")
             remember_secret(token)  # a server may echo it
             self._headers = {"Authorization": f"Bearer {token}"}
         self.on_failure = on_failure

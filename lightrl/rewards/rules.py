@@ -321,7 +321,7 @@ class CosineLength(NestedReward):
 def column_of(columns: dict[str, Any], name: str) -> Sequence[Any]:
     """The values of a dataset column. Raises a `RewardError` if it doesn't exist."""
     if name not in columns:
-        raise RewardError(f"column={name!r}: is not in the dataset. Use one of: {', '.join(sorted(columns))}.")
+        raise RewardError(f"column={name!r}: not in the dataset. Use one of: {', '.join(sorted(columns))}.")
     return columns[name]  # type: ignore[no-any-return]
 
 

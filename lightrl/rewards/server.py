@@ -107,7 +107,7 @@ def serve_reward(
     remember_secret(token or "")
     if token is None and host not in ("127.0.0.1", "::1", "localhost"):
         raise ValueError(
-            f"serve_reward: host={host!r}: is reachable from other computers. Set a token in ${token_env}, "
+            f"serve_reward: host={host!r}: reachable from other hosts. Set a token in ${token_env}, "
             "or listen on 127.0.0.1."
         )
     require_packages("serve_reward", "server", "fastapi", "uvicorn")

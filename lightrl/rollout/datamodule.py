@@ -47,7 +47,7 @@ class Evaluation:
     Args:
         prompts: Prompts for validation and test, in any form that the data module's `prompts` accepts. None disables
             evaluation. Pass a dictionary, {math: {path: ...}, code: {path: ...}}, for several sets, logged as
-            `eval/<name>/...`. `system_prompt`, `chat_template`, and `template_kwargs` default to those of the training
+            `eval/<name>/...`. `system_prompt`, `chat_template`, and `template_kwargs` default to the training
             prompts.
         sampling: Sampling settings. Defaults to the training settings without `fire_temperature`.
         group_size: Number of completions per prompt. Values above 1 enable pass@k and maj@n.
@@ -193,7 +193,7 @@ class RolloutDataModule(LightningDataModule):
                 f"multiple of {self.world_size}."
             )
         if self.rollouts_per_epoch is not None and self.rollouts_per_epoch < 1:
-            raise ValueError(f"rollouts_per_epoch={self.rollouts_per_epoch}: is below 1. Raise it.")
+            raise ValueError(f"rollouts_per_epoch={self.rollouts_per_epoch}: must be at least 1. Raise it.")
         module, spec = self.learner, self.learner.actor_spec
         if stage == "fit":
             self._check_learner(module)

@@ -1,4 +1,4 @@
-"""Dynamic sampling: groups of further prompts replace those without reward spread.
+"""Dynamic sampling: groups of new prompts replace groups without reward spread.
 
 Source: DAPO, https://arxiv.org/abs/2503.14476, section 3.2, which samples batches of a fixed size until one is full and
     drops surplus groups. We sample only the missing groups.

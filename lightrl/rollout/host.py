@@ -20,7 +20,7 @@ from lightrl.rollout.collector import ScoredGroup
 from lightrl.rollout.learner import RolloutLearner
 
 NUM_SEQUENCES, NUM_TOKENS = 2, 16
-"""Number of sequences that the weight-sync check compares, and of tokens per sequence. Mixture-of-experts models get
+"""Number of sequences that the weight-sync check compares, and of tokens per sequence. Mixture-of-experts models use
 additional sequences, about eight tokens per expert, if the engine doesn't replay routes."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -39,7 +39,7 @@ class WeightSync(Callback):
     with media, the check also samples a few tokens and compares their log-probs, which verifies the vision tower and
     its adapters.
 
-    Two further checks detect errors below the tolerance. The engine's log-probs must not be identical to those before
+    Two more checks detect errors below the tolerance. The engine's log-probs must not be identical to those before
     the push if the trainer's have changed. If the trainer's changed by ten times the last gap, the engine's must have
     changed at least half as much.
 
@@ -47,7 +47,7 @@ class WeightSync(Callback):
         canary: Whether to run the check after each push.
         tolerance: Maximum mean absolute difference in nats. Defaults to 5e-4 for a float32 engine, 0.05 for float16,
             and 0.5 for bfloat16 (rounding in a pretrained 135M model is 0.05 to 0.16). Setting it disables the two
-            further checks.
+            other checks.
 
     Raises:
         StaleWeightsError: If the log-probs differ by more than the tolerance, from `ensure_synced`.
@@ -149,7 +149,7 @@ class WeightSync(Callback):
             raise StaleWeightsError(
                 f"engine={type(engine).__name__} with {type(module.actor.lm).__name__}: after a prompt with media, the "
                 f"engine's log-probs differ from the trainer's by {worst:.2e} on average (allowed: {tolerance:g}), "
-                "while those of text agree. The engine is missing an adapter or weights of the vision tower, or uses a "
+                "but agree for text. The engine is missing an adapter or weights of the vision tower, or uses a "
                 "different attention mask for media. Use TransformersEngine, or train on text only."
             )
 

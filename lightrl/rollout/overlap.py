@@ -174,7 +174,7 @@ class InFlight(_BesideTraining):
 
     Before each rollout is returned, the weights are pushed between two engine steps, and the rollout that follows
     `max_staleness` later starts. The first token of a completion is therefore at most `max_staleness` rollouts old when
-    it is trained on. No prompt is dropped or delayed further. The token at which the weights change depends on timing.
+    it is trained on. No prompt is dropped or delayed longer. The token at which the weights change depends on timing.
     Checkpoints contain the partial completions, so a resumed run continues them.
 
     Args:

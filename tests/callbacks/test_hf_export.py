@@ -77,12 +77,12 @@ def test_weights_that_are_not_finite_take_no_good_exports_place(model: str, tmp_
     quiet_trainer(callbacks=[WeightSync(), HFExport(str(tmp_path))]).fit(module_before, sums_data(rollouts_per_epoch=1))
     good = (tmp_path / "model.safetensors").read_bytes()
     trainer = quiet_trainer(callbacks=callbacks)
-    with pytest.raises(ValueError, match="rollout=2' is not written.*embed_tokens"):
+    with pytest.raises(ValueError, match="rollout=2' was not written.*embed_tokens"):
         trainer.fit(module, sums_data(rollouts_per_epoch=2))
     assert not (tmp_path / "rollout=2").exists()
     with pytest.raises(ValueError, match="weights are not finite"):
         module.save_pretrained(tmp_path)
     assert (tmp_path / "model.safetensors").read_bytes() == good
     trainer.save_checkpoint(tmp_path / "bad.ckpt")
-    with pytest.raises(ValueError, match="out' is not written.*not finite"):
+    with pytest.raises(ValueError, match="out' was not written.*not finite"):
         export(str(tmp_path / "bad.ckpt"), str(tmp_path / "out"))

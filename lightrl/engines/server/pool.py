@@ -120,7 +120,7 @@ class ServerPool:
                 ) from error
 
     async def _check_tokenizer(self, server: Server, path: str) -> None:
-        """Raises a ValueError if the server reports token IDs that differ from those of the tokenizer at `path`."""
+        """Raises a ValueError if the server reports other token IDs than the tokenizer at `path`."""
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(path)

@@ -69,7 +69,7 @@ class ServerProtocol(ABC):
 
     @abstractmethod
     async def load_files(self, server: Server, folder: str, files: Sequence[str], token: str) -> None:
-        """Replaces the weights with those of a directory of safetensors files.
+        """Replaces the weights with the safetensors files of a directory.
 
         Raises:
             ValueError: If the weights don't match the server's model.

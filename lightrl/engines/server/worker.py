@@ -18,7 +18,7 @@ class ServerWorker(SeparateWorkerExtension):
     """Loads weights from a shared directory. Methods return dictionaries, which `/collective_rpc` can serialize."""
 
     def lightrl_load_files(self, paths: Sequence[str], strict: bool) -> dict[str, Any]:
-        """Replaces the weights with those of safetensors files.
+        """Replaces the weights with the contents of safetensors files.
 
         Returns:
             Dictionary with "error", a message or None, and "missing", the parameters that the files don't fully cover.

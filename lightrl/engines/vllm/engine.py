@@ -1,6 +1,6 @@
 """The embedded vLLM engine, which runs in the trainer's process or in separate ones.
 
-`lightrl.compat.vllm` and `vllm_worker` wrap vLLM's internals, `vllm_process` those of separate processes. `conversion`
+`lightrl.compat.vllm` and `vllm_worker` wrap vLLM's internals, `vllm_process` its separate processes. `conversion`
 has the startup arguments and converts requests and outputs. `start` imports vLLM.
 """
 
@@ -59,7 +59,7 @@ _Place: TypeAlias = tuple[_Group, int, list[tuple[int, int]]]
 class VLLMEngine(SteppingEngine):
     """Samples with an embedded `vllm.LLM`.
 
-    Log-probs are those of the sampling distribution, after temperature, penalties, FIRE, min-p, top-k, and top-p. The
+    Log-probs refer to the sampling distribution, after temperature, penalties, FIRE, min-p, top-k, and top-p. The
     engine restores what vLLM changes in the trainer's process: random states, environment variables, and
     `torch.set_num_threads`. The default process group survives `close`. On a CPU, packing of linear weights is
     disabled, which makes pushes a plain memory copy and matrix products 10-15% slower at 64 sequences.
@@ -444,7 +444,7 @@ class VLLMEngine(SteppingEngine):
         self._wake("weights", *(["kv_cache"] if self.sleep_level == 1 else []))
 
     def _wake(self, *parts: str) -> None:
-        """Wakes those of the `parts` that sleep, "weights" and "kv_cache"."""
+        """Wakes the sleeping `parts`: "weights" and "kv_cache"."""
         parts = tuple(part for part in parts if part in self._asleep)
         if not parts:
             return

@@ -12,7 +12,7 @@ from lightrl.environments.endpoint.requests import Answered, Asked, RefusedError
 
 _ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 _CHOICES = {"any": "required", "none": "none"}
-"""Tool choices -> those of chat completions."""
+"""Tool choices -> tool choices of chat completions."""
 
 
 class Messages(Api):

@@ -50,9 +50,7 @@ class Api(ABC):
         for name in REJECTED:
             if body.get(name):
                 shown = json.dumps(body[name])[:200]
-                raise RefusedError(
-                    400, f"{name}={shown}: is not supported. Remove {name}.", name, "unsupported_parameter"
-                )
+                raise RefusedError(400, f"{name}={shown}: not supported. Remove {name}.", name, "unsupported_parameter")
         without = {*HARMLESS, *REJECTED}
         given = {name: value for name, value in body.items() if value is not None and name not in without}
         try:
@@ -126,7 +124,7 @@ def _message(message: Mapping[str, Any]) -> Message:
     if role == "tool":
         return {"role": "tool", "tool_call_id": message["tool_call_id"], "content": content_of(content)}
     if role != "assistant":
-        raise RefusedError(400, f"role={role!r}: is unknown. Use system, developer, user, assistant, or tool.")
+        raise RefusedError(400, f"role={role!r}: unknown. Use system, developer, user, assistant, or tool.")
     said: Message = {"role": "assistant", "content": text_of(content or message.get("refusal"))}
     if thoughts := message.get("reasoning_content") or message.get("reasoning"):
         said["reasoning_content"] = thoughts
@@ -168,7 +166,7 @@ def _forced(choice: Any) -> tuple[str, ...] | None:
     if choice["type"] != "allowed_tools" or allowed.get("mode") != "required":
         raise RefusedError(
             400,
-            f'tool_choice={json.dumps(choice)[:200]}: is not supported. Send only these tools, or "mode": "required".',
+            f'tool_choice={json.dumps(choice)[:200]}: not supported. Send only these tools, or "mode": "required".',
             "tool_choice",
             "unsupported_value",
         )

@@ -188,7 +188,7 @@ async def _models(api: Api, session: Session, request: Request) -> Response:
 async def _unknown(api: Api, session: Session, request: Request) -> Response:
     raise RefusedError(
         404,
-        f"{request.method} {request.url.path}: is not served. Use chat completions, responses, or messages.",
+        f"{request.method} {request.url.path}: not served. Use chat completions, responses, or messages.",
         code="unknown_url",
     )
 

@@ -36,7 +36,7 @@ class Session:
     requests therefore get the same tokens for the same seeds. The number of a canceled request is reused.
 
     Args:
-        attempt: The trajectory to be played.
+        attempt: The trajectory to run.
         bridge: Bridge of the chat template.
         parser: Function from tools to the parser of replies.
         max_turns: Maximum number of turns.
@@ -128,7 +128,7 @@ class Session:
         }
 
     def end(self) -> None:
-        """Rejects further requests and cancels turns in progress."""
+        """Rejects new requests and cancels turns in progress."""
         self._ended = True
         for task in self._tasks:
             task.cancel()

@@ -129,7 +129,7 @@ def make_stream(
     routes: Sequence[Routes | None] = (),
     device: torch.device | None = None,
 ) -> TokenStream:
-    """Plans the stream for outputs that are read one token early: those of response tokens, or of the last token.
+    """Plans the stream for outputs that are read one token early: of response tokens, or of the last token.
 
     Args:
         token_ids: (B, T) int64. For rows with media, from `multimodal.marked_tokens`.
@@ -139,7 +139,7 @@ def make_stream(
         share: Compute shared prefixes once.
         spans: (B, 2), see `shared_prefixes`.
         routes: B records of experts. Only tokens with the same experts are shared.
-        device: Device of the stream. Defaults to that of `token_ids`. Device tensors are copied to the host.
+        device: Device of the stream. Defaults to the device of `token_ids`. Device tensors are copied to the host.
 
     Raises:
         ValueError: Rows are not right-padded.
@@ -228,13 +228,13 @@ class Prefixes(NamedTuple):
 
 
 def no_prefixes(lengths: Tensor) -> Prefixes:
-    """Returns rows in their own order without shared prefixes, excluding those of length 0."""
+    """Returns rows in their own order without shared prefixes, excluding empty rows."""
     rows = lengths.nonzero().squeeze(1).tolist()
     return Prefixes(rows, [0] * len(rows))
 
 
 def shared_prefixes(token_ids: Tensor, lengths: Tensor, prompts: Tensor, spans: Tensor | None = None) -> Prefixes:
-    """Returns the trie of rows, excluding those of length 0.
+    """Returns the trie of rows, excluding empty rows.
 
     Args:
         token_ids: (B, T) int64 below 2^31 in magnitude, in host memory.
