@@ -130,14 +130,21 @@ def test_a_killed_quickstart_takes_its_step_along(tmp_path: Path) -> None:
     assert gone(int((tmp_path / "begun").read_text()))
 
 
-def test_an_earlier_quickstart_is_moved(
+def test_an_earlier_quickstart_is_moved_or_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("lightrl.cli.quickstart._run_step", lambda command: 0)
+    ran: list[str] = []
+    monkeypatch.setattr("lightrl.cli.quickstart._run_step", lambda command: ran.append(" ".join(command)) or 0)
     (tmp_path / "outputs/quickstart/ppo").mkdir(parents=True)
     main(["quickstart", "--tiny"])
     assert "Moved the earlier quickstart to outputs/quickstart.previous" in capsys.readouterr().out
     assert (tmp_path / "outputs/quickstart.previous/ppo").is_dir()
+    assert [name in command for name, command in zip(("/sft", "/ppo", "report"), ran, strict=True)] == [True] * 3
+    ran.clear()
+    (tmp_path / "outputs/quickstart/ppo/checkpoints").mkdir(parents=True)
+    (tmp_path / "outputs/quickstart/ppo/checkpoints/last.ckpt").touch()
+    main(["quickstart", "--tiny", "--resume"])  # without another SFT, whose model is PPO's reference
+    assert len(ran) == 2 and "--ckpt_path=last" in ran[0]
 
 
 def test_a_model_directory_with_special_characters_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
