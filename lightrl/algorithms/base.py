@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from lightrl.algorithms.saving import SavesPretrained
-from lightrl.algorithms.settings import ExtraLosses, Updates
+from lightrl.algorithms.settings import ExtraLosses, Updates, make_optimizer
 from lightrl.compat.lightning import run_seed
 from lightrl.distributed import strategies
 from lightrl.distributed.strategies import MetricSums, fingerprint
@@ -149,7 +149,7 @@ class RLLightningModule(SavesPretrained, RolloutLearner):
 
     def configure_optimizers(self) -> Any:
         """Builds one optimizer, since DeepSpeed supports only one."""
-        optimizer = self.make_optimizer(self.parameter_groups())
+        optimizer = make_optimizer(self.optimizer_factory, self.parameter_groups(), self.trainer.strategy)
         if self.lr_scheduler_factory is None:
             return optimizer
         from lightrl.algorithms.schedules import rollout_position, with_schedule

@@ -15,7 +15,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 
-from lightrl.algorithms.settings import change_settings, make_optimizer
+from lightrl.algorithms.settings import change_settings
 from lightrl.compat.lightning import refuse_callbacks
 from lightrl.distributed import strategies
 from lightrl.models.policy import PolicyModel, named_hf_weights
@@ -23,7 +23,7 @@ from lightrl.models.spec import ModelSpec
 
 Module = TypeVar("Module", bound="SavesPretrained")
 
-HOOKS = {"on_save_checkpoint", "on_load_checkpoint", "on_train_start", "on_validation_epoch_end"}
+HOOKS = {"on_fit_start", "on_save_checkpoint", "on_load_checkpoint", "on_train_start", "on_validation_epoch_end"}
 """Hooks of LightningModule with an implementation here. Calling it twice has no further effect."""
 
 
@@ -85,8 +85,13 @@ class SavesPretrained(LightningModule):
         self._tells_hyperparameters = False
 
     def on_fit_start(self) -> None:
-        """Logs the run's hyperparameters."""
+        """Records the optimizer's settings before a checkpoint replaces them, and logs the run's hyperparameters."""
         trainer: Any = self.trainer
+        self._given_settings = [
+            {name: value for name, value in group.items() if isinstance(value, float | int | tuple)}
+            | {"lr": group.get("initial_lr", group["lr"])}  # without a schedule's factor
+            for group in trainer.optimizers[0].param_groups
+        ]
         if self._tells_hyperparameters and trainer.is_global_zero and trainer.loggers:
             from lightrl.algorithms import run_record
 
@@ -117,15 +122,6 @@ class SavesPretrained(LightningModule):
         elif not self._is_built:
             self.build_models()
         self._is_built = self._is_sharded = True
-
-    def make_optimizer(self, groups: list[dict[str, Any]]) -> Any:
-        """Builds the optimizer with the settings of this run."""
-        optimizer = make_optimizer(self.optimizer_factory, groups, self.trainer.strategy)
-        self._given_settings = [
-            {name: value for name, value in group.items() if isinstance(value, float | int | tuple)}
-            for group in optimizer.param_groups
-        ]
-        return optimizer
 
     def on_train_start(self) -> None:
         """Sets the optimizer's settings, such as the learning rate, that the resumed run changes."""

@@ -13,6 +13,7 @@ from torchmetrics.classification import BinaryAccuracy
 
 from lightrl.algorithms.saving import SavesPretrained
 from lightrl.algorithms.schedules import LRSchedule, NamedSchedule, run_position, updates_ahead, with_schedule
+from lightrl.algorithms.settings import make_optimizer
 from lightrl.compat.lightning import accumulates
 from lightrl.distributed import strategies
 from lightrl.models.policy import PolicyModel
@@ -84,7 +85,8 @@ class _SupervisedModule(SavesPretrained):
 
     def configure_optimizers(self) -> Any:
         """Builds the optimizer and its schedule, stepped per update."""
-        optimizer = self.make_optimizer([group for group in self.parameter_groups() if group["params"]])
+        groups = [group for group in self.parameter_groups() if group["params"]]
+        optimizer = make_optimizer(self.optimizer_factory, groups, self.trainer.strategy)
         if self.lr_scheduler_factory is None:
             return optimizer
         return with_schedule(optimizer, self.lr_scheduler_factory, run_position(self))

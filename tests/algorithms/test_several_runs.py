@@ -149,13 +149,26 @@ def test_a_schedule_needs_a_known_number_of_updates(path: str) -> None:
         fit(NoLength(SFTSource(rows=ROWS), batch_size=2))
 
 
+class OwnOptimizer(GRPOLightningModule):
+    """Groups its parameters by name, as docs/custom_algorithms.md says, and has a hook without `super`."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.optimizer_factory([{"params": [p]} for _, p in self.actor.named_parameters()])
+        if not callable(self.lr_scheduler_factory):
+            return optimizer
+        return [optimizer], [self.lr_scheduler_factory(optimizer)]
+
+    def on_fit_start(self) -> None:
+        pass
+
+
 @pytest.mark.parametrize("schedule", [None, LRSchedule("constant"), LRSchedule("linear"), "torch"])
-@pytest.mark.parametrize("kind", ["sft", "rl"])
+@pytest.mark.parametrize("kind", ["sft", "rl", "override"])
 def test_a_lower_rate_takes_effect_in_a_resumed_run(kind: str, schedule: Any, path: str, tmp_path: Path) -> None:
     """Messages about diverged runs advise it."""
 
     def run(rate: float, epochs: int, ckpt: str | None = None) -> tuple[Any, list[float]]:
-        make: Any = SFTLightningModule if kind == "sft" else GRPOLightningModule
+        make: Any = {"sft": SFTLightningModule, "rl": GRPOLightningModule, "override": OwnOptimizer}[kind]
         plan: Any = schedule
         if schedule == "torch":
             plan = lambda optimizer: torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.5, 8)  # noqa: E731
