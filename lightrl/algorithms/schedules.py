@@ -105,7 +105,7 @@ def run_position(module: Any) -> Callable[[], tuple[float, float]]:
 def updates_ahead(trainer: Any) -> int:
     """Returns how far a run that resumes with different data is ahead of its `global_step`, by its number of epochs.
 
-    Call it at the start: Lightning doesn't count the epoch after a restart between epochs until its end.
+    Call it at the start: after a restart between epochs, Lightning counts the current epoch only when it ends.
     """
     batches = trainer.num_training_batches
     if trainer.max_steps != -1 or not math.isfinite(batches):

@@ -13,7 +13,7 @@ from lightrl.rollout.learner import RLCallback
 
 
 class StatefulCallback(RLCallback):
-    """A callback whose state in checkpoints is the attributes `state`."""
+    """A callback that saves the attributes listed in `state` to checkpoints."""
 
     state: tuple[str, ...] = ()
 

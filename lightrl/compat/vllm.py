@@ -1,4 +1,4 @@
-"""vLLM interface of the trainer, beyond vLLM's documented one. Written for vLLM 0.32.
+"""vLLM interface of the trainer, including undocumented parts of vLLM. Written for vLLM 0.32.
 
 Builds `vllm.LLM` without side effects on the trainer's process, adds requests, runs steps, and calls workers. A test
 compares the private names in `PRIVATE` with the installed vLLM. `vllm_worker` is the workers' side, and `vllm_process`

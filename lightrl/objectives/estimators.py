@@ -1,4 +1,4 @@
-"""Base of advantage estimators, and GRPO's. See `special_estimators.py` for others."""
+"""Base classes of advantage estimators, and the estimator of GRPO. See `special_estimators.py` for others."""
 
 from __future__ import annotations
 

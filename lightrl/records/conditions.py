@@ -1,4 +1,4 @@
-"""Conditions under which tokens were sampled: those that the sampler left, and the experts that computed them."""
+"""Conditions under which tokens were sampled: the tokens that sampling kept, and the experts that computed them."""
 
 from __future__ import annotations
 

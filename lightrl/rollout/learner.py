@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class RolloutLearner(LightningModule, ABC):
-    """Base class of modules that are trained on rollouts: what the data module, the engine host, and callbacks use.
+    """Base class of modules trained on rollouts: the interface for the data module, the engine host, and callbacks.
 
     Attributes:
         actor: The policy. Available after `configure_model`.

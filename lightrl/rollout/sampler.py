@@ -1,7 +1,7 @@
-"""Samples rollouts: when, with which weights, and on which prompts.
+"""Samples rollouts. Schedules decide when, with which weights, and on which prompts.
 
-Every schedule returns rollouts of the same prompts in the same order. `lightrl.rollout.overlap` has those that sample
-during updates.
+Every schedule returns rollouts of the same prompts in the same order. `lightrl.rollout.overlap` contains schedules
+that sample during updates.
 """
 
 from __future__ import annotations
