@@ -134,8 +134,8 @@ def test_refuses_what_is_no_checkpoint(lora: Path, tmp_path: Path) -> None:
     cases = {
         str(tmp_path / "nowhere.ckpt"): "does not exist",
         touched(tmp_path / "empty", "notes.txt"): "not a checkpoint",
-        touched(tmp_path / "fsdp2", "__0_0.distcp"): "is incomplete",
-        touched(tmp_path / "zero", "checkpoint/mp_rank_00_model_states.pt"): "is incomplete",
+        touched(tmp_path / "fsdp2", "__0_0.distcp"): "incomplete",
+        touched(tmp_path / "zero", "checkpoint/mp_rank_00_model_states.pt"): "incomplete",
         str(tmp_path / "zero" / "checkpoint"): "not a checkpoint",
         str(tmp_path / "cut.ckpt"): "can't be read",
         str(tmp_path / "other.ckpt"): "can't be read",

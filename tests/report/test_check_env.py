@@ -104,7 +104,7 @@ def test_replies_of_ones_own_are_played() -> None:
 
 
 def test_luck_outside_the_seed_is_found() -> None:
-    assert any("two plays with the same seed" in text for text in check(Lucky).problems())
+    assert any("two runs with the same seed" in text for text in check(Lucky).problems())
 
 
 def test_failures_and_rewards_that_are_none_are_found() -> None:
