@@ -176,7 +176,8 @@ def _call(tokenizer: Any, name: str, tools: Tools, variables: Mapping[str, Any])
     """A tool call as rendered by the chat template; None if it doesn't render one, so that no script calls the tool."""
     parameters = next(t["function"] for t in tools if t["function"]["name"] == name).get("parameters") or {}
     properties = parameters.get("properties") or {}
-    arguments = {key: _example(properties.get(key) or {}) for key in parameters.get("required") or ()}
+    types = {key: properties.get(key) or {} for key in parameters.get("required") or ()}
+    arguments = {k: t["enum"][0] if "enum" in t else EXAMPLES.get(str(t.get("type")), "a") for k, t in types.items()}
     call = {"type": "function", "id": "call00000", "function": {"name": name, "arguments": arguments}}
     write = partial(tokenizer.apply_chat_template, tools=list(tools), tokenize=False, **variables)
     asked = [{"role": "user", "content": "Go on."}]
@@ -186,7 +187,3 @@ def _call(tokenizer: Any, name: str, tools: Tools, variables: Mapping[str, Any])
         if after.startswith(before) and json.dumps(name)[1:-1] in (text := after[len(before) :]):
             return str(text.split(tokenizer.convert_ids_to_tokens(end_of_turn(tokenizer)))[0])
     return None
-
-
-def _example(schema: Mapping[str, Any]) -> Any:
-    return schema["enum"][0] if "enum" in schema else EXAMPLES.get(str(schema.get("type")), "a")
