@@ -69,6 +69,7 @@ def test_requests_join_and_leave_while_others_run(engine: VLLMEngine) -> None:
     assert until(lambda: not engine._adapter.busy) and not engine._finished and not engine._places
 
 
+@pytest.mark.long
 def test_an_end_does_not_wait_for_a_stopped_core(engine: VLLMEngine) -> None:
     (core,) = engine.process_ids
     requests = [PROMPTS.request(i, LONG, i, 20) for i in range(8)]
