@@ -479,7 +479,7 @@ def main() -> None:
     parser.add_argument("--base", choices=["tiny", "smollm2"], default="tiny", help="what a new model starts from")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--group", type=int, default=8, help="environments per prompt")
-    parser.add_argument("--warm-start", type=int, default=800, help="steps in which a new model learns the format")
+    parser.add_argument("--warm-start", type=int, help="steps in which a new model learns the format (800, SmolLM2 40)")
     parser.add_argument("--steps", type=int, default=4, help="timed steps of each side; one in the case slow")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--micro", type=int, default=16, help="rows of TRL's micro-batch")
@@ -487,7 +487,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if not (arguments.model / "config.json").exists():
-        build(str(arguments.model), arguments.warm_start, arguments.base)
+        build(
+            str(arguments.model), arguments.warm_start or {"tiny": 800, "smollm2": 40}[arguments.base], arguments.base
+        )
     os.environ["BENCHMARK_ENVIRONMENTS"] = f"{arguments.prompts}x{arguments.group}"  # for the sides
     cases = {}
     for case in arguments.cases:
