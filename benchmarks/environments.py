@@ -487,9 +487,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if not (arguments.model / "config.json").exists():
-        build(
-            str(arguments.model), arguments.warm_start or {"tiny": 800, "smollm2": 40}[arguments.base], arguments.base
-        )
+        steps = arguments.warm_start or (800 if arguments.base == "tiny" else 40)
+        build(str(arguments.model), steps, arguments.base)
     os.environ["BENCHMARK_ENVIRONMENTS"] = f"{arguments.prompts}x{arguments.group}"  # for the sides
     cases = {}
     for case in arguments.cases:

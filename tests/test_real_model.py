@@ -20,6 +20,7 @@ from lightrl import (
     SamplingParams,
     TransformersEngine,
 )
+from lightrl.compat.peft import ADAPTER, adapter_layers
 from lightrl.data import ReasoningGymRows
 from lightrl.engines import Engine, VLLMEngine
 from lightrl.models.packaged import MODELS, packaged_model
@@ -64,9 +65,11 @@ def _length(completions: list[str], **columns: Any) -> list[float]:
     return [-0.001 * len(text) for text in completions]
 
 
-def plain_logprobs(path: str, experience: Any) -> torch.Tensor:
-    """transformers' own log-probs, row by row without padding."""
+def plain_logprobs(path: str, experience: Any, adapted: Any = None) -> torch.Tensor:
+    """transformers' own log-probs, row by row without padding, with the adapters of a policy added to the weights."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    for name, layer in adapter_layers(adapted.lm).items() if adapted else ():
+        model.get_submodule(name).weight.data += layer.get_delta_weight(ADAPTER)
     found = torch.zeros_like(experience.engine_logprobs)
     with torch.no_grad():
         for i in range(len(experience)):
@@ -90,13 +93,24 @@ def test_two_rollouts_with_the_transformers_engine(smollm2: str, trained: list[A
 
 
 @pytest.fixture(scope="module")
-def expected(smollm2: str, trained: list[Any]) -> torch.Tensor:
-    return plain_logprobs(smollm2, trained[0])
+def policies(smollm2: str) -> dict[str, PolicyModel]:
+    """The model, and the model with a LoRA adapter that changes its outputs."""
+    found = {name: PolicyModel.from_spec(ModelSpec(smollm2, lora=lora), trainable=True)
+             for name, lora in (("full", None), ("lora", LoraSpec(r=4)))}  # fmt: skip
+    for name, parameter in found["lora"].named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.01)
+    return found
 
 
-def logprobs_of(spec: ModelSpec, experience: Any) -> torch.Tensor:
-    """Log-probs of the completions from a newly loaded policy."""
-    policy = PolicyModel.from_spec(spec, trainable=True)
+@pytest.fixture(scope="module")
+def expected(smollm2: str, trained: list[Any], policies: dict[str, PolicyModel]) -> dict[str, torch.Tensor]:
+    found = {"full": plain_logprobs(smollm2, trained[0]), "lora": plain_logprobs(smollm2, trained[0], policies["lora"])}
+    assert (found["full"] - found["lora"]).abs().max() > 0.01
+    return found
+
+
+def logprobs_of(policy: PolicyModel, experience: Any) -> torch.Tensor:
     rows = as_rows(
         experience.token_ids, experience.attention_mask, experience.response_mask, group_ids=experience.group_ids
     )
@@ -105,17 +119,20 @@ def logprobs_of(spec: ModelSpec, experience: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed", "shared_prefix"])
-@pytest.mark.parametrize("lora", [None, LoraSpec(r=4)], ids=["full", "lora"])
+@pytest.mark.parametrize("name", ["full", "lora"])
 def test_layouts_agree_with_plain_transformers(
-    smollm2: str, trained: list[Any], expected: torch.Tensor, layout: Any, lora: LoraSpec | None
+    policies: dict[str, PolicyModel], trained: list[Any], expected: dict[str, torch.Tensor], layout: Any, name: str
 ) -> None:
-    assert (logprobs_of(ModelSpec(smollm2, layout=layout, lora=lora), trained[0]) - expected).abs().max() < 1e-3
+    policy = PolicyModel(policies[name].lm, layout=layout)
+    assert (logprobs_of(policy, trained[0]) - expected[name]).abs().max() < 1e-3
 
 
-def test_bfloat16_differs_by_rounding(smollm2: str, trained: list[Any], expected: torch.Tensor) -> None:
+def test_bfloat16_differs_by_rounding(
+    policies: dict[str, PolicyModel], trained: list[Any], expected: dict[str, torch.Tensor]
+) -> None:
     with torch.autocast("cpu", torch.bfloat16):
-        found = logprobs_of(ModelSpec(smollm2), trained[0])
-    gap = (found - expected).abs().sum() / trained[0].response_mask.sum()
+        found = logprobs_of(policies["full"], trained[0])
+    gap = (found - expected["full"]).abs().sum() / trained[0].response_mask.sum()
     assert 1e-5 < gap < 0.15
 
 

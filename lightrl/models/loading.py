@@ -153,6 +153,7 @@ def _prepared(model: Any, spec: ModelSpec, *, trainable: bool) -> PreTrainedMode
 def _switch_dropout_off(model: nn.Module) -> None:
     """Sets every dropout to 0, in modules and in attributes that attention layers pass on.
 
+    Routers with jitter and batch norms stay in evaluation mode, so that log-probs don't depend on noise or other rows.
     `eval()` is not an option, since transformers recomputes activations only in training mode.
     """
     for module in model.modules():
@@ -167,7 +168,7 @@ def _switch_dropout_off(model: nn.Module) -> None:
 
 
 def _stay_in_eval(module: nn.Module, mode: bool = True) -> nn.Module:
-    """`train` for routers with jitter (Phi-MoE, Mixtral, DBRX) and batch norms: training would change their outputs."""
+    """`train` for routers with jitter (Phi-MoE, Mixtral, DBRX) and for batch norms."""
     return nn.Module.train(module, False)
 
 

@@ -193,10 +193,10 @@ class KLPenalty(ABC):
     | `KLInLoss(any, ratio_correction=True)` | reverse KL (also off-policy) | the same |
     | `KLInLoss("k3")` | forward KL | `pi = beta * pi_ref / (lambda - r)` |
     | `KLInLoss("k1")` | 0 in expectation | rejected |
-    | `KLInReward("k2" or "k3")` | `E[k * grad log pi]`, not a KL's | equal `r - beta * k` for every action |
+    | `KLInReward("k2" or "k3")` | `E[k * grad log pi]`, not of a KL | equal `r - beta * k` for every action |
 
-    On sequences, the KL in the reward covers whole responses: the KL of later tokens counts for a token. In
-    the loss, it is the sum of each token's KL given its prefix: the gradient ignores how a token changes later
+    On sequences, the KL in the reward covers whole completions: the return of a token includes the KL of later tokens.
+    In the loss, it is the sum of each token's KL given its prefix: the gradient ignores how a token changes later
     prefixes.
 
     Attributes:

@@ -299,8 +299,8 @@ class GiGPO(AdvantageEstimator):
     Raises:
         ValueError: A turn has no state.
 
-    Source: https://arxiv.org/abs/2505.10978, eq. 3-8. The paper averages over the whole group. Here they exclude all
-        visits of the trajectory itself, so they don't depend on when it stops.
+    Source: https://arxiv.org/abs/2505.10978, eq. 3-8. The paper averages over the whole group. Here the means exclude
+        all visits of the trajectory itself, so they don't depend on when it stops.
     """
 
     needs_groups = True

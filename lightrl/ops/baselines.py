@@ -28,8 +28,8 @@ def leave_one_out(scores: Tensor, groups: Tensor, valid: Tensor) -> Tensor:
 def pass_at_k(successes: Tensor, groups: Tensor, valid: Tensor, k: int) -> Tensor:
     """Mean normalized pass@k reward over all k-subsets of the group that contain the row.
 
-    With n rows, f failures, `q = C(f, k) / C(n, k)`, and `std = sqrt(q * (1 - q))`, a success has `q / std`. A failure
-    gets `(q - C(f - 1, k - 1) / C(n - 1, k - 1)) / std`.
+    With n rows, f failures, `q = C(f, k) / C(n, k)`, and `std = sqrt(q * (1 - q))`, a success scores `q / std`. A
+    failure scores `(q - C(f - 1, k - 1) / C(n - 1, k - 1)) / std`.
 
     Args:
         successes: (B,) float, 1 or 0.

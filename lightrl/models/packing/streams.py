@@ -129,7 +129,7 @@ def make_stream(
     routes: Sequence[Routes | None] = (),
     device: torch.device | None = None,
 ) -> TokenStream:
-    """Plans the stream for outputs that are read one token early: of response tokens, or of the last token.
+    """Plans the stream for outputs that are read one token early: at completion tokens, or at the last token.
 
     Args:
         token_ids: (B, T) int64. For rows with media, from `multimodal.marked_tokens`.
