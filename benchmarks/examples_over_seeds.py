@@ -14,11 +14,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,14 @@ class Example:
     Attributes:
         steps: arguments of Python, one tuple per process. run: the folder whose evaluation counts.
         metric: the curve, where more is better. bar: what its end must reach; None where the last step fails instead.
+        printed: further numbers, by name: the step that prints them, and a regular expression with one group.
     """
 
     steps: tuple[tuple[str, ...], ...]
     run: str
     metric: str = "eval/reward"
     bar: float | None = None
+    printed: dict[str, tuple[int, str]] = field(default_factory=dict)
 
 
 EXAMPLES = {
@@ -86,6 +89,11 @@ EXAMPLES = {
             ("-m", "examples.rlhf.win_rate", *(f"outputs/rlhf/{name}/model" for name in ("sft", "ppo", "reward"))),
         ),
         "outputs/rlhf/ppo",
+        printed={
+            "reward_accuracy": (1, r"eval accuracy ([0-9.]+)"),
+            "win_rate": (3, r"win rate ([0-9.]+)%"),
+            "kl": (3, r"SFT\): ([0-9.]+) nats"),
+        },
     ),
 }
 
@@ -109,7 +117,11 @@ def train(example: Example, folder: Path, seed: int, threads: int, engine: str) 
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     curve = read_run(folder / example.run).metrics[example.metric]
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return {**extremes(list(curve.values())), "cpu_seconds": round(cpu), "curve": curve}
+    numbers = {}
+    for name, (step_number, pattern) in example.printed.items():
+        match = re.search(pattern, (folder / f"step{step_number}.log").read_text())
+        numbers[name] = float(match[1]) if match else None
+    return {**extremes(list(curve.values())), **numbers, "cpu_seconds": round(cpu), "curve": curve}
 
 
 def extremes(values: list[float]) -> dict[str, float]:
@@ -132,14 +144,17 @@ def failures(runs: list[dict[str, Any]], bar: float | None, fall: float) -> list
 
 def table(runs: list[dict[str, Any]]) -> str:
     """The runs as a Markdown table, with the worst of each column below."""
-    head = ("seed", "threads", "start", "best", "end", "lowest after the best", "CPU s")
+    printed = [name for name in EXAMPLES["rlhf"].printed if name in runs[0]]
+    head = ("seed", "threads", "start", "best", "end", "lowest after the best", *printed, "CPU s")
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     numbers = ("start", "best", "end", "lowest_after")
     for run in runs:
-        values = [run["seed"], run["threads"], *(f"{run[key]:.3f}" for key in numbers), run["cpu_seconds"]]
+        values = [run["seed"], run["threads"], *(f"{run[key]:.3f}" for key in numbers)]
+        values += [*(run[key] for key in printed), run["cpu_seconds"]]
         lines.append(f"| {' | '.join(map(str, values))} |")
     worst = [f"{min(run[key] for run in runs):.3f}" for key in numbers]
-    lines.append(f"| **worst** | | {' | '.join(worst)} | {max(run['cpu_seconds'] for run in runs)} |")
+    last = ["**worst**", "", *worst, *[""] * len(printed), max(run["cpu_seconds"] for run in runs)]
+    lines.append(f"| {' | '.join(map(str, last))} |")
     return "\n".join(lines) + "\n"
 
 
