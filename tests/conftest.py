@@ -14,7 +14,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_CACHE", os.path.join(tempfile.gettempdir(), f"lightrl-tests-{os.getuid()}"))
 os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +71,6 @@ def _secrets_of_this_test_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def root() -> Path:
-    """The repository."""
     return ROOT
 
 
@@ -83,19 +81,8 @@ def model_dir() -> Path:
 
 
 @pytest.fixture(scope="session")
-def side_engine() -> Iterator[Any]:
-    """vLLM in processes of its own; every run over it must use the model of `side_model`."""
-    pytest.importorskip("vllm")
-    from tests.toys import KeptEngine
-
-    engine = KeptEngine(in_process=False, max_model_len=64)
-    yield engine
-    engine.end()
-
-
-@pytest.fixture(scope="session")
 def side_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A small model for runs over `side_engine`."""
+    """A small model, also for vLLM in processes of its own."""
     from tests.toys import quickstart_model
 
     folder = tmp_path_factory.mktemp("side_model")

@@ -70,7 +70,6 @@ def ranks(module: str, *arguments: str, timeout: float = 400) -> None:
 
 
 def start_ranks(module: str, *arguments: str) -> list[Fork]:
-    """Starts two ranks as `torchrun` does."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

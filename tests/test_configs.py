@@ -1,7 +1,7 @@
 """Every YAML under configs/ goes through the real command line.
 
-Whole configurations are printed and run (`fast_dev_run`) with a tiny model, local rows and the transformers engine in
-the place of theirs, by one more --config as a user would do it; overlays are merged into a recipe.
+All are parsed, overlays merged into a recipe. Whole configurations are run (`fast_dev_run`) with a tiny model, local
+rows and the transformers engine in the place of theirs, by one more --config as a user would do it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from lightrl.cli import run
+from lightrl.cli.config_files import expand_configs
 from lightrl.models.packing.streams import make_stream
 from tests.toys import quickstart_model
 
@@ -140,12 +141,9 @@ def test_every_yaml_is_covered() -> None:
 
 
 def marked(config: Path) -> Any:
-    """A recipe for another size, or with the examples of the test below, runs as its neighbor does."""
-    return (
-        pytest.param(config, marks=pytest.mark.long)
-        if re.search("2.5_1.5b|vl_7b|few_shot|rloo_in|drgrpo|clevr", config.stem)
-        else config
-    )
+    """What differs from its neighbor in a size, or in parts that run in tests of their own, is only parsed."""
+    neighbors = "2.5_1.5b|vl_7b|few_shot|rloo_in|drgrpo|clevr|cispo|cpgd|gspo|plus_plus|top_p"
+    return pytest.param(config, marks=pytest.mark.long) if re.search(neighbors, config.stem) else config
 
 
 @pytest.mark.parametrize("config", map(marked, WHOLE), ids=name)
@@ -208,25 +206,18 @@ def test_recipes_of_trees_run_their_examples_once(place: Path, monkeypatch: pyte
         assert seen and all(tokens < whole / 3 for tokens, whole in seen), recipe
 
 
-@pytest.mark.parametrize("overlay", ["lora", "bf16"])
-def test_overlays_run_with_a_tiny_model(overlay: str, place: Path) -> None:
-    if overlay == "lora":
-        pytest.importorskip("peft")
-    tiny = place / "rl.yaml"
-    files = [CONFIGS / "algorithms" / "grpo.yaml", tiny, CONFIGS / "overlays" / f"{overlay}.yaml"]
-    cli = run(["fit", *(f"--config={file}" for file in files)])
-    trained = sum(p.numel() for p in cli.model.actor.parameters() if p.requires_grad)
-    assert cli.trainer.precision == ("bf16-mixed" if overlay == "bf16" else "32-true")
-    assert (trained < 0.5 * sum(p.numel() for p in cli.model.actor.parameters())) == (overlay == "lora")
-    assert cli.trainer.global_step == 1
+@pytest.fixture(scope="module")
+def parser(place: Path) -> Any:
+    return run([f"--config={CONFIGS / 'algorithms' / 'grpo.yaml'}", f"--config={place / 'rl.yaml'}"], run=False).parser
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS, ids=name)
-def test_overlays_are_merged_into_a_recipe(overlay: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    if overlay.stem.startswith("deepspeed"):
+@pytest.mark.parametrize("config", [*WHOLE, *OVERLAYS], ids=name)
+def test_every_file_is_accepted_and_overlays_are_merged_into_a_recipe(config: Path, parser: Any) -> None:
+    if config.stem.startswith("deepspeed"):
         pytest.importorskip("deepspeed")
-    config = printed(capsys, "--config", PPO_RECIPE, "--config", overlay)
-    assert config["model"]["init_args"]["optimizer"]["init_args"]["weight_decay"] == 0.0
+    files = [PPO_RECIPE, config] if config in OVERLAYS else [config]
+    merged = parser.parse_args(expand_configs([f"--config={file}" for file in files]))
+    assert config in WHOLE or merged.model.init_args.optimizer.init_args.weight_decay == 0.0
 
 
 @pytest.mark.parametrize(

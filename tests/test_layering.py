@@ -30,7 +30,6 @@ Files = Mapping[str, str]
 
 @pytest.fixture(scope="module")
 def files(root: Path) -> Files:
-    """The whole package."""
     found = {path.relative_to(root).as_posix(): path.read_text() for path in sorted((root / "lightrl").rglob("*.py"))}
     assert len(found) > 50
     return found

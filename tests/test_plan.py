@@ -106,22 +106,9 @@ def test_parts_under_each_strategy(big: str) -> None:
     assert ddp["engine"] == 2 * PARAMETERS and ddp["KV cache"] == 2 * 28672 / 2 * 64 * 2048
 
 
-QWEN_VL_3B = QWEN_1_5B | {
-    "architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl", "hidden_size": 2048,
-    "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16,
-    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
-    "vision_config": {
-        "model_type": "qwen2_5_vl", "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16,
-        "patch_size": 14, "spatial_merge_size": 2, "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31],
-        "out_hidden_size": 2048,
-    },
-}  # fmt: skip
-
-
 def test_vision_models_are_measured(tmp_path: Path) -> None:
     """3.75 B parameters, 0.67 B of them see; as the card of Qwen2.5-VL-3B says."""
-    (tmp_path / "config.json").write_text(json.dumps(QWEN_VL_3B))
-    three = measure_model(str(tmp_path), compute=torch.bfloat16)
+    three = measure_model(model_of("Qwen/Qwen2.5-VL-3B-Instruct", tmp_path), compute=torch.bfloat16)
     assert (three.parameters, three.vision) == (3_754_622_976, 668_684_288)
     assert (three.layers, three.kv_width) == (36, 2 * 36 * 2 * 128)
     case = Plan(three, critic=False, frozen_vision=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import runpy
 import shlex
 import subprocess
@@ -14,7 +13,7 @@ import yaml
 
 from examples.agent.make_model import make_model
 from examples.vlm.make_model import main as make_vlm
-from lightrl.cli import main, run
+from lightrl.cli import main
 from lightrl.cli.project import TASKS
 from tests.toys import quickstart_model
 from tests.waiting import gone, until
@@ -37,24 +36,6 @@ def _in_scratch_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["lightrl"])
 
 
-def test_the_grpo_project_runs_with_rows_and_reward_of_ones_own(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    main(["init", "mine", "--model", model])
-    said = capsys.readouterr().out
-    assert said.index("lightrl doctor --config config.yaml") < said.index("lightrl fit --config config.yaml")
-    rows = [{"prompt": f"{a}+{a}=", "wanted": 2 * a} for a in range(8)]
-    (tmp_path / "mine" / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "mine" / "rewards.py").write_text(
-        "def correct(completions, wanted, **_):\n    return [len(c) + w for c, w in zip(completions, wanted)]\n"
-    )
-    monkeypatch.chdir(tmp_path / "mine")
-    main(["fit", "--config", "config.yaml", *SMALL, *ROLLOUTS])
-    assert (tmp_path / "mine/outputs/grpo/model/model.safetensors").is_file()
-    main(["report", "outputs/grpo"])
-    assert list((tmp_path / "mine/outputs/grpo").rglob("*.html"))
-
-
 def test_the_agent_project_is_checked_runs_and_is_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -71,34 +52,6 @@ def test_the_agent_project_is_checked_runs_and_is_looked_at(
     assert "factory: tools.Calculator" in (tmp_path / "mine/outputs/agent/config.yaml").read_text()
     main(["view", "outputs/agent"])
     assert list((tmp_path / "mine/outputs/agent").rglob("*.html"))
-
-
-def test_the_program_project_is_checked_by_its_own_tests(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    make_model(tmp_path / "model")
-    main(["init", "mine", "--task", "program", "--model", str(tmp_path / "model")])
-    monkeypatch.chdir(tmp_path / "mine")
-    monkeypatch.syspath_prepend(str(tmp_path / "mine"))
-    tests = runpy.run_path("test_agent.py")
-    for name in (name for name in tests if name.startswith("test_")):
-        tests[name]()
-    said = capsys.readouterr().out
-    assert "calls calculate(" in said and "tool: 2" in said and "No problems found." in said
-
-
-@pytest.mark.parametrize("task", ["rlhf", "sft", "vlm"])
-def test_the_configurations_of_a_project_name_what_exists(
-    task: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    main(["init", "mine", "--task", task, "--model", model])
-    monkeypatch.chdir(tmp_path / "mine")
-    files = sorted(Path().glob("*.yaml"))
-    assert len(files) == (3 if task == "rlhf" else 1)
-    for file in files:
-        cli = run(["--config", str(file), "--trainer.accelerator=cpu"], run=False)
-        sources = [getattr(cli.datamodule, name, None) for name in ("prompts", "train")]
-        assert [Path(source.path).is_file() for source in sources if source is not None] == [True]
 
 
 def test_what_is_there_is_not_overwritten(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

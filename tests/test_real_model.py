@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from lightrl import (
 )
 from lightrl.compat.peft import ADAPTER, adapter_layers
 from lightrl.data import ReasoningGymRows
-from lightrl.engines import Engine, VLLMEngine
 from lightrl.models.packaged import MODELS, packaged_model
 from lightrl.models.policy import PolicyModel
 from lightrl.rewards import ReasoningGymReward
@@ -38,26 +38,7 @@ SUMS: dict[str, Any] = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_di
 
 @pytest.fixture(scope="module")
 def smollm2() -> str:
-    """The model's directory, made once per machine."""
     return packaged_model("smollm2")
-
-
-def train(actor: ModelSpec, engine: Engine, rollouts: int) -> Keep:
-    """Trains 2 groups of 3 completions per rollout with a learning rate that shows."""
-    seen = Keep()
-    module = GRPOLightningModule(actor, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-4), kl=None)
-    data = RolloutDataModule(
-        prompts=PromptSource(rows=ReasoningGymRows({"chain_sum": SUMS}, size=16)),
-        rewards=[ReasoningGymReward("number"), _length],
-        engine=engine,
-        sampling=SamplingParams(max_new_tokens=8),
-        prompts_per_rollout=2,
-        group_size=3,
-        rollouts_per_epoch=rollouts,
-    )
-    seen.reads_old_logprobs = True
-    quiet_trainer(callbacks=[seen]).fit(module, data)
-    return seen
 
 
 def _length(completions: list[str], **columns: Any) -> list[float]:
@@ -83,7 +64,19 @@ def plain_logprobs(path: str, experience: Any, adapted: Any = None) -> torch.Ten
 @pytest.fixture(scope="module")
 def trained(smollm2: str) -> list[Any]:
     """What two rollouts of `TransformersEngine` were trained on."""
-    seen = train(ModelSpec(path=smollm2), TransformersEngine(), rollouts=2)
+    seen = Keep()
+    module = GRPOLightningModule(smollm2, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-4), kl=None)
+    data = RolloutDataModule(
+        prompts=PromptSource(rows=ReasoningGymRows({"chain_sum": SUMS}, size=16)),
+        rewards=[ReasoningGymReward("number"), _length],
+        engine=TransformersEngine(),
+        sampling=SamplingParams(max_new_tokens=8),
+        prompts_per_rollout=2,
+        group_size=3,
+        rollouts_per_epoch=2,
+    )
+    seen.reads_old_logprobs = True
+    quiet_trainer(callbacks=[seen]).fit(module, data)
     assert float(seen.gradients[0].norm()) > 0
     return seen.experiences
 
@@ -137,9 +130,33 @@ def test_bfloat16_differs_by_rounding(
 
 
 @pytest.mark.vllm
-def test_two_rollouts_with_vllm(smollm2: str) -> None:
+@pytest.mark.slow
+def test_the_python_example_of_the_readme_trains_with_vllm(
+    smollm2: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two small rollouts, with a spread in every group and a learning rate that shows."""
     pytest.importorskip("vllm")
-    check_two_rollouts(smollm2, *train(ModelSpec(path=smollm2), VLLMEngine(), rollouts=2).experiences)
+    monkeypatch.chdir(tmp_path)
+    (example,) = re.findall(r"```python\n(.*?)```", (root / "README.md").read_text(), re.DOTALL)
+    assert len([line for line in example.splitlines() if line]) <= 12
+    changes = {
+        "HuggingFaceTB/SmolLM2-135M-Instruct": smollm2,
+        "lr=2e-5": "lr=1e-4",
+        "rewards=[correct]": "rewards=[correct, length]",
+        "max_new_tokens=32": "max_new_tokens=8",
+        "prompts_per_rollout=8": "prompts_per_rollout=2, group_size=3",
+        "max_epochs=5": "max_epochs=1, limit_train_batches=2, callbacks=[seen], accelerator='cpu', logger=False, "
+        "enable_checkpointing=False, enable_progress_bar=False",
+    }
+    for old, new in changes.items():
+        assert example.count(old) == 1
+        example = example.replace(old, new)
+    seen = Keep()
+    seen.reads_old_logprobs = True
+    names: dict[str, Any] = {"__name__": "readme", "length": _length, "seen": seen}
+    exec(example, names)
+    assert names["module"].trainer.global_step == 2
+    check_two_rollouts(smollm2, *seen.experiences)
 
 
 def check_two_rollouts(path: str, first: Any, second: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightrl.records import Prompts, Rollouts, SamplingParams, pad_rows
+from lightrl.records import Prompts, Rollouts, SamplingParams
 
 
 def rollouts() -> Rollouts:
@@ -46,19 +46,6 @@ def test_prompts_are_picked_by_slice_and_by_rows() -> None:
     prompts = Prompts(token_ids=[[1], [2, 3], [4]], texts=["a", "b", "c"], columns={"k": [1, 2, 3]}, indices=[7, 8, 9])
     assert prompts[1:].texts == ["b", "c"] and prompts[[2, 0]].columns == {"k": [3, 1]}
     assert prompts[[2, 0]].indices == [9, 7] and len(prompts[:1]) == 1
-
-
-def test_pad_rows_pads_on_the_right() -> None:
-    assert pad_rows([[1, 2], [3], []], -1, torch.long).tolist() == [[1, 2], [3, -1], [-1, -1]]
-
-
-def test_moving_leaves_the_extra_inputs_where_they_are() -> None:
-    """A group shares one object, and the model ships what a micro-batch needs."""
-    rows = rollouts()
-    rows.inputs = [{"pixels": torch.zeros(2), "kind": "image"}, {}, {}]
-    moved = rows.to("meta")
-    assert moved.token_ids.device.type == "meta"
-    assert moved.inputs[0] is rows.inputs[0] and moved.inputs[0]["pixels"].device.type == "cpu"
 
 
 def test_sampling_that_inverts_the_distribution_or_samples_nothing_is_rejected() -> None:

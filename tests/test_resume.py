@@ -49,7 +49,6 @@ class Reward:
 
 
 def die() -> None:
-    """As the kernel ends a process."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -117,7 +116,6 @@ def killed(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
-    """The run that nothing happens to."""
     folder = tmp_path_factory.mktemp("whole")
     return run(folder, model), folder
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
-import re
 import warnings
-from importlib import import_module
 
 import pytest
 
-from lightrl.cli import COMMANDS, USAGE, main
+from lightrl.cli import main
 from lightrl.cli.console import LOGGERS, quiet
 
 
@@ -46,12 +43,3 @@ def test_help_of_a_run_begins_with_what_people_set(
     common = lines[3 : lines.index("", 3)]
     assert len(common) == options and all(line.startswith("  --") for line in common)
     assert sum("[--trainer." in line for line in lines) == 0
-
-
-def test_each_help_line_is_imperative() -> None:
-    listed = [re.split(r"\s{2,}", line.strip())[1] for line in USAGE.splitlines() if line.startswith("  lightrl ")]
-    places = (place.partition(":")[::2] for place in COMMANDS.values())
-    listed += [inspect.getdoc(getattr(import_module(module), name)) or "" for module, name in places]
-    assert len(listed) == 14 + len(COMMANDS)
-    wrong = [text.split("\n")[0] for text in listed if text.split()[0].lower().endswith("s")]
-    assert not wrong

@@ -121,7 +121,6 @@ def test_the_scale_is_searched_kept_and_taken_up_again(tmp_path: Path) -> None:
 
 
 def main(folder: Path) -> None:
-    """What each of two ranks does."""
     torch.set_num_threads(1)
     watch = train(
         str(folder / "model"), Overflow, rollouts=4, devices=2, strategy="ddp", plugins=[half()],

@@ -38,7 +38,6 @@ def test_other_shapes_are_averaged_over_all_elements_and_empty_ones_are_left_out
 
 
 def main(rank: int, store: str) -> None:
-    """What each of two ranks does."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 
     def both(op: Any) -> Any:

@@ -73,7 +73,6 @@ def load(folder: Path) -> torch.nn.Module:
 
 
 def change(model: torch.nn.Module, seed: int = 1) -> torch.nn.Module:
-    """Other weights, as after many updates."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

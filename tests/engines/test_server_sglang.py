@@ -72,7 +72,6 @@ def sample(engine: ServerEngine, seeds: tuple[int, ...] = (1, 2, 3, 4)) -> dict[
 
 
 def tokens(groups: Any) -> dict[int, list[list[int]]]:
-    """Token ids of each prompt's completions."""
     return {i: [c.token_ids for c in group.completions] for i, group in groups}
 
 

@@ -86,7 +86,6 @@ def shape(answer: Any) -> Any:
 
 
 def contains(real: Any, small: Any) -> bool:
-    """Whether `real` has all that `small` has."""
     if isinstance(small, dict):
         return isinstance(real, dict) and all(key in real and contains(real[key], small[key]) for key in small)
     if isinstance(small, list):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -377,16 +375,6 @@ def test_load_weights_lists_what_is_wrong(folders: dict[str, str]) -> None:
     assert engine.policy_version == -1
 
 
-def test_logprobs_equal_a_plain_forward_of_each_row(engines: dict[str, TransformersEngine]) -> None:
-    for kind in KINDS:
-        got = engines[kind].logprobs(PROMPTS)
-        for row, values in zip(PROMPTS, got, strict=True):
-            ids = torch.tensor([row])
-            with torch.no_grad():
-                expected = engines[kind]._model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-            assert torch.allclose(torch.tensor(values), expected, atol=2e-5)
-
-
 @pytest.mark.parametrize(
     ("sampling", "message"),
     [
@@ -492,7 +480,6 @@ def test_fire_with_min_p_by_hand() -> None:
 
 
 def test_the_fast_decoder_has_a_switch(folders: dict[str, str]) -> None:
-    """The samples are the same."""
     fast, plain = start(folders["qwen2"], cpu_kernels=True), start(folders["qwen2"], cpu_kernels=False)
     assert fast._cpu_model is not None and plain._cpu_model is None
     sampling = SamplingParams(max_new_tokens=12)
@@ -537,38 +524,3 @@ def test_rows_of_different_ages_end_at_the_limit(
             for c in group.completions:
                 assert len(c.logprobs) == len(c.token_ids)
                 assert c.finish_reason == ("stop" if name == "stop" and 30 in c.token_ids else "length")
-
-
-def driven(
-    engine: TransformersEngine,
-    requests: list[GenerationRequest],
-    then: Callable[[CompletionGroup], list[GenerationRequest]] = lambda group: [],
-) -> list[CompletionGroup]:
-    """The groups of requests as they finish, and of those that each finished group leads to, step by step."""
-    engine.add(requests)
-    left, done = len(requests), list[CompletionGroup]()
-    while left:
-        for group in engine.step():
-            done.append(group)
-            following = then(group)
-            if following:
-                engine.add(following)
-            left += len(following) - 1
-    engine.sleep()
-    return done
-
-
-@pytest.mark.parametrize("kind", ["qwen2", "sliding"])
-def test_requests_join_while_others_run(engines: dict[str, TransformersEngine], kind: str) -> None:
-    """Each answer asks for the next turn, of another length; all turns are what they would be alone."""
-    sampling = SamplingParams(max_new_tokens=6)
-    turns = itertools.count()
-
-    def then(group: CompletionGroup) -> list[GenerationRequest]:
-        longer = group.request.token_ids + group.completions[0].token_ids + [7]
-        return [GenerationRequest(longer, sampling, seed=100 + turn)] if (turn := next(turns)) < 10 else []
-
-    done = driven(engines[kind], [GenerationRequest(ids, sampling, seed=i) for i, ids in enumerate(PROMPTS)], then)
-    assert len(done) == 15
-    for group in done:
-        assert [c.token_ids for c in group.completions] == completions_of(engines[kind], group.request)

@@ -22,7 +22,6 @@ ROOT = Path(__file__).parents[2]
 
 
 def main(place: Path) -> None:
-    """Two engines one after the other."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{place}/store", rank=0, world_size=1)
     environment, set_num_threads = dict(os.environ), torch.set_num_threads
     gaps = []

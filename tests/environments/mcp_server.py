@@ -7,7 +7,6 @@ import sys
 import time
 
 from mcp.server import MCPServer
-from mcp.server.mcpserver import Image
 from mcp.server.mcpserver.exceptions import ToolError
 
 server = MCPServer("calculator", log_level="CRITICAL")
@@ -39,18 +38,6 @@ def sleeps() -> str:
 def dies() -> str:
     """Takes the server with it."""
     os._exit(3)
-
-
-@server.tool()
-def look() -> Image:
-    """A picture of eight by eight pixels."""
-    import io
-
-    from PIL import Image as Picture
-
-    file = io.BytesIO()
-    Picture.new("RGB", (8, 8), (255, 0, 0)).save(file, "PNG")
-    return Image(data=file.getvalue(), format="png")
 
 
 if __name__ == "__main__":

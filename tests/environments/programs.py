@@ -85,7 +85,6 @@ async def responses(
 
 
 def messages(row: dict[str, Any], base_url: str, api_key: str) -> float | None:
-    """Anthropic's messages."""
     client = anthropic.Anthropic(base_url=base_url, api_key=api_key)
     tools: Any = [
         {"name": "add", "description": TOOL["description"], "input_schema": TOOL["parameters"]},

@@ -180,7 +180,6 @@ async def alone(
     seed: int = 1,
     max_model_len: int = 1 << 30,
 ) -> list[Trajectory]:
-    """The trajectories of a group."""
     prompt = Prompts([[]], [""], {name: [value] for name, value in row.items()}, raw=[row.get("prompt", "")])
     return await attempts.run(Numbered(prompt, tuple(range(number)), seed, sampling, None, max_model_len), ask)
 

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lightrl.environments import Environment, EnvironmentEpisode, EnvironmentFailedError, Reply, Step, ToolEnvironment
-from lightrl.records import CompletionGroup, GenerationRequest, Trajectory
+from lightrl.environments import Environment, EnvironmentFailedError, Reply, Step, ToolEnvironment
+from lightrl.records import Trajectory
 from tests.environments.families import FAMILIES, make_tokenizer
 from tests.environments.scripted import (
     TOKENIZER,
@@ -354,17 +354,6 @@ def test_reset_draws_one_task_for_a_group_or_the_run_stops() -> None:
         play({})
 
 
-def test_each_turn_is_asked_with_the_seed_of_its_attempt_and_turn() -> None:
-    seeds = []
-
-    async def ask(request: GenerationRequest) -> CompletionGroup:
-        seeds.append(request.seed)
-        return await ScriptedEngine([said("hello")])(request)
-
-    play_group(lambda: Patient([]), [said("hello")] * 3, engine=ask, number=2, max_turns=3)
-    assert sorted(seeds) == [0, 1, 2, 100, 101, 102]
-
-
 def test_no_more_environments_than_allowed_live_at_once_and_all_are_closed() -> None:
     alive: list[int] = [0, 0, 0]
 
@@ -434,15 +423,3 @@ def test_rendering_a_turn_does_not_cost_more_with_more_turns_before_it(monkeypat
     trajectory = play_one(lambda: ToolEnvironment(Calculator), turns, {"start": 0}, max_turns=30)
     assert trajectory.metrics["turns"] == 21
     assert max(lengths) <= 7  # the longest conversation that is rendered, of 42 messages
-
-
-def test_an_engine_that_died_is_raised_and_not_a_failed_trajectory() -> None:
-    from lightrl.engines.base import EngineDiedError
-
-    async def ask(request: GenerationRequest) -> CompletionGroup:
-        raise EngineDiedError("gone")
-
-    attempts = EnvironmentEpisode(lambda: Script([], tools=False))
-    attempts.setup(TOKENIZER)
-    with pytest.raises(EngineDiedError):
-        asyncio.run(alone(attempts, ask, {}))

@@ -41,15 +41,6 @@ def chat_schema(row: Any, base_url: str, api_key: str) -> None:
     chat.parse(model="m", messages=asked, response_format=sdk_programs.answer_type())
 
 
-def chat_tool(row: Any, base_url: str, api_key: str) -> None:
-    import openai
-
-    chat = openai.OpenAI(base_url=base_url, api_key=api_key).chat.completions
-    asked: Any = [{"role": "user", "content": sdk_programs.QUESTION}]
-    tools: Any = [{"type": "function", "function": function} for function in sdk_programs.FUNCTIONS]
-    chat.create(model="m", messages=asked, tools=tools, tool_choice="required")
-
-
 def smolagents_tools(row: Any, base_url: str, api_key: str) -> None:
     import smolagents
 
@@ -71,10 +62,8 @@ class Case:
 
 CASES = {
     "openai-schema": Case(chat_schema, "openai"),
-    "openai-tool": Case(chat_tool, "openai"),
     "openai-agents": Case(sdk_programs.agents_output, "agents"),
     "pydantic-ai": Case(sdk_programs.pydantic_output, "pydantic_ai"),
-    "langchain-schema": Case(sdk_programs.langchain_schema, "langchain_openai"),
     "langchain-function": Case(sdk_programs.langchain_function, "langchain_openai"),
     "smolagents": Case(smolagents_tools, "smolagents", constrains=False, one_row=False),  # its last turn is free
 }

@@ -144,13 +144,6 @@ def test_a_program_and_a_native_environment_give_the_same_rows(
         sound(mine, engine)
 
 
-def test_a_program_in_a_process_gives_the_same_rows() -> None:
-    engine = Engine(CALL, "3")
-    (there,) = play(f"{FILE}:chat", engine, process=True)
-    assert there.rows == native(Engine(CALL, "3"))[0].rows
-    assert there.turn_rewards == [0.0, 1.0]
-
-
 def test_thoughts_are_kept_whether_or_not_a_program_sends_them_back() -> None:
     def main(row: Any, base_url: str, api_key: str) -> float:
         client = openai.OpenAI(base_url=base_url, api_key=api_key)
@@ -456,7 +449,6 @@ def test_no_process_and_no_socket_is_left(how: str, tmp_path: Path) -> None:
 
 
 def listening() -> set[str]:
-    """Sockets of this process."""
     return {
         os.readlink(f"/proc/self/fd/{name}")
         for name in os.listdir("/proc/self/fd")

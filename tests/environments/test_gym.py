@@ -168,14 +168,3 @@ def test_a_game_of_textarena_is_played_turn_by_turn() -> None:
     assert shown(guess(["[1]"], seed=7)) == shown(guess(["[1]"], seed=7))
     mixed = play(lambda: TextArenaEnvironment("Countdown-v0"), ["[0 1 +]", "[9]"], max_turns=2)  # swaps ID and text
     assert mixed.failure is None and "Move history" in shown(mixed)[1]
-
-
-def test_games_of_gem_repeat() -> None:
-    pytest.importorskip("gem")
-    from gem.envs.game_env.guess_the_number import GuessTheNumberEnv
-
-    turns = [said(f"\\boxed{{{n}}}") for n in (3, 9)]
-    state = random.getstate()
-    games = play_group(lambda: GymnasiumEnvironment(GuessTheNumberEnv), turns, number=2, max_turns=2)
-    assert [game.failure for game in games] == [None, None] and random.getstate() == state
-    assert "Guess The Number" in shown(games[0])[0]

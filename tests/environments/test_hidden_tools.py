@@ -97,8 +97,7 @@ def test_a_program_whose_tools_or_results_the_template_hides_stops_the_run(
     assert len(engine.asked) == turns
 
 
-@pytest.mark.parametrize(("template", "stops"), [(NO_RESULTS, True), (CHATML, False)])
-def test_messages_that_the_template_drops_stop_the_run(template: str, stops: bool) -> None:
+def test_messages_that_the_template_drops_stop_the_run() -> None:
     class Answers(Environment):
         tools = (ADD,)
 
@@ -109,15 +108,12 @@ def test_messages_that_the_template_drops_stop_the_run(template: str, stops: boo
             result = {"role": "tool", "name": "add", "tool_call_id": "call00000", "content": "3"}
             return Step([result]) if reply.tool_calls else Step(done=True)
 
-    own = tokenizer(template)
+    own = tokenizer(NO_RESULTS)
     turns = [
         Turn(Reply("", None, [call(0, a=1, b=2)]), spell(own, "call<|im_end|>")),
         Turn(Reply("done"), spell(own, "done<|im_end|>")),
     ]
     episode = ScriptedAttempts(Answers, turns=turns, tokenizer=own)
     run = alone(episode, ScriptedEngine(turns), {}, SamplingParams(max_new_tokens=20))
-    if stops:
-        with pytest.raises(ValueError, match="role 'tool'"):
-            asyncio.run(run)
-    else:
-        assert asyncio.run(run)[0].stop_reason == "stop"
+    with pytest.raises(ValueError, match="role 'tool'"):
+        asyncio.run(run)

@@ -78,13 +78,6 @@ def test_arguments_that_no_template_can_write_are_parse_errors(value: str) -> No
     reply.errors[0].encode()
 
 
-def test_reasoning_is_read_by_the_parser_that_is_named() -> None:
-    pytest.importorskip("vllm")
-    parser = chosen(reasoning_parser="deepseek_r1")
-    reply = parser.parse([], spell(QWEN, f"<think>hm</think>so{GOOD}<|im_end|>"), [ADD])
-    assert (reply.reasoning, reply.content, len(reply.tool_calls)) == ("hm", "so", 1)
-
-
 def test_without_tools_everything_is_content() -> None:
     parser = chosen(tools=False)
     assert isinstance(parser, PlainParser)

@@ -34,8 +34,6 @@ def results(trajectory: Trajectory) -> list[Any]:
 
 
 class Server:
-    """A server at a free port."""
-
     def __init__(self, file: str, *arguments: str) -> None:
         self.holder = held_port()
         self.port = int(self.holder.getsockname()[1])
@@ -63,7 +61,6 @@ COMMAND = [sys.executable, str(HERE / "mcp_server.py")]
 
 
 def children() -> set[int]:
-    """Processes that this one started and that have not ended."""
     import psutil
 
     return {process.pid for process in psutil.Process().children() if process.status() != psutil.STATUS_ZOMBIE}
@@ -84,7 +81,7 @@ def test_the_tools_of_an_mcp_server_are_called_and_its_errors_told() -> None:
     assert trajectory.stop_reason == "stop" and first == "total 2"
     assert wrong.startswith("Error: ") and "valid integer" in wrong
     assert fails.startswith("Error: ") and "out of paper" in fails
-    assert unknown == "Error: unknown tool 'nothing'. Available tools: add, fails, sleeps, dies, look."
+    assert unknown == "Error: unknown tool 'nothing'. Available tools: add, fails, sleeps, dies."
     assert late == "Error: sleeps took longer than 4 seconds."
     assert trajectory.metrics["tools/calls"] == 5 and trajectory.metrics["tools/errors"] == 3
     add = made[0].tools[0]["function"]

@@ -155,7 +155,6 @@ def test_an_sdks_agent_trains_what_it_sampled(case: Case, stream: bool) -> None:
 
 
 def table() -> str:
-    """The table of the docs."""
     lines = ["| SDK | program | streaming | sequences per trajectory | constrained turns |", "|---|---|---|---|---|"]
     for case in CASES:
         constrained = f"{case.constrained} of {len(case.texts)}" if case.constrained else "none"

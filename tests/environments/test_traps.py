@@ -120,7 +120,6 @@ def test_a_folders_model_has_no_renderer_unless_it_is_named() -> None:
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> TransformersEngine:
-    """A tiny model with Qwen 3's chat template."""
     folder = chat_model(tmp_path_factory.mktemp("model"), "qwen3", positions=2048)
     engine = TransformersEngine()
     engine.start(EngineContext(model_path=folder, max_new_tokens=32))

@@ -407,12 +407,10 @@ def newest(folder: Path) -> list[Path]:
 
 
 def weights(path: Path) -> dict[str, Any]:
-    """Of a checkpoint."""
     return dict(torch.load(path, weights_only=True)["state_dict"])
 
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    """Bit for bit."""
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
@@ -468,7 +466,6 @@ def undisturbed(results: Path) -> Path:
 
 
 def read_results(path: Path) -> list[Verdict]:
-    """Verdicts of earlier cases."""
     records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return [Verdict(**record | {"case": Case(**record["case"])}) for record in records]
 
@@ -517,7 +514,6 @@ def table(verdicts: list[Verdict], before: str = "") -> str:
 
 
 def main() -> None:
-    """The command."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", type=int, default=250)
     parser.add_argument("--seed", type=int, default=0)

@@ -353,7 +353,6 @@ def _score(port: int) -> None:
 
 
 def longer(completions: list[str]) -> list[float]:
-    """What the reward server answers."""
     return [float(len(text)) for text in completions]
 
 

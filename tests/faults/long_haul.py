@@ -81,7 +81,6 @@ def adam(params: Any) -> torch.optim.Optimizer:
 
 
 def haul(kind: str, rollouts: int, *, shared_memory: bool) -> dict[str, Any]:
-    """One run; its counts and seconds."""
     with tempfile.TemporaryDirectory(prefix="lightrl-long-haul-") as folder:
         temporary = Path(folder) / "tmp"
         temporary.mkdir()
@@ -140,7 +139,6 @@ def growing(samples: Sequence[dict[str, float]]) -> list[str]:
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    """Medians of each quarter as Markdown."""
     lines = ["| run | rollouts | ms per rollout | counted | 1st quarter | 2nd | 3rd | 4th | grew |", "|---" * 9 + "|"]
     for result in results:
         grew = growing(result["samples"])
@@ -156,7 +154,6 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """The command."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rollouts", type=int, default=2000)
     parser.add_argument("--kind", choices=[*TITLES], help="this run alone, in this process; prints its counts")

@@ -7,13 +7,9 @@ import re
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-from tests.faults.campaign import Campaign, Verdict, judged, table
-from tests.faults.injection import Case
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -51,38 +47,3 @@ contained(work)
         start = time.monotonic()
         run.kill()
         assert run.stdout.read() == b"" and time.monotonic() - start < 60, "someone still holds it open"
-
-
-def test_a_fault_that_was_not_injected_is_named_and_does_not_count(tmp_path: Path) -> None:
-    ended, cut = (Verdict(Case("core", "SIGINT", place, 1, 0.0), "not reached, x") for place in ("sampling", "sync"))
-    cut.broken.append("exit")
-    held = Verdict(Case("core", "SIGINT", "save", 1, 0.0), "ran to completion")
-    assert [judged(each) for each in (ended, cut, held)] == ["not counted", "broken: exit", "ok"]
-    assert table([ended, cut, held]).endswith(
-        "1 of 2 injected faults satisfied every invariant; 1 more targeted a place that their run did not reach "
-        "(core: SIGINT, sampling 1)."
-    )
-    other = table([Verdict(Case("reward", "SIGKILL", "sync", 1, 0.0), "ended with 2"), replace(held, case=ended.case)])
-    both = table([cut, held], before=other)
-    assert [line.split(" | ")[0] for line in both.splitlines() if "/1" in line] == ["| core", "| reward"]
-    assert "2 of 3 injected faults" in both, "the other victim's row of the page stays"
-
-
-def test_a_run_that_ends_by_itself_before_its_fault_is_broken(tmp_path: Path) -> None:
-    """Such as one whose engine took too long to start: resumed from nothing it would hold everything."""
-
-    class Alone(Campaign):
-        def __init__(self) -> None:
-            self.model, self.statuses = "", [1, 0]
-
-        def run(self, folder: Path, kept: Path, *args: object, **kwargs: object) -> tuple[int, float]:
-            (kept / "output").write_text("error: the engine gave no sign for 30 s\n")
-            (kept / "left").write_text("")
-            return self.statuses.pop(0), 1.0
-
-    folder, kept = tmp_path / "run", tmp_path / "notes"
-    for each in (folder, kept):
-        each.mkdir()
-    case = Case("core", "SIGINT", "sampling", 3, 0.0)
-    verdict = Alone()._judge(case, folder, kept, {}, 1.0)
-    assert verdict.outcome == "not reached, ended with 1" and "cause" in verdict.broken

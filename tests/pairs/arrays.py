@@ -26,7 +26,6 @@ Pair = tuple[str, str, str, str]
 
 
 def pairs_of(s: Settings) -> set[Pair]:
-    """All pairs that settings have."""
     return {(a, s[a], b, s[b]) for a, b in itertools.combinations(FACTORS, 2)}
 
 

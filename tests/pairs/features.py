@@ -220,7 +220,6 @@ def adam(params: Any) -> torch.optim.Optimizer:
 
 
 def module_of(s: Settings, model: str) -> Any:
-    """The module."""
     lora = LoraSpec(r=2, alpha=4.0, target_modules=["q_proj", "v_proj"]) if s["lora"] != "no" else None
     spec = ModelSpec(
         model,
@@ -270,7 +269,6 @@ def module_of(s: Settings, model: str) -> Any:
 
 
 def data_of(s: Settings) -> RolloutDataModule:
-    """The data module."""
     rows: list[dict[str, Any]] = [{"prompt": f"{n}+{n}="} for n in range(4)]
     arguments: dict[str, Any] = {}
     if s["rows"] == "environment":

@@ -28,8 +28,6 @@ def why_not() -> str | None:
 
 
 class Browser:
-    """One tab."""
-
     def __init__(self, address: str) -> None:
         self._address = address
 
@@ -59,7 +57,6 @@ class Browser:
 
 @contextmanager
 def open_browser() -> Iterator[Browser]:
-    """Starts a browser and ends it."""
     holder = held_port()
     port = holder.getsockname()[1]
     driver = subprocess.Popen(["chromedriver", f"--port={port}", "--silent"], stdout=subprocess.DEVNULL)

@@ -155,18 +155,21 @@ def test_a_program_is_played_with_the_model_that_is_asked_for(
     assert "--- model, example 0" in out and "trains 5 tokens" in out and "reward 0.5" in out
 
 
-def test_nothing_of_the_run_is_left_by_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_reads_the_class_from_a_configuration_and_leaves_nothing_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "tmp").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     path = written(tmp_path, "Says", run_dir="outputs/run")
     before = {str(file) for file in tmp_path.rglob("*")}
-    main(["check-env", path, "--rows", "1"])
+    main(["check-env", "--config", path, "--rows", "1"])
+    out = capsys.readouterr().out
+    assert "plain reply" in out and "No problems found." in out
     assert {str(file) for file in tmp_path.rglob("*")} == before
 
 
 def written(tmp_path: Path, environment: str, **arguments: Any) -> str:
-    """A configuration with this environment."""
     if not (tmp_path / "model").exists():
         chat_model(tmp_path / "model")
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "add 1 and 2"}) + "\n")
@@ -178,10 +181,7 @@ def written(tmp_path: Path, environment: str, **arguments: Any) -> str:
     return write_run(tmp_path / "run.yaml", str(tmp_path / "model"), trainer=trainer, data=data, **arguments)
 
 
-def test_the_command_reads_the_class_from_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["check-env", "--config", written(tmp_path, "Says"), "--rows", "1"])
-    out = capsys.readouterr().out
-    assert "plain reply" in out and "No problems found." in out
+def test_the_command_fails_where_problems_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(["check-env", written(tmp_path, "Broken")])
     assert stop.value.code == 1 and "problem: failed: KeyError: 'weather'" in capsys.readouterr().out

@@ -204,19 +204,6 @@ def test_hostile_text_is_shown_and_inert(browser: Browser, tmp_path: Path) -> No
     assert browser.console() == []
 
 
-def test_pictures_are_in_the_page(browser: Browser, tmp_path: Path) -> None:
-    one = {**record(0, 0, random.Random(0)), "media": {"images": ["media/a.png", "../../../secret.png"]}}
-    run = write(tmp_path / "run", [one])
-    folder = run / "rollouts" / "rollout=000010"
-    (folder / "media").mkdir()
-    Image.new("RGB", (800, 400), (255, 0, 0)).save(folder / "media" / "a.png")
-    Image.new("RGB", (8, 8)).save(tmp_path / "secret.png")
-    browser.open(view(run))
-    sizes = browser.run("return [...document.images].map(i => [i.naturalWidth, i.naturalHeight])")
-    assert sizes == [[384, 192]]
-    assert browser.console() == []
-
-
 def head_of(page: Path) -> dict[str, Any]:
     return json.loads(page.read_text().split('id="head">')[1].split("</script>")[0])  # type: ignore[no-any-return]
 
@@ -235,23 +222,6 @@ def test_group_titles_are_beginnings_of_questions_that_tell_groups_apart(tmp_pat
     found = titles_of(tmp_path / "c", [long + "what rain is", long + "what snow is"])
     assert found == ["… rain is", "… snow is"]
     assert titles_of(tmp_path / "d", ["What is 0 * 8?"] * 2) == ["What is 0 * 8?"] * 2
-
-
-def test_the_question_stays_in_sight_of_a_long_conversation(browser: Browser, tmp_path: Path) -> None:
-    question = {"question": "Where is the needle?\n" + "hay " * 2000}
-    rng = random.Random(0)
-    long = [{**record(0, i, rng, length=60, turns=40), **question} for i in range(4)]
-    browser.open(view(write(tmp_path, long)))
-    browser.run("document.querySelector('main').scrollTop = 3000")
-    places = browser.run(
-        "const box = id => document.querySelector(id).getBoundingClientRect();"
-        "const q = box('#question'), m = box('main'), h = box('article h3');"
-        "return [document.querySelector('main').scrollTop, q.top - m.top, q.height, m.height, h.top - q.bottom]"
-    )
-    assert places[0] == 3000 and abs(places[1]) < 1 and places[2] < places[3] / 4, places
-    assert abs(places[4]) < 1, "the number and reward of a trajectory stay below it"
-    assert browser.run("return document.getElementById('question').textContent").startswith("Where is the needle?")
-    assert browser.console() == []
 
 
 def test_special_tokens_stand_out_and_split_characters_are_whole(browser: Browser, tmp_path: Path) -> None:

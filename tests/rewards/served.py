@@ -10,15 +10,13 @@ def length(completions):
 
 
 def length_or_none(completions, log_metric):
+    """Fails, or ends the server in the middle of the request, where a completion says so."""
     log_metric("x", 1.0)
-    return [None if text == "skip" else float(len(text)) for text in completions]
-
-
-def kill_once(completions):
-    """Ends the server in the middle of a request that says so."""
+    if "raise" in completions:
+        raise KeyError("inside")
     if "kill" in completions:
         os.kill(os.getpid(), 9)
-    return length(completions)
+    return [None if text == "skip" else float(len(text)) for text in completions]
 
 
 def uses_all(prompts, completions, group_ids, references, labels, level):
@@ -27,10 +25,6 @@ def uses_all(prompts, completions, group_ids, references, labels, level):
         float(len(p) + len(c) + r + k + v)
         for p, c, r, k, v in zip(prompts, completions, references, labels, level, strict=True)
     ]
-
-
-def raises(completions):
-    raise KeyError("inside")
 
 
 async def async_length(completions):

@@ -19,7 +19,6 @@ NAN = math.nan
 
 @pytest.fixture
 def scorers():
-    """Builds scorers and closes them at the end."""
     made = []
 
     def build(*args, **kwargs):

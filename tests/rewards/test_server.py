@@ -85,30 +85,25 @@ def test_token(serve, monkeypatch):
     assert server.health["rows"] == 1
 
 
-def test_a_function_that_fails_on_the_server(serve):
-    server = serve("raises")
+def test_a_function_that_fails_on_the_server(plain):
     with pytest.raises(RewardError, match=r"after 2 attempts.*500.*KeyError: 'inside'"):
-        scored(RemoteReward(server.url, retries=1, backoff=0.01), ["a"])
+        scored(RemoteReward(plain.url, retries=1, backoff=0.01), ["raise"])
 
 
-def test_a_server_killed_in_the_middle_of_a_request(serve):
-    server = serve("kill_once")
+def test_a_server_killed_in_the_middle_of_a_request_and_another_ended_by_ctrl_c(plain):
+    """Last of those that share a server."""
     reward = {"retries": 2, "backoff": 0.01, "batch_size": 1, "concurrency": 1}
     with pytest.raises(RewardError, match=r"failed to score 1 completion after 3 attempts"):
-        scored(RemoteReward(server.url, **reward), ["a", "kill", "b"])
-    server.process.wait(60)
-    server.start()
-    scores = scored(RemoteReward(server.url, on_failure="skip", **reward), ["a", "kill", "b"])
-    server.process.wait(60)
+        scored(RemoteReward(plain.url, **reward), ["a", "kill", "b"])
+    plain.process.wait(60)
+    plain.start()
+    scores = scored(RemoteReward(plain.url, on_failure="skip", **reward), ["a", "kill", "b"])
+    plain.process.wait(60)
     # The first row was scored before the server died, the others not: nothing of the rollout is lost but these two.
     assert scores.total[0] == 1.0 and all(map(math.isnan, scores.total[1:]))
     assert scores.metrics["reward/RemoteReward/unanswered"] == pytest.approx(2 / 3)
-
-
-def test_ctrl_c_ends_the_server_cleanly(serve):
-    server = serve("length")
-    server.process.send_signal(signal.SIGINT)
-    assert server.process.wait(60) == 0
+    plain.start().process.send_signal(signal.SIGINT)
+    assert plain.process.wait(60) == 0
 
 
 def test_what_serve_reward_refuses(monkeypatch):
@@ -124,7 +119,6 @@ def test_what_serve_reward_refuses(monkeypatch):
 
 @pytest.fixture
 def scores(tmp_path):
-    """The folder of a reward model."""
     from tests.toys import SMALL, quickstart_model
 
     return quickstart_model(tmp_path, head="ForSequenceClassification", num_labels=1, **SMALL)

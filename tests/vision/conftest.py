@@ -25,13 +25,11 @@ from tests.vision.models import QWEN, build
 
 
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:
-    """An image of noise."""
     pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(pixels)
 
 
 def film(frames: int, width: int = 24, height: int = 16, seed: int = 0) -> np.ndarray[Any, Any]:
-    """A video of noise."""
     return np.random.default_rng(seed).integers(0, 255, (frames, height, width, 3), dtype=np.uint8)
 
 
@@ -62,13 +60,11 @@ class Folder(NamedTuple):
         return found.batch(0, len(rows))
 
     def policy(self, layout: Any = "auto", **spec: Any) -> PolicyModel:
-        """The model as the trainer holds it."""
         return PolicyModel(load_causal_lm(ModelSpec(self.path, **spec), trainable=True), layout=layout)
 
 
 @pytest.fixture(scope="session")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Folder]:
-    """Builds a family's folder once."""
     built: dict[str, Folder] = {}
 
     def make(family: str) -> Folder:
@@ -86,8 +82,6 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Folde
 
 
 class Batch(NamedTuple):
-    """Rows as a policy takes them."""
-
     token_ids: Tensor
     attention_mask: Tensor
     response_mask: Tensor
@@ -101,7 +95,6 @@ class Batch(NamedTuple):
         return Batch(*tensors, self.group_ids[rows], [self.inputs[i] for i in rows])
 
     def run(self, policy: PolicyModel, **kwargs: Any) -> Any:
-        """The policy's output."""
         return policy(as_rows(*self[:3], group_ids=self.group_ids, inputs=self.inputs), **kwargs)
 
 

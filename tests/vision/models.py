@@ -49,7 +49,6 @@ def make_tokenizer(specials: list[str], image: str, video: str = "", audio: str 
 
 
 def text_settings(**changes: Any) -> dict[str, Any]:
-    """A language model of two layers with wide weights."""
     return {
         "vocab_size": 80,
         "hidden_size": 64,

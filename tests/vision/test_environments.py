@@ -8,7 +8,6 @@ import io
 from typing import Any
 
 import anthropic
-import numpy as np
 import openai
 import pytest
 import torch
@@ -176,24 +175,6 @@ def test_what_a_tool_returns_enters_the_conversation(folder_of: Any) -> None:
     assert [part["type"] for part in messages[0]["content"]] == ["text", "image"]
     ledger.begin(messages)
     assert ledger.request_ids.count(folder.tokenizer.convert_tokens_to_ids("<|image_pad|>")) == 4
-
-
-def test_images_given_as_arrays_are_compared_by_value(folder_of: Any) -> None:
-    folder = folder_of("qwen2_vl")
-
-    class Frames(Looks):
-        def shown(self, *numbers: int) -> list[dict[str, Any]]:
-            *images, text = super().shown(*numbers)
-            return [*({"type": "image", "image": np.asarray(block["image"])} for block in images), text]
-
-    async def ask(request: GenerationRequest) -> CompletionGroup:
-        sampled = ids_of(folder, "yes<|im_end|>")
-        return CompletionGroup(request, [Completion(sampled, [-1.0] * len(sampled), "", "stop")], 0)
-
-    attempts = EnvironmentEpisode(Frames, max_turns=2)
-    attempts.setup(folder.tokenizer, folder.processor)
-    group = asyncio.run(alone(attempts, ask, {}, SamplingParams(max_new_tokens=8), number=2))
-    assert [(t.failure, len(t.rows)) for t in group] == [(None, 1)] * 2
 
 
 def test_what_cannot_be_shown_is_refused_by_name(folder_of: Any) -> None:

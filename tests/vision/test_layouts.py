@@ -114,23 +114,6 @@ def test_a_truncated_row_that_sampled_a_placeholder_changes_nothing(folder_of: A
     assert bool(plain.any())
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "idefics3"])
-def test_images_go_through_the_tower_once_per_group(folder_of: Any, family: str) -> None:
-    folder = folder_of(family)
-    batch, seen = mixed(folder, copies=4), dict[str, list[int]]()
-    for layout in LAYOUTS:
-        policy = folder.policy(layout)
-        tower = policy.lm.model.visual if family in QWEN else policy.lm.model.vision_model
-        forward, backward = [], []
-        first = next(m for m in tower.modules() if isinstance(m, torch.nn.Linear))
-        first.register_forward_hook(lambda m, i, o, to=forward: to.append(o.numel() // o.shape[-1]))
-        first.register_full_backward_hook(lambda m, i, o, to=backward: to.append(o[0].numel() // o[0].shape[-1]))
-        batch.run(policy).logprobs.sum().backward()
-        seen[layout] = [sum(forward), sum(backward)]
-    assert seen["shared_prefix"][0] * 4 == seen["padded"][0] and seen["shared_prefix"][1] * 4 == seen["padded"][1]
-    assert seen["packed"] == seen["padded"]
-
-
 def test_equal_tokens_with_different_images_share_nothing(folder_of: Any) -> None:
     folder = folder_of("idefics3")
     prompts = folder.prompts([{"prompt": "it?", "image": picture(16, 16, seed)} for seed in (1, 2)])

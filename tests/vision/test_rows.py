@@ -81,38 +81,40 @@ def test_videos_from_frames_arrays_and_files_are_capped(tmp_path: Path) -> None:
     assert np.array_equal(media.videos[0], media.videos[1]) and np.array_equal(media.videos[0], media.videos[2])
 
 
-def test_a_video_file_is_read_with_opencv(tmp_path: Path) -> None:
+@pytest.fixture
+def video(tmp_path: Path) -> str:
+    """A file of two seconds, ten frames each, that becomes lighter."""
     cv2 = pytest.importorskip("cv2")
     path = str(tmp_path / "v.avi")
     writer = cv2.VideoWriter(path, cv2.VideoWriter_fourcc(*"MJPG"), 10.0, (32, 16))
     for level in np.linspace(0, 250, 20):
         writer.write(np.full((16, 32, 3), level, np.uint8))
     writer.release()
-    media = decode([("video", path), ("video", Path(path).read_bytes())], source(frame_rate=2.0))
+    return path
+
+
+def test_a_video_file_is_read_with_opencv(video: str) -> None:
+    media = decode([("video", video), ("video", Path(video).read_bytes())], source(frame_rate=2.0))
     assert media.videos[0].shape == (4, 16, 32, 3) and np.array_equal(media.videos[0], media.videos[1])
     assert media.videos[0].mean((1, 2, 3)).tolist() == pytest.approx([0, 79, 171, 250], abs=12)
 
 
-def test_a_video_may_end_before_its_estimated_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cv2 = pytest.importorskip("cv2")
-    path = str(tmp_path / "v.avi")
-    writer = cv2.VideoWriter(path, cv2.VideoWriter_fourcc(*"MJPG"), 10.0, (32, 16))
-    for level in np.linspace(0, 250, 20):
-        writer.write(np.full((16, 32, 3), level, np.uint8))
-    writer.release()
-    expected = decode([("video", path)], source())
+def test_a_video_may_end_before_its_estimated_length(video: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import cv2
+
+    expected = decode([("video", video)], source())
     counted = {cv2.CAP_PROP_FRAME_COUNT: 21, cv2.CAP_PROP_FPS: 10.0}
-    opened = cv2.VideoCapture(path)
+    opened = cv2.VideoCapture(video)
     reader = SimpleNamespace(get=counted.get, grab=opened.grab, retrieve=opened.retrieve, release=opened.release)
-    readers = iter([reader, cv2.VideoCapture(path)])
+    readers = iter([reader, cv2.VideoCapture(video)])
     monkeypatch.setattr(cv2, "VideoCapture", lambda name: next(readers))
-    found = decode([("video", path)], source())
+    found = decode([("video", video)], source())
     assert np.array_equal(found.videos[0], expected.videos[0]) and found.video_times == expected.video_times
     counted[cv2.CAP_PROP_FRAME_COUNT] = 40  # half of it is missing
     opened.set(cv2.CAP_PROP_POS_FRAMES, 0)
     readers = iter([reader])
     with pytest.raises(MediaError, match="truncated"):
-        decode([("video", path)], source())
+        decode([("video", video)], source())
 
 
 def test_places_are_blocks_marks_or_the_front() -> None:
