@@ -178,19 +178,28 @@ class OwnLoss(GRPOLightningModule):
         return {"mine": out["logprobs"]}, {}
 
 
+class Counts(GRPOLightningModule):
+    rows = 0
+
+    def compute_loss(self, rows: Experience) -> Any:
+        self.rows += len(rows)
+        return super().compute_loss(rows)
+
+
 class OwnTotal(GRPOLightningModule):
     def total_loss(self, micro: Any, losses: dict[str, Tensor]) -> Tensor:
         return super().total_loss(micro, losses) + micro.total({"policy": losses["policy"]})
 
 
-@pytest.mark.parametrize("own", [OwnLoss, OwnTotal])
+@pytest.mark.parametrize("own", [OwnLoss, OwnTotal, Counts])
 def test_every_row_is_trained_if_a_loss_is_overridden(own: Any, path: str) -> None:
     """Also rows without an advantage, and with the log-probs before the update."""
     module = own(path, kl=None, optimizer=sgd)
     keep = fit(module, rewards=[lambda completions, **_: [1.0] * len(completions)])
     assert not module.skips_zero_advantages(keep.experiences[0])
     assert keep.experiences[0].old_logprobs is not None
-    assert own is OwnTotal or "optim/grad_norm" in keep.metrics[0]
+    assert own is not OwnLoss or "optim/grad_norm" in keep.metrics[0]
+    assert own is not Counts or module.rows == 32
 
 
 class SequenceRatio(PPOClip):
@@ -425,9 +434,9 @@ class Draw(Callback):
         self.drawn.append(float(torch.rand(())))
 
 
-@pytest.mark.parametrize("hook", ["on_train_start", "on_load_checkpoint", "on_validation_epoch_end"])
-def test_a_hook_without_super_resumes_and_evaluates(hook: str, path: str, tmp_path: Path) -> None:
-    mixin = type("Mixin", (), {hook: lambda self, *_: None})
+def test_hooks_without_super_resume_and_evaluate(path: str, tmp_path: Path) -> None:
+    hooks = ("on_train_start", "on_load_checkpoint", "on_validation_epoch_end")
+    mixin = type("Mixin", (), {hook: lambda self, *_: None for hook in hooks})
     own = type("Own", (mixin, GRPOLightningModule), {})
 
     def run(folder: str, max_epochs: int, seed: int) -> tuple[list[float], Tensor, bool]:

@@ -86,26 +86,3 @@ def test_a_scheduled_run_goes_on_with_the_rows_that_were_next(tmp_path: Path) ->
     whole, rest = fit(), fit(str(tmp_path / "one.ckpt"))
     assert len(whole) == 8 and len(rest) == 7
     assert all(torch.equal(batch, again) for batch, again in zip(whole[1:], rest, strict=True))
-
-
-def test_a_schedule_by_name_counts_the_runs_updates(tmp_path: Path) -> None:
-    """4 updates: a linear decay to 0 takes 1, 3/4, 1/2, 1/4 of the rate; without an end it is refused."""
-    path = quickstart_model(tmp_path, **SMALL)
-    rows = [{"prompt": f"{i}+1=", "completion": str(i + 1)} for i in range(8)]
-    rates: list[float] = []
-
-    class Rates(Callback):
-        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-            rates.append(trainer.optimizers[0].param_groups[0]["lr"])
-
-    def fit(**trainer: Any) -> None:
-        module = SFTLightningModule(
-            path, optimizer=lambda params: torch.optim.SGD(params, lr=0.1), lr_scheduler=LRSchedule("linear")
-        )
-        data = SFTDataModule(SFTSource(rows=rows), batch_size=4)
-        quiet_trainer(callbacks=[Rates()], **trainer).fit(module, data)
-
-    fit(max_epochs=2)
-    assert rates == pytest.approx([0.1, 0.075, 0.05, 0.025])
-    with pytest.raises(ValueError, match="lr_scheduler"):
-        fit(max_epochs=-1)

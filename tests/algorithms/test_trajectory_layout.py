@@ -8,8 +8,6 @@ from lightrl.algorithms.experience import TrajectoryLayout, first_rows, trajecto
 from lightrl.models.reward import last_rows
 from lightrl.objectives import (
     GSPO,
-    AdvantageInput,
-    GroupRelative,
     LossInput,
     SequenceMean,
 )
@@ -69,11 +67,3 @@ def test_the_ratio_of_a_trajectory_is_that_of_all_its_rows() -> None:
     expected = -torch.tensor(0.3).exp() * MASK
     expected[2, 1] = -1.0
     torch.testing.assert_close(layout.split(loss), expected)
-
-
-def test_a_failed_attempt_is_in_no_baseline() -> None:
-    """Rewards 1, 1, 0, 0 of which the second failed: the mean of the others is 1 / 3."""
-    rewards, mask = torch.tensor([[1.0], [float("nan")], [0.0], [0.0]]), torch.ones(4, 1).bool()
-    valid = torch.tensor([True, False, True, True])
-    advantages, _ = GroupRelative("none")(AdvantageInput(rewards, mask, torch.zeros(4).long(), valid=valid))
-    torch.testing.assert_close(advantages[:, 0], torch.tensor([2 / 3, 0.0, -1 / 3, -1 / 3]))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from lightrl.ops.advantages import kth_largest, top_entropy_mask
+from tests.toys import on_ranks
 
 
 def test_top_fraction_by_hand() -> None:
@@ -33,27 +36,7 @@ def test_kth_largest_is_exact() -> None:
 
 
 def test_sum_over_ranks_gives_the_batch_threshold() -> None:
-    """Each rank's counts are summed with the other's by replaying the calls in step."""
     torch.manual_seed(1)
     entropy, mask = torch.rand(8, 20), torch.rand(8, 20) > 0.2
-    whole = top_entropy_mask(entropy, mask, 0.2)
-    totals: list[torch.Tensor] = []
-
-    def record(x: torch.Tensor) -> torch.Tensor:
-        totals.append(x.clone())
-        return x
-
-    top_entropy_mask(entropy, mask, 0.2, all_sum=record)  # what the sum over both ranks is, call by call
-    seen: list[torch.Tensor] = []
-
-    def lookup(x: torch.Tensor) -> torch.Tensor:
-        seen.append(x.clone())
-        return totals[(len(seen) - 1) % 32]
-
-    halves = [
-        top_entropy_mask(e, m, 0.2, all_sum=lookup) for e, m in ((entropy[:3], mask[:3]), (entropy[3:], mask[3:]))
-    ]
-    assert torch.equal(torch.cat(halves), whole)
-    assert len(seen) == 64
-    for call in range(32):
-        assert torch.equal(seen[call] + seen[call + 32], totals[call]), "the ranks' parts add up to the whole"
+    halves = on_ranks(partial(top_entropy_mask, fraction=0.2), (entropy[:3], mask[:3]), (entropy[3:], mask[3:]))
+    assert torch.equal(torch.cat(halves), top_entropy_mask(entropy, mask, 0.2))
