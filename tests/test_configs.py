@@ -1,7 +1,7 @@
 """Every YAML under configs/ goes through the real command line.
 
-All are parsed, overlays merged into a recipe. Whole configurations are run (`fast_dev_run`) with a tiny model, local
-rows and the transformers engine in the place of theirs, by one more --config as a user would do it.
+Whole configurations are run (`fast_dev_run`) with a tiny model, local rows and the transformers engine in the place of
+theirs, by one more --config as a user would do it; overlays are merged into a recipe.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ WHOLE = sorted(
     for p in (CONFIGS / d).glob("*.yaml")
     if p not in BASES
 )
+# They differ from others in a size, or in parts that run in tests of their own, and are only parsed.
+SPARED = "2.5_1.5b|vl_7b|few_shot|rloo_in|drgrpo|clevr|cispo|cpgd|gspo|plus_plus|top_p"
+NEIGHBORS = [config for config in WHOLE if re.search(SPARED, config.stem)]
 OVERLAYS = sorted(p for folder in ("overlays", "strategies") for p in (CONFIGS / folder).glob("*.yaml"))
 PPO_RECIPE = CONFIGS / "recipes" / "ppo_gsm8k_qwen2.5_1.5b.yaml"
 EXPERTS = {"granite_3.1_1b_a400m": "GraniteMoe", "olmoe_1b_7b": "Olmoe"}  # recipes for mixtures of experts
@@ -140,13 +143,10 @@ def test_every_yaml_is_covered() -> None:
             assert Path(yaml.safe_load(config.read_text())["run_dir"]).name == config.stem
 
 
-def marked(config: Path) -> Any:
-    """What differs from its neighbor in a size, or in parts that run in tests of their own, is only parsed."""
-    neighbors = "2.5_1.5b|vl_7b|few_shot|rloo_in|drgrpo|clevr|cispo|cpgd|gspo|plus_plus|top_p"
-    return pytest.param(config, marks=pytest.mark.long) if re.search(neighbors, config.stem) else config
+RUN = [pytest.param(config, marks=pytest.mark.long) if config in NEIGHBORS else config for config in WHOLE]
 
 
-@pytest.mark.parametrize("config", map(marked, WHOLE), ids=name)
+@pytest.mark.parametrize("config", RUN, ids=name)
 def test_runs_with_a_tiny_model(
     config: Path, place: Path, served: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -211,13 +211,13 @@ def parser(place: Path) -> Any:
     return run([f"--config={CONFIGS / 'algorithms' / 'grpo.yaml'}", f"--config={place / 'rl.yaml'}"], run=False).parser
 
 
-@pytest.mark.parametrize("config", [*WHOLE, *OVERLAYS], ids=name)
-def test_every_file_is_accepted_and_overlays_are_merged_into_a_recipe(config: Path, parser: Any) -> None:
+@pytest.mark.parametrize("config", [*NEIGHBORS, *OVERLAYS], ids=name)
+def test_what_is_not_run_is_accepted_and_overlays_are_merged_into_a_recipe(config: Path, parser: Any) -> None:
     if config.stem.startswith("deepspeed"):
         pytest.importorskip("deepspeed")
     files = [PPO_RECIPE, config] if config in OVERLAYS else [config]
     merged = parser.parse_args(expand_configs([f"--config={file}" for file in files]))
-    assert config in WHOLE or merged.model.init_args.optimizer.init_args.weight_decay == 0.0
+    assert config in NEIGHBORS or merged.model.init_args.optimizer.init_args.weight_decay == 0.0
 
 
 @pytest.mark.parametrize(

@@ -180,9 +180,13 @@ MISTAKES = {
 
 
 def test_a_mistake_is_told_in_one_line_before_anything_heavy_loads(tmp_path: Path) -> None:
+    """Small commands don't need `jsonargparse` either. A test of their time would depend on the machine."""
     (tmp_path / "file").touch()
     code = (
         "import contextlib, io, json, sys\nfrom lightrl.cli import main\nfound = {}\n"
+        "with contextlib.redirect_stdout(io.StringIO()):\n"
+        "    for command in ('--version', '--help', 'recipes'):\n        main([command])\n"
+        "        assert command == 'recipes' or 'jsonargparse' not in sys.modules\n"
         f"for line in {list(MISTAKES)}:\n"
         "    status, said = 0, io.StringIO()\n"
         "    with contextlib.redirect_stderr(said):\n"

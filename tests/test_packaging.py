@@ -64,17 +64,6 @@ def test_the_wheel_names_its_own_configurations(wheel: Path, tmp_path: Path) -> 
     assert done.stdout.count("\n") == 1 and done.stderr == ""
 
 
-@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["recipes"]])
-def test_small_commands_load_neither_torch_nor_jsonargparse(arguments: list[str], root: Path) -> None:
-    """A test of their time would depend on the machine."""
-    code = (
-        "import sys\nfrom lightrl.cli import main\nmain(sys.argv[1:])\n"
-        "assert not {'torch', 'lightning', 'transformers'} & set(sys.modules)\n"
-        "assert sys.argv[1] == 'recipes' or 'jsonargparse' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code, *arguments], cwd=root, capture_output=True, timeout=550, check=True)
-
-
 def test_every_install_line_names_our_distribution(root: Path) -> None:
     named = re.search(r'^name = "(.+?)"', (root / "pyproject.toml").read_text(), re.MULTILINE)
     assert named is not None and named[1] == DISTRIBUTION == "lightrl-llm"

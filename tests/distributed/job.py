@@ -125,7 +125,11 @@ def scores_run_out(completions: list[str], **columns: Any) -> list[float | None]
 
 _SCORED: list[int] = []
 VARIANTS: dict[str, dict[str, Any]] = {
-    "offload": {"options": {"cpu_offload": True}, "model": {"gradient_checkpointing": True}},
+    "offload": {
+        "options": {"cpu_offload": True, "reduce_every_micro_batch": True},
+        "model": {"gradient_checkpointing": True},
+        "callbacks": [Sharded()],
+    },
     "bf16": {"options": {"param_dtype": "bfloat16"}},  # the engine's dtype, too, or the canary stops the run
     "every": {"options": {"reduce_every_micro_batch": True}, "callbacks": [Sharded()]},
     "every-broken": {"kind": "broken", "options": {"reduce_every_micro_batch": True}},

@@ -14,6 +14,7 @@ from lightrl.engines import EngineContext, VLLMEngine
 from lightrl.records import Prompts, SamplingParams
 from tests import forks
 from tests.engines.conftest import SOON, ask, load
+from tests.engines.test_vllm_own_process import check_gaps
 from tests.waiting import until
 
 pytestmark = pytest.mark.vllm
@@ -23,7 +24,7 @@ def main(folder: str, num_processes: str) -> None:
     backend = {"distributed_executor_backend": "mp"} if num_processes == "2" else {}
     engine = VLLMEngine(in_process=False, engine_args=backend)
     engine.start(EngineContext(folder, max_prompt_tokens=32, max_new_tokens=200))
-    engine.load_weights(load(Path(folder)).named_parameters(), policy_version=0)
+    check_gaps(engine, load(Path(folder)))
     prompts = Prompts([[2, 5 + i % 40] for i in range(64)], [""] * 64)
     print("engine", *engine.process_ids, "runs", flush=True)
     while True:

@@ -1,37 +1,50 @@
-"""A LoRA policy's pushes bring the adapter alone, and the engine samples with it."""
+"""A LoRA policy's pushes bring the adapter alone, and the engine, in its own process, samples with it.
+
+At the end the process hangs (its core is stopped by SIGSTOP), which is told within a bound.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from lightrl.algorithms import GRPOLightningModule
 from lightrl.callbacks import WeightSync
-from lightrl.engines import EngineContext, VLLMEngine
+from lightrl.engines import EngineContext, EngineDiedError, VLLMEngine
 from lightrl.engines.vllm import conversion
 from lightrl.models.lora import adapter_config, add_lora, named_adapter_weights
 from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import LoraSpec, ModelSpec
-from lightrl.records import Prompts, SamplingParams
-from tests.engines.conftest import ask, load, reference_logprobs
+from lightrl.records import CompletionGroup, GenerationRequest, Prompts, SamplingParams
+from tests.engines.conftest import SOON, ask, load, reference_logprobs
 from tests.rows import as_rows
 from tests.toys import quickstart_model, quiet_trainer, sums_data
+from tests.waiting import until
 
 pytest.importorskip("vllm")
 pytest.importorskip("peft")
 pytestmark = pytest.mark.vllm
 SPEC = LoraSpec(r=3, alpha=7.0)
+PROMPTS = Prompts(token_ids=[[2, 5 + i, 17, 20 + i] for i in range(16)], texts=[""] * 16)
+LONG = SamplingParams(max_new_tokens=40, ignore_eos=True)
+BOUND = 4.0
 
 
 @pytest.fixture(scope="module")
 def engine(tied_folder: Path) -> Iterator[VLLMEngine]:
     """In a process of its own; takes 64 tokens a step, so that prompts of 20 would be cut in two."""
     engine = VLLMEngine(in_process=False, engine_args={"max_num_batched_tokens": 64, "max_num_seqs": 16})
-    engine.start(EngineContext(str(tied_folder), max_prompt_tokens=32, max_new_tokens=16, lora_rank=SPEC.r))
+    engine.start(EngineContext(str(tied_folder), max_prompt_tokens=24, max_new_tokens=40, lora_rank=SPEC.r))
     yield engine
     VLLMEngine.close(engine)
 
@@ -140,3 +153,62 @@ def test_merged_where_asked_and_refusals(tied_folder: Path) -> None:
     assert "enable_lora" not in conversion.arguments(VLLMEngine(), EngineContext(str(tied_folder)), cuda=False)
     with pytest.raises(ValueError, match=r'sleep_level=2 with lora_sync="adapter"'):
         conversion.arguments(VLLMEngine(sleep_level=2), context, cuda=False)
+
+
+def test_requests_join_and_leave_while_others_run(engine: VLLMEngine) -> None:
+    """A short request that comes after a long one is done before it; a cancelled one leaves nothing behind."""
+    short = SamplingParams(max_new_tokens=3, ignore_eos=True)
+    long, late, dropped = (PROMPTS.request(i, s, 7 + i, 2) for i, s in enumerate((LONG, short, LONG)))
+    alone = {r: [c.token_ids for c in g.completions] for r in (long, late) for g in engine.generate_all([r])}
+
+    finished: list[GenerationRequest] = []
+
+    async def scenario() -> list[CompletionGroup]:
+        first, second = (asyncio.ensure_future(engine.generate(request)) for request in (long, dropped))
+        first.add_done_callback(lambda _: finished.append(long))
+        while not engine._groups:
+            await asyncio.sleep(0.001)
+        second.cancel()
+        group = await engine.generate(late)
+        finished.append(late)
+        return [group, await first]
+
+    for group in asyncio.run(scenario()):
+        assert [c.token_ids for c in group.completions] == alone[group.request]
+    assert finished == [late, long]
+    assert until(lambda: not engine._adapter.busy) and not engine._finished and not engine._places
+
+
+@pytest.mark.parametrize(
+    "wait", ["generate", *(pytest.param(x, marks=pytest.mark.long) for x in ("load_adapter", "logprobs", "close"))]
+)
+def test_a_stopped_core_is_told_and_ended(engine: VLLMEngine, tied_folder: Path, wait: str) -> None:
+    """Also whoever awaits completions is told, whoever noticed. Last, because it ends the engine."""
+    engine.start(EngineContext(str(tied_folder), max_prompt_tokens=24, max_new_tokens=40, lora_rank=SPEC.r))
+    policy = adapted(tied_folder, 1)
+    engine.load_adapter(named_adapter_weights(policy), adapter_config(policy, SPEC), policy_version=1)
+    (core,) = engine.process_ids
+    engine._adapter.progress_timeout = BOUND
+    requests = [PROMPTS.request(i, LONG, i, 20) for i in range(8)]
+    os.kill(core, signal.SIGSTOP)
+    began = time.monotonic()
+    with ThreadPoolExecutor(1) as pool:
+        stream = pool.submit(engine.generate_all, requests)
+        assert until(lambda: bool(engine._groups) or stream.done())
+        if wait == "close":  # which does not wait for the core
+            engine.close()
+            with pytest.raises(RuntimeError):
+                stream.result(SOON)
+        else:
+            with pytest.raises(EngineDiedError, match="VLLMEngine.progress_timeout"):
+                if wait == "load_adapter":
+                    weights = named_adapter_weights(policy)
+                    engine.load_adapter(weights, adapter_config(policy, SPEC), policy_version=2)
+                elif wait == "logprobs":
+                    engine.logprobs([[2, 5, 6]])
+                stream.result()
+            with pytest.raises(EngineDiedError):
+                stream.result()
+            assert time.monotonic() - began >= BOUND
+    assert time.monotonic() - began < BOUND + SOON
+    assert not engine.started and engine.policy_version == -1 and not psutil.pid_exists(core)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import patch
 
 import psutil
 import pytest
@@ -26,30 +27,16 @@ PROMPTS = Prompts(token_ids=[[2, 5 + i, 17, 20 + i] for i in range(16)], texts=[
 LONG = SamplingParams(max_new_tokens=120, ignore_eos=True)
 
 
-def start(folder: Path, **arguments) -> VLLMEngine:
-    engine = VLLMEngine(in_process=False, **arguments)
-    engine.start(EngineContext(str(folder), max_prompt_tokens=64, max_new_tokens=120))
-    return engine
-
-
 @pytest.fixture(scope="module")
 def untied(untied_folder: Path) -> Iterator[VLLMEngine]:
-    engine = start(untied_folder)
+    engine = VLLMEngine(in_process=False)
+    engine.start(EngineContext(str(untied_folder), max_prompt_tokens=64, max_new_tokens=120))
     yield engine
     engine.close()
 
 
-@pytest.fixture(scope="module")
-def tied(tied_folder: Path) -> Iterator[VLLMEngine]:
-    """A core and a worker, as on GPUs and with the user's own binding of threads; `untied` is one process."""
-    engine = start(tied_folder, engine_args={"distributed_executor_backend": "mp", "max_num_seqs": 8})
-    yield engine
-    engine.close()
-
-
-@pytest.mark.parametrize("which", ["untied", "tied"])
-def test_gap_through_shared_memory(which: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, model = request.getfixturevalue(which), load(request.getfixturevalue(f"{which}_folder"))
+def check_gaps(engine: VLLMEngine, model: torch.nn.Module) -> None:
+    """The gap is large before a push through shared memory, and nil after it."""
     change(model)
     assert canary_gap(engine, model) > 0.5
     engine.load_weights(model.named_parameters(), policy_version=1)
@@ -57,12 +44,17 @@ def test_gap_through_shared_memory(which: str, request: pytest.FixtureRequest, m
     for temperature in (1.0, 0.7):
         assert sampled_gap(engine, model, temperature) <= 5e-5
     # Buckets far smaller than the model: tensors go through both by turns, the largest (64 KiB) through grown ones.
-    monkeypatch.setattr("lightrl.compat.vllm_process._BUCKET_BYTES", 20_000)
-    for bucket in engine._adapter._buckets:
-        bucket.memory = torch.empty(0, dtype=torch.uint8)
-    for seed in (2, 3):
-        engine.load_weights(change(model, seed).named_parameters(), policy_version=seed)
-        assert canary_gap(engine, model) <= 5e-5
+    with patch("lightrl.compat.vllm_process._BUCKET_BYTES", 20_000):
+        for bucket in engine._adapter._buckets:
+            bucket.memory = torch.empty(0, dtype=torch.uint8)
+        for seed in (2, 3):
+            engine.load_weights(change(model, seed).named_parameters(), policy_version=seed)
+            assert canary_gap(engine, model) <= 5e-5
+
+
+def test_gap_through_shared_memory(untied: VLLMEngine, untied_folder: Path) -> None:
+    """With tied weights and a worker of its own: `test_kill_trainer`."""
+    check_gaps(untied, load(untied_folder))
 
 
 def test_a_broken_push_is_told_and_mended(untied: VLLMEngine, untied_folder: Path) -> None:
@@ -107,7 +99,7 @@ def commands(pids: list[int]) -> dict[str, int]:
 
 
 def test_killed_core_is_told_in_time(untied: VLLMEngine, untied_folder: Path) -> None:
-    """vLLM alone would wait for ever. Last, for it ends the module's engine."""
+    """vLLM alone would wait for ever. It ends the module's engine, which the next test starts again."""
     untied.load_weights(load(untied_folder).named_parameters(), policy_version=1)
     pids = untied.process_ids
     assert len(pids) == 1
@@ -120,19 +112,20 @@ def test_killed_core_is_told_in_time(untied: VLLMEngine, untied_folder: Path) ->
 
 
 @pytest.mark.parametrize("victim", ["core", pytest.param("worker", marks=pytest.mark.long)])
-def test_a_kill_during_a_push_is_told_in_time(tied: VLLMEngine, tied_folder: Path, victim: str) -> None:
-    if not tied.started:
-        tied.start(EngineContext(str(tied_folder), max_prompt_tokens=64, max_new_tokens=120))
-    pids = tied.process_ids
+def test_a_kill_during_a_push_is_told_in_time(untied: VLLMEngine, untied_folder: Path, victim: str) -> None:
+    workers = {"distributed_executor_backend": "mp", "max_num_seqs": 8}
+    engine = untied if victim == "core" else VLLMEngine(in_process=False, engine_args=workers)
+    engine.start(EngineContext(str(untied_folder), max_prompt_tokens=64, max_new_tokens=120))
+    pids = engine.process_ids
 
     def kills():
-        for number, weight in enumerate(load(tied_folder).named_parameters()):
+        for number, weight in enumerate(load(untied_folder).named_parameters()):
             if number == 3:
                 os.kill(commands(pids)[victim], signal.SIGKILL)
             yield weight
 
     began = time.monotonic()
     with pytest.raises(EngineDiedError):
-        tied.load_weights(kills(), policy_version=1)
+        engine.load_weights(kills(), policy_version=1)
     assert time.monotonic() - began < SOON
-    assert not tied.started and not any(psutil.pid_exists(pid) for pid in pids)
+    assert not engine.started and not any(psutil.pid_exists(pid) for pid in pids)
