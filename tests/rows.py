@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightrl.records import RowBatch
+from lightrl.records import Experience, RowBatch
 
 
 def as_rows(token_ids: Tensor, attention_mask: Tensor, response_mask: Tensor, **fields: Any) -> RowBatch:
@@ -19,6 +19,15 @@ def unshared(token_ids: Tensor, attention_mask: Tensor | None = None) -> RowBatc
     """Rows without groups, all tokens real unless a mask says otherwise."""
     mask = torch.ones_like(token_ids, dtype=torch.bool) if attention_mask is None else attention_mask
     return as_rows(token_ids, mask, mask)
+
+
+def as_experience(rows: Any, **fields: Any) -> Experience:
+    """An experience of these rows: what is not given is 0, each row is a trajectory, and all are scored."""
+    zero = torch.zeros(rows.token_ids.shape)
+    made = {name: getattr(rows, name) for name in ("token_ids", "attention_mask", "response_mask", "group_ids")}
+    made |= {"trajectory_ids": torch.arange(len(zero)), "valid": torch.ones(len(zero), dtype=torch.bool)}
+    made |= {"engine_logprobs": zero, "advantages": zero, "rewards": zero[:, 0]}
+    return Experience(**{**made, **fields})
 
 
 def prompt_and_completion(example: Any) -> tuple[list[int], list[int]]:

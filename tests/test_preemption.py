@@ -81,10 +81,6 @@ def ended(*arguments: str) -> int:
     return int(stop.value.code or 0)
 
 
-def weights(path: str) -> dict[str, torch.Tensor]:
-    return torch.load(path, weights_only=True)["state_dict"]
-
-
 LIGHTNINGS = [{"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": {"dirpath": "kept"}}]
 OWN = [{"class_path": "RolloutCheckpoint", "init_args": {"every_n_rollouts": 1}}]
 

@@ -9,7 +9,6 @@ from scripts import plot_quickstart
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-RESULTS = ROOT / "benchmarks" / "results"
 
 
 def test_the_figures_of_the_pages_are_those_of_the_committed_results() -> None:

@@ -11,9 +11,9 @@ from torch import Tensor
 from lightrl.algorithms.experience import cut_minibatches
 from lightrl.algorithms.settings import ExtraLosses, Updates
 from lightrl.data.sft import PTXSource
-from lightrl.records import Experience, RowBatch
+from lightrl.records import RowBatch
 from tests.algorithms.toys import fit, grpo, ppo, weights
-from tests.rows import as_rows
+from tests.rows import as_experience, as_rows
 from tests.toys import sgd
 
 ANSWERS = PTXSource(rows=[{"prompt": f"{a:02d}+01=", "completion": str(a + 1)} for a in range(20)], batch_size=8)
@@ -54,12 +54,8 @@ def test_supervised_rows_are_dealt_out_over_minibatches() -> None:
         ones = torch.ones(n, 2, dtype=torch.bool)
         return {"token_ids": torch.arange(2 * n).view(n, 2), "attention_mask": ones, "response_mask": ones}
 
-    zero = torch.zeros(4, 2)
-    experience = Experience(
-        **rows(4), group_ids=torch.tensor([0, 0, 1, 1]), trajectory_ids=torch.arange(4),
-        engine_logprobs=zero, advantages=zero, rewards=zero[:, 0],
-        valid=torch.ones(4, dtype=torch.bool), supervised=RowBatch(**rows(3), group_ids=torch.arange(3)),
-    )  # fmt: skip
+    four, three = (RowBatch(**rows(n), group_ids=torch.arange(n) // 2) for n in (4, 3))
+    experience = as_experience(four, supervised=three)
     parts = cut_minibatches(experience, 2, seed=0)
     assert [p.supervised.token_ids.tolist() for p in parts if p.supervised] == [[[0, 1], [2, 3]], [[4, 5]]]
     with pytest.raises(ValueError, match="ptx.batch_size=3: "):

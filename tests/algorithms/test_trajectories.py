@@ -18,8 +18,9 @@ from lightrl.callbacks import RewardNormalization
 from lightrl.distributed.strategies import MetricSums
 from lightrl.objectives import GDPO, RLOO, KLInLoss, PPOClip, Reinforce, SequenceMean, TokenMean
 from lightrl.objectives.estimators import AdvantageEstimator
-from lightrl.records import Experience, ModelOutputs, Rollouts
+from lightrl.records import ModelOutputs, Rollouts
 from tests.algorithms.test_product import AGGREGATIONS, ESTIMATORS, LOSSES
+from tests.rows import as_experience
 from tests.toys import quickstart_model, quiet_trainer, sums_data
 
 PROMPT, TURN, ANSWER, TURNS = 3, 2, 2, 3  # tokens of the prompt, of a sampled turn, of the environment's answer; turns
@@ -209,17 +210,7 @@ def test_gdpo_rejects_a_sum_that_is_not_that_of_its_parts() -> None:
 
 def test_minibatches_count_trajectories() -> None:
     made = rollouts(CUTS[1])
-    experience = Experience(
-        token_ids=made.token_ids,
-        attention_mask=made.attention_mask,
-        response_mask=made.response_mask,
-        group_ids=made.group_ids,
-        engine_logprobs=made.engine_logprobs,
-        advantages=torch.zeros_like(made.engine_logprobs),
-        rewards=made.rewards,
-        valid=made.rewards.isfinite(),
-        trajectory_ids=made.trajectory_ids,
-    )
+    experience = as_experience(made, trajectory_ids=made.trajectory_ids)
     parts = cut_minibatches(experience, 2, seed=0)
     held = [set(part.trajectory_ids.tolist()) for part in parts]
     assert sorted(map(sorted, held)) == [[0, 1, 2, 3], [4, 5, 6, 7]]

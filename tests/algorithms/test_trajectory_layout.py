@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lightrl.algorithms.experience import TrajectoryLayout, first_rows, trajectory_lengths
-from lightrl.models.reward import last_rows
+from lightrl.algorithms.experience import TrajectoryLayout
 from lightrl.objectives import (
     GSPO,
     LossInput,
@@ -40,13 +39,6 @@ def test_whole_trajectories_are_not_touched() -> None:
 def test_a_trajectory_without_a_sampled_token_stays_a_row() -> None:
     layout = TrajectoryLayout(torch.tensor([0, 1, 1]), torch.tensor([[0, 0], [0, 1], [1, 0]]).bool())
     assert layout.mask.tolist() == [[False, False], [True, True]]
-
-
-def test_first_and_last_rows_and_lengths() -> None:
-    assert first_rows(IDS).tolist() == [0, 2]
-    assert last_rows(IDS).tolist() == [1, 1, 2]
-    assert last_rows(torch.tensor([4, 7, 4, 4])).tolist() == [3, 1, 3, 3]
-    assert trajectory_lengths(MASK, IDS).tolist() == [3, 3, 1]
 
 
 def test_loss_weights_are_those_of_the_trajectory() -> None:

@@ -20,8 +20,9 @@ from lightrl.callbacks.completion_logger import CompletionLogger, sample_records
 from lightrl.callbacks.throughput import EvaluateFirst
 from lightrl.cli.report import report
 from lightrl.cli.report.read import read_run
-from lightrl.records import Experience, Rollouts
+from lightrl.records import Rollouts
 from tests.callbacks.toys import Loader, LoggingModule, make_rollouts
+from tests.rows import as_experience
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
@@ -105,17 +106,6 @@ def test_parts_of_the_reward_and_what_functions_logged_are_shown_everywhere(
     assert "<span>Judge/verdict</span><span>well done</span>" in page and "<span>Judge</span><span>0.5</span>" in page
 
 
-def test_the_question_of_a_sample_is_the_last_user_message() -> None:
-    chat = [{"role": "user", "content": text} for text in ("first", "What is 47 + 98?")]
-    parts = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}]
-    system = [{"role": "system", "content": "Only a system prompt"}]
-    for raw, want in ((chat, "What is 47 + 98?"), (parts, "[image]\nWhat?"), (system, "Only a system prompt")):
-        rollouts = make_rollouts(["<|im_start|>system..."], [["145", "1"]], [[1.0, 0.0]])
-        rollouts.raw_prompts = [raw, raw]
-        records = sample_records(rollouts, 1)
-        assert records[0]["question"] == want and records[0]["prompt"] == "<|im_start|>system..."
-
-
 def test_the_evaluation_before_training_is_logged_at_step_minus_one(
     rollouts: Rollouts, make_trainer: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -142,14 +132,8 @@ def test_a_trajectory_of_two_rows_is_one_sample() -> None:
     records = sample_records(rollouts, 5)
     assert [(r["num_tokens"], r["turns"], r["stop_reason"]) for r in records] == [(5, 2, "turns"), (1, 1, "stop")]
     log = CompletionLogger(1, terminal=False)
-    experience = Experience(
-        **{name: getattr(rollouts, name) for name in ("token_ids", "attention_mask", "response_mask", "group_ids")},
-        engine_logprobs=rollouts.engine_logprobs,
-        advantages=torch.tensor([[0, 0, 1, 1, 0], [0, 0, 3, 2, 3], [0, 0, 7, 0, 0]], dtype=torch.float),
-        rewards=rollouts.rewards,
-        valid=rollouts.rewards.isfinite(),
-        trajectory_ids=rollouts.trajectory_ids,
-    )
+    advantages = torch.tensor([[0, 0, 1, 1, 0], [0, 0, 3, 2, 3], [0, 0, 7, 0, 0]], dtype=torch.float)
+    experience = as_experience(rollouts, advantages=advantages, trajectory_ids=rollouts.trajectory_ids)
     log.on_rollout_scored(None, None, rollouts)  # type: ignore[arg-type]
     log.on_experience_made(None, None, experience)  # type: ignore[arg-type]
     assert log._advantages is not None and log._advantages.tolist() == [2.0, 2.0, 7.0]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightrl.callbacks import AdaptiveKL, LinearKL
+from lightrl.callbacks import AdaptiveKL
 from lightrl.objectives import KLInLoss
 
 
@@ -64,28 +64,3 @@ def test_rows_of_a_trajectory_count_once() -> None:
     cut = SimpleNamespace(trajectory_ids=torch.arange(100).repeat_interleave(3))
     roll(callback, module, {"kl/ref": 5.0}, cut)
     assert module.kl.coef == pytest.approx(0.1 * (1 + 0.2 * 0.1))
-
-
-def test_a_rollout_of_which_nothing_is_trained_leaves_the_coefficient() -> None:
-    callback, module = AdaptiveKL(target=0.05, horizon=1000), Module(0.1)
-    roll(callback, module, {}, batch(8))
-    assert callback.coef == module.kl.coef == 0.1
-
-
-def test_the_callback_keeps_its_own_coefficient() -> None:
-    callback = AdaptiveKL(target=0.05, horizon=1000)
-    moved = after(callback, 5.0)
-    resumed, module = AdaptiveKL(target=0.05, horizon=1000), Module(0.1)
-    resumed.load_state_dict(callback.state_dict())
-    resumed.on_train_start(None, module)  # type: ignore[arg-type]
-    assert module.kl.coef == moved != 0.1
-
-
-def test_linear_ramp() -> None:
-    callback, module = LinearKL(start=0.2, end=0.0, num_rollouts=4), Module(9.0)
-    seen = []
-    for done in range(6):
-        trainer = SimpleNamespace(fit_loop=SimpleNamespace(total_batch_idx=done))
-        callback.on_train_batch_start(trainer, module, None, 0)  # type: ignore[arg-type]
-        seen.append(module.kl.coef)
-    assert seen == pytest.approx([0.2, 0.15, 0.1, 0.05, 0.0, 0.0])

@@ -12,7 +12,8 @@ from lightrl.algorithms import GRPOLightningModule
 from lightrl.callbacks import LogprobMonitor, WeightSync
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.models.spec import ModelSpec
-from lightrl.records import CompletionGroup, Experience, Rollouts
+from lightrl.records import CompletionGroup, Rollouts
+from tests.rows import as_experience
 from tests.toys import quickstart_model, quiet_trainer, sums_data
 
 
@@ -42,13 +43,11 @@ def measured(gate: LogprobMonitor, trainer: Any = None, module: Any = None) -> d
         rewards=torch.zeros(1), reward_parts={}, truncated=torch.zeros(1, dtype=torch.bool), policy_version=3,
         turn_ids=torch.tensor([[-1, 0, 0, -1, 1, 1]]), policy_versions=torch.tensor([[-1, 5, 5, -1, 5, 3]]),
     )  # fmt: skip
-    experience = Experience(
-        token_ids=rollouts.token_ids, attention_mask=rollouts.attention_mask, response_mask=sampled,
-        group_ids=rollouts.group_ids, trajectory_ids=rollouts.trajectory_ids,
+    experience = as_experience(
+        rollouts,
         engine_logprobs=torch.tensor([[9.0, -1.0, -2.0, 9.0, -3.0, -4.0]]),
-        advantages=torch.zeros(1, 6), rewards=torch.zeros(1), valid=torch.ones(1, dtype=torch.bool),
         old_logprobs=torch.tensor([[0.0, -1.1, -1.8, 0.0, -3.6, -5.0]]),
-    )  # fmt: skip
+    )
     trainer, module = trainer or FakeTrainer(), module or Module()
     gate.on_rollout_scored(trainer, module, rollouts)
     gate.on_experience_made(trainer, module, experience)

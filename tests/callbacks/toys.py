@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from lightrl.records import Experience, Rollouts, pad_rows
+from lightrl.records import Rollouts, pad_rows
 from lightrl.rollout.learner import RolloutLearner
+from tests.rows import as_experience
 
 
 def make_rollouts(prompts: list[str], completions: list[list[str]], rewards: list[list[float]]) -> Rollouts:
@@ -68,11 +69,8 @@ class LoggingModule(RolloutLearner):
         self._call("on_rollout_scored", rollouts)
         # The token at position t has advantage t, so that the mean over a completion is known.
         positions = torch.arange(rollouts.token_ids.shape[1]).float().expand(rollouts.token_ids.shape)
-        experience = Experience(
-            token_ids=rollouts.token_ids,
-            attention_mask=rollouts.attention_mask,
-            response_mask=rollouts.response_mask,
-            group_ids=rollouts.group_ids,
+        experience = as_experience(
+            rollouts,
             trajectory_ids=rollouts.trajectory_ids,
             engine_logprobs=rollouts.engine_logprobs,
             advantages=positions * rollouts.response_mask,

@@ -52,14 +52,6 @@ def test_rows_in_memory_and_from_functions(rows: Any) -> None:
     assert [data[i]["answer"] for i in range(len(data))] == ["1", "2"]
 
 
-def test_splits_of_saved_data_and_slices_of_files(tmp_path: Path) -> None:
-    assert len(RowSource(path=str(write("saved_splits", tmp_path)), split="test").read()) == 1
-    assert [row["answer"] for row in RowSource(path=str(write("jsonl", tmp_path)), split="train[1:3]").read()] == [
-        "2",
-        "3",
-    ]
-
-
 def test_streaming_gives_an_iterable_and_honours_limit(tmp_path: Path) -> None:
     stream = RowSource(path=str(write("jsonl", tmp_path)), streaming=True, limit=2).read()
     assert not hasattr(stream, "__len__")

@@ -9,26 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightrl.data.templates import load_tokenizer, render_prompt
-
-TEMPLATE = (
-    "{% for m in messages %}<{{ m['role'][0] }}>{{ m['content'] }}"
-    "{% if not loop.last or add_generation_prompt %}/{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<a>{{ suffix or '' }}{% endif %}"
-)
-
-
-def test_a_plain_prompt_stays_as_it_is(tokenizer: Any) -> None:
-    assert render_prompt(tokenizer, "1+2=") == ("1+2=", False)
-    assert render_prompt(tokenizer, "1+2=", chat_template=False) == ("1+2=", False)
-
-
-def test_auto_uses_the_template_where_there_is_one(tokenizer: Any) -> None:
-    tokenizer.chat_template = TEMPLATE
-    assert render_prompt(tokenizer, "1+2=") == ("<u>1+2=/<a>", True)
-    assert render_prompt(tokenizer, "1+2=", chat_template=False) == ("1+2=", False)
-    assert render_prompt(tokenizer, "1+2=", system_prompt="9")[0] == "<s>9/<u>1+2=/<a>"
-    assert render_prompt(tokenizer, "1+2=", template_kwargs={"suffix": "?"})[0] == "<u>1+2=/<a>?"
+from lightrl.data.templates import load_tokenizer
 
 
 def changed_folder(model_dir: Path, folder: Path, **changes: Any) -> str:

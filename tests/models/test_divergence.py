@@ -22,9 +22,9 @@ from lightrl.models.teachers import (
     teach,
 )
 from lightrl.objectives import Divergence, ForwardKL, JensenShannon, ReverseKL
-from lightrl.records import Experience, Support
+from lightrl.records import Support
 from tests.models.conftest import Batch
-from tests.rows import as_rows
+from tests.rows import as_experience, as_rows
 from tests.toys import build
 
 DIVERGENCES = [ReverseKL(), ForwardKL(), JensenShannon(0.3)]
@@ -121,13 +121,7 @@ def model(layout: Layout, seed: int) -> PolicyModel:
 @pytest.mark.parametrize("top", [None, 5])
 def test_every_layout_of_student_and_teacher_gives_the_same(top: int | None, batch: Batch) -> None:
     """Two teachers, each of every other row; the student's and the teachers' tokens come in different orders."""
-    rows = Experience(
-        token_ids=batch.token_ids, attention_mask=batch.attention_mask, response_mask=batch.response_mask,
-        group_ids=batch.group_ids, trajectory_ids=torch.arange(len(batch.token_ids)),
-        engine_logprobs=torch.zeros(batch.token_ids.shape),
-        advantages=torch.zeros(batch.token_ids.shape), rewards=torch.zeros(len(batch.token_ids)),
-        valid=torch.ones(len(batch.token_ids), dtype=torch.bool),
-    )  # fmt: skip
+    rows = as_experience(batch)
     width, numbers = rows.token_ids.shape[1], torch.arange(len(rows)) % 2
     results: list[tuple[Tensor, list[Tensor | None]]] = []
     layouts: tuple[tuple[Layout, Layout], ...] = (

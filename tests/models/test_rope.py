@@ -84,7 +84,7 @@ def spec(model: Any, **settings: Any) -> ModelSpec:
     return found
 
 
-@pytest.mark.parametrize("family", ["Llama", "Phi3", "Phimoe"])
+@pytest.mark.parametrize("family", ["Phi3", "Phimoe"])
 def test_long_rows_of_longrope_are_named_with_the_fix(family: str) -> None:
     model = PolicyModel(load_causal_lm(spec(lm("longrope", family)), trainable=True))
     batch = make_batch([(4, [5, 8]), (10, [7])])

@@ -38,3 +38,5 @@ def test_in_loss_by_hand() -> None:
 def test_k1_in_the_loss_is_refused_with_the_reason() -> None:
     with pytest.raises(ValueError, match="KLInLoss"):
         KLInLoss("k1")
+    with pytest.raises(ValueError, match="k4"):
+        KLInReward("k4")(P, REF)  # type: ignore[arg-type]

@@ -332,8 +332,8 @@ def hangs(**_: Any) -> list[float]:
 
 
 def test_a_rollout_without_progress_says_what_it_waits_for(collector: Any) -> None:
-    quick = {"stall_timeout": 2.0}
-    with pytest.raises(RolloutStalledError, match=r"stall_timeout=2: .*Hangs \(2 groups, the first of prompt 0\)"):
+    quick = {"stall_timeout": 0.5}
+    with pytest.raises(RolloutStalledError, match=r"stall_timeout=0.5: .*Hangs \(2 groups, the first of prompt 0\)"):
         collector(episode=Hangs(), **quick).collect(tasks()).finish()
     try:
         with pytest.raises(RolloutStalledError, match=r"reward functions hangs \(2 groups"):

@@ -9,7 +9,6 @@ import itertools
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +23,11 @@ from lightrl.rollout import Ahead
 from tests import forks
 from tests.distributed.job import make_strategy
 from tests.rollout.tasks import Letters, fit, sgd, talk
-from tests.toys import KeptEngine, ThreadEngine
-
-
-@pytest.fixture(scope="module")
-def vllm() -> Iterator[Any]:
-    pytest.importorskip("vllm")
-    engine = KeptEngine(in_process=False, max_model_len=256)
-    yield engine
-    engine.end()
+from tests.toys import ThreadEngine
 
 
 def same(module: Any, other: Any) -> bool:
     return all(torch.equal(a, b) for a, b in zip(module.parameters(), other.parameters(), strict=True))
-
-
-def close(module: Any, other: Any) -> bool:
-    return all(torch.allclose(a, b, atol=1e-6) for a, b in zip(module.parameters(), other.parameters(), strict=True))
 
 
 # ---- vLLM ------------------------------------------------------------------------------------------------------------
@@ -70,13 +57,6 @@ def test_vllm_in_this_process_samples_rows_whose_logprobs_are_those_trained(
     _, keep = fit(path, engine=engine)  # the canary asks vLLM about each row, at 1e-5
     assert max(keep.gaps) < 2e-5 and keep.metrics[1]["rollout/turns"] > 1
     assert max(cached) > max(sorted(lengths)[: len(lengths) // 4])  # more than any first prompt is long
-
-
-@pytest.mark.vllm
-@pytest.mark.slow
-def test_vllm_samples_what_a_program_is_trained_on(vllm: Any, path: str) -> None:
-    _, keep = fit(path, program=talk, engine=vllm)
-    assert max(keep.gaps) < 2e-5 and [m["rollout/turns"] for m in keep.metrics] == [3, 3]
 
 
 # ---- killed and resumed ----------------------------------------------------------------------------------------------
