@@ -47,12 +47,6 @@ def test_a_large_group_is_split_and_a_long_row_is_alone() -> None:
     assert sorted(rows.tolist() for rows in bins) == [[0, 1], [2, 3], [4]]
 
 
-def test_exact_number_of_bins() -> None:
-    batch = make_batch([(4, [4]), (4, [4])])
-    assert [len(rows) for rows in cut(batch, 100)] == [2]
-    assert sorted(len(rows) for rows in cut(batch, 100, num_bins=5)) == [0, 0, 0, 1, 1]
-
-
 def test_cost_is_balanced_not_tokens() -> None:
     """One row of 8,000 tokens costs 8000 + 8000^2 / 2 / 6144 = 13,208; eighty of 100 cost 8,065."""
     batch = make_batch([(1, [7999])] + [(1, [99])] * 120, pad=0)

@@ -104,17 +104,14 @@ def test_a_cut_needs_an_engine_that_records_it(model: str, name: str) -> None:
             run(model, sampling=cut, engine=engine)
 
 
-@pytest.mark.parametrize(
-    "key", ["temperature", "logit_bias", "bad_words", "presence_penalty", "min_tokens", "seed", "n"]
-)
-def test_extra_settings_of_engines_are_rejected_in_training(model: str, key: str) -> None:
-    sampling = replace(PLAIN, extra={key: 1})
+def test_extra_settings_of_engines_are_rejected_in_training(model: str) -> None:
+    sampling = replace(PLAIN, extra={"logit_bias": 1})
     sglang = ServerEngine(["http://127.0.0.1:9"], kind="sglang", shared_folder="/nowhere")
     vllm = ServerEngine(["http://127.0.0.1:9"], shared_folder="/nowhere")
     for engine in (VLLMEngine(), vllm, sglang, ScriptedEngine(), TransformersEngine()):
         with pytest.raises(ValueError, match=r"sampling\.extra"):
             engine.check_sampling(sampling, trained=True)
-    with pytest.raises(ValueError, match=rf"sampling\.extra\.{key}"):
+    with pytest.raises(ValueError, match=r"sampling\.extra\.logit_bias"):
         run(model, sampling=sampling, engine=VLLMEngine())
 
 
