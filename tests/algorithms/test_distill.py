@@ -21,29 +21,14 @@ from lightrl.callbacks import PredictionWriter, WeightSync
 from lightrl.data.prompts import PromptSource
 from lightrl.data.sft import SFTDataModule, SFTSource
 from lightrl.engines.server.teacher import ServerTeacher
-from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives import Divergence, ForwardKL, JensenShannon, KLInReward, Reinforce, ReverseKL
 from lightrl.records import Experience, Rollouts, SamplingParams
 from lightrl.rollout import Evaluation
-from lightrl.rollout.datamodule import RolloutDataModule
-from tests.algorithms.test_bandit import REWARDS, policy, reward, tv
+from tests.algorithms.test_bandit import REWARDS, K, bandit, policy, schedule, tv
 from tests.toys import bandit_model, quickstart_model, quiet_trainer, sums_data
 
-K, NUM_ROLLOUTS = 5, 40
-
-
-def bandit(**kwargs: Any) -> RolloutDataModule:
-    arguments: dict[str, Any] = {
-        "prompts": PromptSource(rows=[{"prompt": "a0"}], chat_template=False),
-        "rewards": [reward],
-        "engine": TransformersEngine(),
-        "sampling": SamplingParams(max_new_tokens=1),
-        "group_size": 64,
-        "prompts_per_rollout": 16,
-        "rollouts_per_epoch": NUM_ROLLOUTS,
-    }
-    return RolloutDataModule(**{**arguments, **kwargs})
+NUM_ROLLOUTS = 40
 
 
 def probabilities(path: str) -> Tensor:
@@ -51,10 +36,6 @@ def probabilities(path: str) -> Tensor:
     with torch.no_grad():
         logits: Tensor = AutoModelForCausalLM.from_pretrained(path)(torch.zeros(1, 1, dtype=torch.long)).logits[0, -1]
     return logits.softmax(-1)
-
-
-def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.01 ** min(step / NUM_ROLLOUTS, 1.0))
 
 
 @pytest.mark.slow
@@ -76,9 +57,9 @@ def test_the_minimiser_is_the_teacher_and_with_a_reward_the_mixture(
         advantage=Reinforce() if with_reward else None, coef=0.5 if with_reward else 1.0,
         gamma=float(with_reward), divergence=divergence, divergence_top_k=top,
         optimizer=lambda params: torch.optim.Adam(params, lr=0.03),
-        lr_scheduler=schedule, updates=Updates(max_grad_norm=None),
+        lr_scheduler=lambda optimizer: schedule(optimizer, NUM_ROLLOUTS), updates=Updates(max_grad_norm=None),
     )  # fmt: skip
-    rest: dict[str, Any] = {} if with_reward else {"rewards": None}
+    rest: dict[str, Any] = {"rollouts_per_epoch": NUM_ROLLOUTS} | ({} if with_reward else {"rewards": None})
     if divergence is not None and not with_reward:  # without noise a few samples do
         rest |= {"group_size": 1, "prompts_per_rollout": 2}
     quiet_trainer().fit(module, bandit(**rest))
