@@ -102,7 +102,13 @@ class SFTSource(ConversationSource):
         first, last = trained.index(True), len(trained) - trained[::-1].index(True)
         prompt: Any = messages[:first] if self.messages_column else row.get(self.prompt_column)
         if first and not self.messages_column:
-            prompt = [*conversation(prompt), *messages[:first]]
+            history, start = conversation(prompt), messages[0]["role"]
+            if history[-1]["role"] == "user" and start in ("system", "user"):
+                raise ValueError(
+                    f"{self.completion_column!r} starts with a {start} turn, after the prompt's user turn. For whole "
+                    "conversations, set messages_column (preference pairs: prompt_column to null)."
+                )
+            prompt = [*history, *messages[:first]]
         return prompt, messages[first:last], trained[first:last]
 
     def _trained(self, messages: Sequence[Mapping[str, Any]]) -> list[bool]:

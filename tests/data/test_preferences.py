@@ -104,6 +104,10 @@ def test_bad_rows_are_named(tokenizer: Any) -> None:
     apart = {"chosen": [say("user", "1"), say("assistant", "2")], "rejected": [say("user", "2"), say("assistant", "2")]}
     with pytest.raises(ValueError, match="row 0: 'chosen' and 'rejected' have different prompts"):
         PreferenceSource(rows=[apart], prompt_column=None).tokenized(tokenizer)
+    whole = {"prompt": "1", "chosen": apart["chosen"], "rejected": [say("user", "1"), say("assistant", "3")]}
+    with pytest.raises(ValueError, match="row 0: 'chosen' starts with a user turn"):  # it would be twice in the prompt
+        PreferenceSource(rows=[whole]).tokenized(tokenizer)
+    assert len(PreferenceSource(rows=[whole], prompt_column=None).tokenized(tokenizer)) == 1
 
 
 def test_long_pairs(tokenizer: Any) -> None:
