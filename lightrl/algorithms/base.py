@@ -23,12 +23,16 @@ from lightrl.models.spec import ModelSpec
 from lightrl.objectives.estimators import AdvantageEstimator
 from lightrl.objectives.loss_terms import KLPenalty
 from lightrl.records import Rollouts
+from lightrl.rollout.datamodule import RolloutDataModule
 from lightrl.rollout.learner import RLCallback, RolloutLearner, may_move_reference, require_rl_callbacks
 
 if TYPE_CHECKING:
     from lightrl.models.reward import RewardModelSpec
 
 log = logging.getLogger(__name__)
+
+COUNTERS = ("seed", "outside_changes", "num_skipped_updates", "skipped_in_a_row")
+"""Attributes in checkpoints."""
 
 
 class RLLightningModule(SavesPretrained, RolloutLearner):
@@ -198,13 +202,9 @@ class RLLightningModule(SavesPretrained, RolloutLearner):
             "Skipped an update: no trainable tokens (all completions unscored or masked). optim/skipped_updates counts "
             "such updates."
         )
-        self._drop_gradients(used=False)
-        return {"optim/skipped_updates": 1.0, **self._learning_rates()}
-
-    def _drop_gradients(self, *, used: bool) -> None:
-        if not used:
-            self.gradients.discard()
+        self.gradients.discard()
         self._optimizer.zero_grad()
+        return {"optim/skipped_updates": 1.0, **self._learning_rates()}
 
     def _learning_rates(self) -> dict[str, Tensor | float]:
         return {f"optim/lr_{group.get('name', 'policy')}": float(group["lr"]) for group in self._optimizer.param_groups}
@@ -336,13 +336,13 @@ class RLLightningModule(SavesPretrained, RolloutLearner):
 
         super().on_save_checkpoint(checkpoint)
         checkpoint["lightrl"] |= {
-            "seed": self.seed,
-            "outside_changes": int(self.outside_changes),
-            "num_skipped_updates": int(self.num_skipped_updates),
-            "skipped_in_a_row": int(self.skipped_in_a_row),
+            **{name: int(getattr(self, name)) for name in COUNTERS},
             "rng": run_record.collect_random_states(),
             "optimizers": self._optimizer_names(),
         }
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        if isinstance(data, RolloutDataModule):  # Lightning's entry lacks it if an override doesn't call `super`
+            checkpoint["lightrl"]["data"] = RolloutDataModule.state_dict(data)
 
     def _optimizer_names(self) -> list[str]:
         """Class names of the run's optimizers without the wrappers of strategies."""
@@ -359,12 +359,13 @@ class RLLightningModule(SavesPretrained, RolloutLearner):
         super().on_load_checkpoint(checkpoint)
         if self.trainer.training:
             stored = checkpoint["lightrl"]
-            self.seed = stored["seed"]
-            self.outside_changes = stored["outside_changes"]
-            self.num_skipped_updates = stored["num_skipped_updates"]
-            self.skipped_in_a_row = stored["skipped_in_a_row"]
+            for name in COUNTERS:
+                setattr(self, name, stored[name])
             self._restored_rng = stored["rng"]
             self._restored_optimizers = stored.get("optimizers")
+            data = self.trainer.datamodule  # type: ignore[attr-defined]
+            if isinstance(data, RolloutDataModule) and not data.restored and "data" in stored:  # or its class changed
+                RolloutDataModule.load_state_dict(data, stored["data"])
 
     def on_train_start(self) -> None:
         """Restores random states as late as possible, so that setup doesn't advance them.

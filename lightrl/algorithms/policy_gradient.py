@@ -391,7 +391,9 @@ class PolicyGradientLightningModule(RLLightningModule):
             from lightrl.distributed.precision import lower_scale
 
             lower_scale(scaler)
-        self._drop_gradients(used=not skip)
+        if skip:
+            self.gradients.discard()
+        self._optimizer.zero_grad()
         self._count_skips(skip, norm, searching=scale > 1 and not lost)
         if scaler is not None:
             metrics["optim/loss_scale"] = scale

@@ -214,12 +214,9 @@ class RewardModel(nn.Module):
 
     def _score_rows(self, rows: RowBatch, budget: int) -> Tensor:
         """Returns (B,) scores, with shared prefixes computed once."""
-        layout: Layout = "auto" if self._shares else "packed"
+        alone = self._backbone is None or self._backbone.layout in ("packed", "padded")
+        layout: Layout = "packed" if alone else "auto"
         return run_micro_batches(lambda part: {"scores": self(part)}, rows, budget, layout)["scores"]
-
-    @property
-    def _shares(self) -> bool:
-        return self._backbone is not None and self._backbone.layout not in ("packed", "padded")
 
 
 def load_scalar(spec: ModelSpec, *, trainable: bool) -> PreTrainedModel:

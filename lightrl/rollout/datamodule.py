@@ -157,6 +157,7 @@ class RolloutDataModule(LightningDataModule):
         self.scorer = rewards if isinstance(rewards, RewardScorer) else RewardScorer(rewards) if rewards else None
         self.host = EngineHost(self)
         self.prompt_cursor = 0
+        self.restored = False  # whether `load_state_dict` was called
         self._group_size = group_size
         self._sets: dict[str, PromptSet] = {}
         self._ptx_loader: SFTLoader | None = None
@@ -326,6 +327,7 @@ class RolloutDataModule(LightningDataModule):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resumes at the next prompt of the interrupted run."""
+        self.restored = True
         if state_dict["seed"] != self.seed:
             self.seed, self._sampler = state_dict["seed"], None
             self.setup("fit")

@@ -32,7 +32,7 @@ from lightrl.objectives import (
 )
 from lightrl.objectives.off_policy import OffPolicyCorrection
 from lightrl.records import Experience, Rollouts
-from lightrl.rollout import Evaluation
+from lightrl.rollout import Evaluation, RolloutDataModule
 from lightrl.rollout.learner import RLCallback, require_rl_callbacks
 from tests.algorithms.toys import FirstSums, fit, grpo, weights
 from tests.callbacks.toys import Loader
@@ -452,6 +452,35 @@ def test_hooks_without_super_resume_and_evaluate(path: str, tmp_path: Path) -> N
     run("parts", 1, 0)
     resumed = run("parts", 2, 1)
     assert resumed[0] == whole[0][1:] and torch.equal(resumed[1], whole[1]) and whole[2] and resumed[2]
+
+
+class OwnState(RolloutDataModule):
+    """Written as in Lightning's documentation."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"own": 1}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        assert state_dict == {"own": 1}
+
+
+class Renamed(RolloutDataModule):
+    pass
+
+
+@pytest.mark.parametrize("first", [OwnState, RolloutDataModule])
+def test_a_data_module_without_super_or_with_a_new_name_resumes(first: Any, path: str, tmp_path: Path) -> None:
+    def run(folder: str, max_epochs: int, cls: Any) -> list[str]:
+        seed_everything(0, verbose=False)
+        data, keep = sums_data(rollouts_per_epoch=1, prompts_per_rollout=2), Keep()
+        data.__class__ = cls
+        callbacks = [WeightSync(), keep, RolloutCheckpoint(1, dirpath=str(tmp_path / folder))]
+        trainer = quiet_trainer(max_epochs=max_epochs, enable_checkpointing=True, callbacks=callbacks)
+        trainer.fit(grpo(path), data, ckpt_path="last")
+        return [prompt for rollouts in keep.rollouts for prompt in rollouts.prompts[::4]]
+
+    whole = run("whole", 2, RolloutDataModule)
+    assert run("parts", 1, first) + run("parts", 2, OwnState if first is OwnState else Renamed) == whole
 
 
 def test_a_hook_runs_once_whoever_calls_super(path: str) -> None:
