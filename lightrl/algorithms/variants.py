@@ -90,9 +90,9 @@ class RLOOLightningModule(PolicyGradientLightningModule):
 class ReinforcePlusPlusLightningModule(PolicyGradientLightningModule):
     """REINFORCE++.
 
-    The paper's settings: returns normalized over all tokens of the rollout as advantages, the k1 KL penalty in the
-    reward (coefficient 0.01), PPO's clip at 0.2, the mean over tokens, and one pass over each rollout. One completion
-    per prompt is enough.
+    The paper's settings: advantages are returns normalized over all tokens of the rollout. The k1 KL penalty is in the
+    reward, with coefficient 0.01. PPO's clip is 0.2, and each rollout gets one pass with the mean over tokens. One
+    completion per prompt is enough.
 
     For the variant with groups, set `advantage` to `ReinforcePlusPlusBaseline` and `kl` to `KLInLoss("k2")`.
 
@@ -131,8 +131,8 @@ class GSPOLightningModule(GRPOLightningModule):
 class CPGDLightningModule(GRPOLightningModule):
     """Clipped policy gradient with policy drift (CPGD).
 
-    `GRPOLightningModule` with the settings of the paper and its code: the log-ratio clipped to [log 0.8, log 1.2], the
-    drift penalty with coefficient 0.01 and its ratio bounded at 3, and no KL penalty against a reference. The first
+    `GRPOLightningModule` with the settings of the paper and its code. The log-ratio is clipped to [log 0.8, log 1.2].
+    The drift penalty has the coefficient 0.01 and a ratio of at most 3. The KL penalty is off. The first
     update of a rollout equals REINFORCE. The clip and the drift take effect from the second update on, so set
     `minibatch_size` (the paper's code makes 8 updates) or `ppo_epochs`.
 

@@ -29,10 +29,10 @@ PATIENCE = 300.0
 def doctor(config: str | None = None) -> None:
     """Check the installation, or validate a configuration without training.
 
-    Always prints the versions of packages and the devices. With a configuration, also builds the run, sets up its data
-    (inference servers must be running), and checks the tokenizer, the lengths of prompts, and the reward functions on
-    three examples; for supervised runs it reads the examples. Exits with code 1 if it finds a problem. `lightrl plan`
-    estimates the memory.
+    Always prints the versions of packages and the devices. With a configuration, it also builds the run and sets up its
+    data, so inference servers must be running. It then checks the tokenizer, the lengths of prompts, and the reward
+    functions on three examples. For supervised runs, it reads the examples. Exits with code 1 if it finds a problem.
+    `lightrl plan` estimates the memory.
 
     Args:
         config: Configuration file, as for `lightrl fit`.

@@ -76,8 +76,8 @@ start_from_own_defaults(Engine, AdvantageEstimator, Aggregation, KLPenalty, Poli
 class LightRLCLI(YamlCLI):
     """`LightningCLI` in subclass mode. On resume, YAML takes precedence over a checkpoint's hyperparameters.
 
-    `${env:NAME}` in a configuration is replaced by the environment variable when classes are built and saved to the run
-    directory unchanged. Other secrets are saved as `***`.
+    `${env:NAME}` in a configuration is replaced by the environment variable when classes are built. The run directory
+    keeps it unchanged. Other secrets are saved as `***`.
     """
 
     config: Any

@@ -187,7 +187,7 @@ def _freeze(model: nn.Module, patterns: list[str]) -> None:
 
 
 def causal_class(config: Any) -> Any:
-    """Returns the auto class with a language head: one for images or audio and text if the config requires it."""
+    """Returns the auto class with a language head, which also reads images or audio if the config requires it."""
     from transformers import AutoModelForImageTextToText, AutoModelForMultimodalLM
 
     classes = (AutoModelForImageTextToText, AutoModelForMultimodalLM)

@@ -136,7 +136,7 @@ def _descendants(pid: int) -> Iterator[int]:
 
 
 def _usage(pid: int) -> tuple[int, int, int]:
-    """Bytes of a process's memory, of the deleted files that it has open, and of its writes to the disk."""
+    """A process's memory, the size of the deleted files that it has open, and its disk writes, all in bytes."""
     memory = deleted = written = 0
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_bytes().splitlines():
