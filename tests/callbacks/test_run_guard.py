@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from datetime import timedelta
 from pathlib import Path
@@ -32,7 +31,9 @@ def fit(
     run = quiet_trainer(
         callbacks=[WeightSync(), *callbacks], enable_checkpointing=True, default_root_dir=folder, **arguments
     )
-    run.fit(learner, sums_data(**{"rollouts_per_epoch": 2, "seed": 0, **data}), ckpt_path=resume)
+    run.fit(
+        learner, sums_data(**{"rollouts_per_epoch": 2, "prompts_per_rollout": 2, "seed": 0, **data}), ckpt_path=resume
+    )
     return run
 
 
@@ -106,22 +107,10 @@ def test_a_time_budget_ends_with_a_checkpoint(model: str, tmp_path: Path) -> Non
         tmp_path,
         model,
         saving(tmp_path, every_n_rollouts=10**6),
-        trainer={"max_epochs": -1, "max_time": timedelta(seconds=2)},
+        trainer={"max_epochs": -1, "max_time": timedelta(seconds=1)},
     )
     stored = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
     assert stored["global_step"] == run.global_step > 0
-
-
-@pytest.mark.parametrize("evaluate", [True, False])
-def test_saved_rollouts_hold_the_policy_after_the_update_unless_told_not_to(
-    model: str, tmp_path: Path, evaluate: bool
-) -> None:
-    fit(tmp_path, model, RolloutWriter(every_n_rollouts=1, dirpath=str(tmp_path / "rollouts"), evaluate=evaluate))
-    (first, *_) = sorted((tmp_path / "rollouts").rglob("*.jsonl"))
-    row = json.loads(first.read_text().splitlines()[0])["rows"][0]
-    assert ("new_logprobs" in row) == evaluate
-    if evaluate:
-        assert len(row["new_logprobs"]) == len(row["token_ids"]) and row["new_logprobs"] != row["old_logprobs"]
 
 
 def test_rollouts_on_a_full_disk_are_one_message(model: str, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from lightrl.algorithms import GRPOLightningModule
 from lightrl.data.curriculum import CurriculumSet, PromptCurriculum
 from lightrl.data.prompts import PromptSource
 from lightrl.records import SamplingParams
-from tests.toys import Keep, quickstart_model, quiet_trainer, sums_data
+from tests.toys import SMALL, Keep, quickstart_model, quiet_trainer, sums_data
 
 ROWS = [{"prompt": f"{i}+{i}=", "level": "easy" if i < 4 else "hard"} for i in range(8)]
 
@@ -120,7 +120,7 @@ def fit(path: str, epochs: int, checkpoint: str | None = None, **data: Any) -> t
 
 
 def test_a_run_learns_from_what_it_can_learn_from_and_resumes_exactly(tmp_path: Path) -> None:
-    path = quickstart_model(tmp_path / "model")
+    path = quickstart_model(tmp_path / "model", **SMALL)
     rows, _ = fit(path, 4)
     assert not {0, 1, 2, 3} & set(rows[0]) & set(rows[1]), "solved rows rest"
     later = Counter(row for of_rollout in rows[3:] for row in of_rollout)

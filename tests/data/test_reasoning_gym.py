@@ -21,17 +21,18 @@ from lightrl.data.reasoning_gym import ReasoningGymRows, ReasoningGymTask
 from lightrl.rewards import ReasoningGymReward
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def scored() -> Iterator[Any]:
     """`scored(extract, texts, gym)` -> scores."""
-    made: list[ReasoningGymReward] = []
+    made: dict[str, ReasoningGymReward] = {}
 
     def score(extract: Any, texts: list[str], gym: list[str], **options: Any) -> list[float | None]:
-        made.append(ReasoningGymReward(extract, timeout=2.0))
-        return made[-1](texts, gym, **options)
+        if extract not in made:
+            made[extract] = ReasoningGymReward(extract, timeout=2.0)
+        return made[extract](texts, gym, **options)
 
     yield score
-    for reward in made:
+    for reward in made.values():
         reward.close()
 
 
