@@ -74,7 +74,7 @@ class Preferences:
         seed: Random seed.
     """
 
-    def __init__(self, split: str = "train", size: int = 60000, noise: float = 0.5, seed: int = 2) -> None:
+    def __init__(self, split: str = "train", size: int = 120000, noise: float = 0.5, seed: int = 2) -> None:
         self.split, self.size, self.noise, self.seed = split, size, noise, seed
 
     def __call__(self) -> Dataset:
