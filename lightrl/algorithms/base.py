@@ -23,7 +23,6 @@ from lightrl.models.spec import ModelSpec
 from lightrl.objectives.estimators import AdvantageEstimator
 from lightrl.objectives.loss_terms import KLPenalty
 from lightrl.records import Rollouts
-from lightrl.rollout.datamodule import RolloutDataModule
 from lightrl.rollout.learner import RLCallback, RolloutLearner, may_move_reference, require_rl_callbacks
 
 if TYPE_CHECKING:
@@ -31,8 +30,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-COUNTERS = ("seed", "outside_changes", "num_skipped_updates", "skipped_in_a_row")
-"""Attributes in checkpoints."""
+COUNTERS = ("seed", "outside_changes", "num_skipped_updates", "skipped_in_a_row")  # attributes in checkpoints
 
 
 class RLLightningModule(SavesPretrained, RolloutLearner):
@@ -340,9 +338,6 @@ class RLLightningModule(SavesPretrained, RolloutLearner):
             "rng": run_record.collect_random_states(),
             "optimizers": self._optimizer_names(),
         }
-        data = self.trainer.datamodule  # type: ignore[attr-defined]
-        if isinstance(data, RolloutDataModule):  # Lightning's entry lacks it if an override doesn't call `super`
-            checkpoint["lightrl"]["data"] = RolloutDataModule.state_dict(data)
 
     def _optimizer_names(self) -> list[str]:
         """Class names of the run's optimizers without the wrappers of strategies."""
@@ -363,9 +358,6 @@ class RLLightningModule(SavesPretrained, RolloutLearner):
                 setattr(self, name, stored[name])
             self._restored_rng = stored["rng"]
             self._restored_optimizers = stored.get("optimizers")
-            data = self.trainer.datamodule  # type: ignore[attr-defined]
-            if isinstance(data, RolloutDataModule) and not data.restored and "data" in stored:  # or its class changed
-                RolloutDataModule.load_state_dict(data, stored["data"])
 
     def on_train_start(self) -> None:
         """Restores random states as late as possible, so that setup doesn't advance them.

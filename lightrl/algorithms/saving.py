@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -23,8 +23,15 @@ from lightrl.models.spec import ModelSpec
 
 Module = TypeVar("Module", bound="SavesPretrained")
 
-HOOKS = {"on_fit_start", "on_save_checkpoint", "on_load_checkpoint", "on_train_start", "on_validation_epoch_end"}
+HOOKS = (
+    *("configure_callbacks", "on_fit_start", "on_train_start", "on_validation_epoch_end"),
+    *("on_save_checkpoint", "on_load_checkpoint"),
+)
 """Hooks of LightningModule with an implementation here. Calling it twice has no further effect."""
+
+
+def _nearest_of_ours(cls: type) -> Any:
+    return next((each for each in cls.__mro__ if each.__module__.startswith("lightrl.")), LightningDataModule)
 
 
 def _after_base(own: Any, base: Any) -> Any:
@@ -38,7 +45,7 @@ class SavesPretrained(LightningModule):
     _is_built = False
     _is_sharded = False
     _loaded_tokenizer: str | None = None  # tokenizer of the run whose checkpoint was loaded
-    _tells_hyperparameters = True
+    logs_hyperparameters = True  # the command line logs its own
     model_name = "actor"  # in checkpoints
     actor: PolicyModel
     actor_spec: ModelSpec
@@ -48,7 +55,7 @@ class SavesPretrained(LightningModule):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Runs our hooks before overrides of them: Lightning's hooks are empty, so users may not call `super`."""
         super().__init_subclass__(**kwargs)
-        base = next(each for each in cls.__mro__ if each.__module__.startswith("lightrl."))
+        base = _nearest_of_ours(cls)
         for name in HOOKS:
             if getattr(cls, name) is not getattr(base, name):  # of the class, or of a mixin
                 setattr(cls, name, _after_base(getattr(cls, name), getattr(base, name)))
@@ -73,16 +80,11 @@ class SavesPretrained(LightningModule):
         trainer: Any = self.trainer
         if trainer.state.fn == "fit":
             refuse_callbacks(trainer.callbacks, manual=not self.automatic_optimization)
-            for logger in trainer.loggers if trainer.is_global_zero else ():
-                if isinstance(logger, CSVLogger):
-                    from lightrl.compat.lightning_cli import begin_table
+            if any(isinstance(logger, CSVLogger) for logger in trainer.loggers):
+                from lightrl.compat.lightning_cli import begin_tables
 
-                    begin_table(logger, trainer)
+                begin_tables(trainer)
         return []
-
-    def leave_hyperparameters(self) -> None:
-        """Disables logging of hyperparameters, for callers that log them, such as the command line."""
-        self._tells_hyperparameters = False
 
     def on_fit_start(self) -> None:
         """Records the optimizer's settings before a checkpoint replaces them, and logs the run's hyperparameters."""
@@ -92,7 +94,7 @@ class SavesPretrained(LightningModule):
             | {"lr": group.get("initial_lr", group["lr"])}  # without a schedule's factor
             for group in trainer.optimizers[0].param_groups
         ]
-        if self._tells_hyperparameters and trainer.is_global_zero and trainer.loggers:
+        if self.logs_hyperparameters and trainer.is_global_zero and trainer.loggers:
             from lightrl.algorithms import run_record
 
             record = run_record.hyperparameters(trainer)
@@ -142,6 +144,10 @@ class SavesPretrained(LightningModule):
             checkpoint[name] = run_record.described(checkpoint[name])
         described = run_record.description(type(self).__name__, self.saved_specs, self._tokenizer_path)
         checkpoint["lightrl"] = {**described, "settings": self.run_settings(), "optimizer": self._given_settings}
+        if (
+            data := getattr(self.trainer, "datamodule", None)
+        ) is not None:  # an override without `super` omits it from Lightning's entry
+            checkpoint["lightrl"]["data"] = _nearest_of_ours(type(data)).state_dict(data)
 
     @property
     def saved_specs(self) -> dict[str, ModelSpec]:
@@ -194,6 +200,10 @@ class SavesPretrained(LightningModule):
             # Without the reference: checkpoints omit one that hasn't changed.
             own = {name: x for name, x in self.state_dict().items() if not name.startswith("reference.")}
             run_record.require_weights(own, checkpoint["state_dict"])
+        trainer: Any = self._trainer  # None in `load_weights`
+        data, stored = getattr(trainer, "datamodule", None), checkpoint["lightrl"].get("data")
+        if stored and not getattr(data, "restored", True) and trainer.training:
+            _nearest_of_ours(type(data)).load_state_dict(data, stored)
 
     @property
     def _tokenizer_path(self) -> str | None:

@@ -26,7 +26,7 @@ from lightrl.checkpoints.redaction import plain_secrets, redact, redact_argument
 from lightrl.checkpoints.rollout_checkpoint import RolloutCheckpoint, preempt, preemptions
 from lightrl.checkpoints.run_folder import LOCK, RunGuard
 from lightrl.compat.jsonargparse import copy_tried_dictionaries, keep_lists, prefer_own_names, start_from_own_defaults
-from lightrl.compat.lightning_cli import YamlCLI, begin_table
+from lightrl.compat.lightning_cli import YamlCLI, begin_tables
 from lightrl.data import PromptSource
 from lightrl.engines import Engine
 from lightrl.objectives.estimators import AdvantageEstimator
@@ -171,11 +171,9 @@ class LightRLCLI(YamlCLI):
         self.before_validate()
         if not self.trainer.is_global_zero:
             return
-        for logger in self.trainer.loggers:
-            if isinstance(logger, CSVLogger):
-                begin_table(logger, self.trainer)
+        begin_tables(self.trainer)
         if isinstance(self.model, SavesPretrained):
-            self.model.leave_hyperparameters()
+            self.model.logs_hyperparameters = False
         given = plain(self._of_command(self._written))
         del given["config"]  # already merged
         command = shlex.join(["lightrl", *redact_arguments(sys.argv[1:])])
@@ -223,10 +221,8 @@ def redacted(config: Any) -> Any:
         remember_secret(secret)
         places.append(place)
     if places:
-        print(
-            f"warning: {', '.join(places)}: contains a secret; saved as ***. Use ${{env:NAME}} instead.",
-            file=sys.stderr,
-        )
+        text = f"warning: {', '.join(places)}: contains a secret; saved as ***. Use ${{env:NAME}} instead."
+        print(text, file=sys.stderr)
     return _mapped(config, lambda value, name, path: redact(value, name))
 
 

@@ -80,9 +80,9 @@ class _KeptTable(ExperimentWriter):
             partial.unlink(missing_ok=True)
 
 
-def begin_table(logger: CSVLogger, trainer: Trainer) -> None:
-    """Starts a logger of rank 0. Its first row is appended to `metrics.csv` on resume, and replaces it otherwise."""
-    if logger._experiment is None:
-        logger._experiment = _KeptTable(logger.log_dir)
-    if isinstance(logger._experiment, _KeptTable):
-        logger._experiment.trainer = trainer
+def begin_tables(trainer: Trainer) -> None:
+    """Starts the `CSVLogger`s. The first row is appended to `metrics.csv` on resume, and replaces it otherwise."""
+    for logger in [each for each in trainer.loggers if isinstance(each, CSVLogger) and trainer.is_global_zero]:
+        logger._experiment = logger._experiment or _KeptTable(logger.log_dir)
+        if isinstance(logger._experiment, _KeptTable):
+            logger._experiment.trainer = trainer

@@ -280,6 +280,7 @@ class SFTDataModule(LightningDataModule):
     """
 
     _loader_class: type[SFTLoader] = SFTLoader
+    restored = False  # whether `load_state_dict` was called
 
     def __init__(
         self,
@@ -345,5 +346,6 @@ class SFTDataModule(LightningDataModule):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resumes the training loader, if set up."""
+        self.restored = True
         if "train" in self._loaders:
             self._loaders["train"].load_state_dict(state_dict)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from lightrl.algorithms import PPOLightningModule, RewardLightningModule
@@ -41,7 +42,8 @@ def fit(module: Any, callbacks: Any = (), resume: str | None = None, **options: 
     seed_everything(0, verbose=False)
     margin = options.pop("margin_column", None)
     source = PreferenceSource(rows=ROWS, margin_column=margin)
-    data = PreferenceDataModule(source, PreferenceSource(rows=ROWS[:5]), batch_size=options.pop("batch_size", 8))
+    kind = options.pop("data", PreferenceDataModule)
+    data = kind(source, PreferenceSource(rows=ROWS[:5]), batch_size=options.pop("batch_size", 8))
     trainer = quiet_trainer(**{"max_steps": 1, "callbacks": list(callbacks), **options})
     trainer.fit(module, data, ckpt_path=resume)
     return trainer
@@ -197,13 +199,30 @@ def test_text_rendering_gives_the_scores_of_its_own_tokenizer(model_path: str, t
     torch.testing.assert_close(chosen, scores, atol=1e-5, rtol=1e-5)
 
 
-def test_resume_continues_exactly(model_path: str, tmp_path: Path) -> None:
+class OwnState(PreferenceDataModule):
+    def state_dict(self) -> dict[str, Any]:
+        return {"own": 1}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        pass
+
+
+@pytest.mark.parametrize("when", ["within an epoch", "between epochs", "between epochs, own state"])
+def test_resume_continues_exactly(when: str, model_path: str, tmp_path: Path) -> None:
+    """Lightning restores the loader within an epoch only."""
+    within = when == "within an epoch"
+    length = {"max_steps": 2, "max_epochs": -1} if within else {"max_steps": -1, "max_epochs": 1}
+    total = {"max_steps": 5, "max_epochs": -1} if within else {"max_steps": -1, "max_epochs": 2}
     whole = RewardLightningModule(model_path, optimizer=adam)
-    fit(whole, max_steps=5, max_epochs=-1)
+    fit(whole, **total)
     first = RewardLightningModule(model_path, optimizer=adam)
-    fit(first, max_steps=2, max_epochs=-1).save_checkpoint(tmp_path / "two.ckpt")
+    saver = ModelCheckpoint(tmp_path, "part", save_on_train_epoch_end=True)
+    data = OwnState if "own" in when else PreferenceDataModule
+    trainer = fit(first, [saver], enable_checkpointing=True, data=data, **length)
+    if within:
+        trainer.save_checkpoint(tmp_path / "part.ckpt")
     rest = RewardLightningModule(model_path, optimizer=adam)
-    fit(rest, max_steps=5, max_epochs=-1, resume=str(tmp_path / "two.ckpt"))
+    fit(rest, data=data, resume=str(tmp_path / "part.ckpt"), **total)
     torch.testing.assert_close(weights(rest), weights(whole), atol=0, rtol=0)
     assert (weights(first) - weights(whole)).abs().max() > 1e-4
 

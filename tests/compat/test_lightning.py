@@ -106,7 +106,8 @@ def test_metrics_can_be_logged_before_the_batch_is_over() -> None:
 def table(folder: Path, checkpoint: str | None) -> Any:
     """A logger that has begun for a run; the trainer is asked for nothing else."""
     logger = CSVLogger(folder, name="", version="")
-    lightning_cli.begin_table(logger, SimpleNamespace(ckpt_path=checkpoint))  # type: ignore[arg-type]
+    trainer: Any = SimpleNamespace(ckpt_path=checkpoint, loggers=[logger], is_global_zero=True)
+    lightning_cli.begin_tables(trainer)
     logger.log_hyperparams({"a": 1})
     return logger
 
