@@ -154,7 +154,7 @@ def table(runs: list[dict[str, Any]]) -> str:
         lines.append(f"| {' | '.join(map(str, values))} |")
     worst = [f"{min(run[key] for run in runs):.3f}" for key in numbers]
     last = ["**worst**", "", *worst, *[""] * len(printed), max(run["cpu_seconds"] for run in runs)]
-    lines.append(f"| {' | '.join(map(str, last))} |")
+    lines.append(f"| {' | '.join(map(str, last))} |".replace("  |", " |"))
     return "\n".join(lines) + "\n"
 
 

@@ -37,6 +37,22 @@ def test_the_examples_of_agents_quote_their_committed_runs() -> None:
         assert min(ends) > max(starts) + 0.2
 
 
+def test_the_rlhf_pages_quote_their_committed_runs() -> None:
+    results = ROOT / "benchmarks" / "results"
+    runs = json.loads((results / "examples.json").read_text())["rlhf"]
+    rates = [run["win_rate"] for run in runs]
+    page = (ROOT / "examples" / "rlhf" / "README.md").read_text()
+    for text in (page, (ROOT / "docs" / "rlhf.md").read_text()):
+        assert f"win rate of PPO over SFT is {min(rates)}% to {max(rates)}%" in " ".join(text.split())
+    assert ", ".join(f"{rate}%" for rate in rates) in page
+    once = json.loads((results / "examples_once.json").read_text())
+    fewer = [run for run in once["rlhf_reward_models"] if run["pairs"] == 60000 and "kl_coef" not in run]
+    assert ", ".join(f"{run['win_rate']}%" for run in fewer) in page
+    curve = once["distill"]["curve"]
+    distilled = (ROOT / "examples" / "distill" / "README.md").read_text()
+    assert all(f"{value:.1%}" in distilled for value in curve.values())
+
+
 def test_the_few_shot_example_quotes_its_committed_run() -> None:
     run = json.loads((ROOT / "benchmarks" / "results" / "few_shot.json").read_text())
     page = " ".join((ROOT / "examples" / "few_shot" / "README.md").read_text().split())
