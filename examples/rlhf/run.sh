@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs RLHF on a CPU: SFT, reward model, PPO, win rate. Takes a few minutes; writes outputs/rlhf.
+# Runs RLHF on a CPU: SFT, reward model, PPO, win rate. Takes about ten minutes; writes outputs/rlhf.
 #   examples/rlhf/run.sh [--engine TransformersEngine|VLLMEngine]
 # Environment variables: PYTHON (interpreter with LightRL; defaults to .venv/bin/python).
 set -euo pipefail
