@@ -95,11 +95,10 @@ class PreferenceSource(ConversationSource):
                 f"{self.chosen_column!r} and {self.rejected_column!r} have different prompts. Make them equal except "
                 "for the last turn."
             )
-        margin = 0.0 if self.margin_column is None else float(row[self.margin_column])  # CSV cells are strings
+        given = 0.0 if self.margin_column is None else row.get(self.margin_column)
+        margin = math.nan if given is None else float(given)  # CSV cells are strings
         if not 0 <= margin < math.inf:
-            raise ValueError(
-                f"{self.margin_column}={margin}: must not be negative. Swap the chosen and rejected completions."
-            )
+            raise ValueError(f"{self.margin_column}={given}: must be 0 or more. Swap the completions, or set it.")
         chosen, rejected = (self._tokens(tokenizer, side, row) for side in sides)
         return PreferencePair(chosen, rejected, margin)
 

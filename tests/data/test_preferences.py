@@ -59,8 +59,9 @@ def test_margins(tokenizer: Any) -> None:
     rows = [{**row, "better_by": i + 0.5} for i, row in enumerate(ROWS)]
     pairs = PreferenceSource(rows=rows, margin_column="better_by").tokenized(tokenizer)
     assert loader(pairs, 2).collate(pairs)["margin"].tolist() == [0.5, 1.5]
-    with pytest.raises(ValueError, match="row 0: better_by=-1.0"):
-        PreferenceSource(rows=[{**rows[0], "better_by": -1}], margin_column="better_by").tokenized(tokenizer)
+    for wrong in (-1, None):
+        with pytest.raises(ValueError, match=f"row 0: better_by={wrong}:"):
+            PreferenceSource(rows=[{**rows[0], "better_by": wrong}], margin_column="better_by").tokenized(tokenizer)
 
 
 def say(role: str, content: str) -> dict[str, str]:
