@@ -94,10 +94,11 @@ class SFTSource(ConversationSource):
 
     def lesson(self, row: Mapping[str, Any]) -> tuple[Any, list[dict[str, Any]], list[bool]]:
         """Returns the prompt, the messages from the first to the last trained turn, and their training mask."""
-        completion = row.get(self.messages_column or self.completion_column)
+        column = self.messages_column or self.completion_column
+        completion = row.get(column)
         if isinstance(completion, str) and not self.messages_column:
             completion = [{"role": "assistant", "content": completion}]
-        messages = as_messages(completion)
+        messages = as_messages(completion, column)
         trained = self._trained(messages)
         first, last = trained.index(True), len(trained) - trained[::-1].index(True)
         prompt: Any = messages[:first] if self.messages_column else row.get(self.prompt_column)

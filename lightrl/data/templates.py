@@ -283,7 +283,7 @@ def conversation(prompt: Any, system_prompt: str | None = None) -> list[dict[str
     return messages if system_prompt is None else [{"role": "system", "content": system_prompt}, *messages]
 
 
-def as_messages(prompt: Any) -> list[dict[str, Any]]:
+def as_messages(prompt: Any, column: str = "messages") -> list[dict[str, Any]]:
     """Returns a conversation's messages as new dictionaries in a normalized form.
 
     Removes keys with None. `content` is "" in turns with only tool calls or reasoning. Calls are in `tool_calls` with
@@ -291,7 +291,7 @@ def as_messages(prompt: Any) -> list[dict[str, Any]]:
     """
     if not isinstance(prompt, list | tuple) or not prompt or not all(isinstance(one, Mapping) for one in prompt):
         raise ValueError(
-            f"messages={str(prompt)[:80]}: must be a string or a nonempty list of messages. Fix the column."
+            f"{column}={str(prompt)[:80]}: must be a string or a nonempty list of messages. Fix the column."
         )
     return [_as_message(message) for message in prompt]
 

@@ -101,6 +101,8 @@ def test_bad_rows_are_named(tokenizer: Any) -> None:
     for argument in ("prompt_column", "chosen_column", "rejected_column", "margin_column"):
         with pytest.raises(ValueError, match=rf"{argument}='x': .* no such column"):
             PreferenceSource(rows=ROWS, **{argument: "x"}).tokenized(tokenizer)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="row 0: rejected=None: "):
+        PreferenceSource(rows=[{**ROWS[0], "rejected": None}]).tokenized(tokenizer)
     tokenizer.chat_template = TEMPLATE
     apart = {"chosen": [say("user", "1"), say("assistant", "2")], "rejected": [say("user", "2"), say("assistant", "2")]}
     with pytest.raises(ValueError, match="row 0: 'chosen' and 'rejected' have different prompts"):
