@@ -26,10 +26,19 @@ def test_sandbox(capsys):
 
 def test_python(capsys):
     code = re.findall(r"```python\n(.*?)```", (DOCS / "rewards.md").read_text(), re.S)
-    assert len(code) == 4
+    assert len(code) == 5
     scope: dict = {}
     for block in code[:-1]:
         exec(block, scope)
+    handle = scope["rewards"].submit(
+        prompts=["p"] * 2,
+        completions=["#### 4", "#### 5"],
+        completion_ids=[[0] * 896, [0] * 10],  # half of the buffer: a penalty of 0.5, and weight 0.5
+        columns={"answer": ["#### 4"] * 2},
+        group_ids=[0, 0],
+    )
+    assert handle.result().total == [0.75, 0.0]
+    scope["rewards"].close()
     assert scope["correct"](["4 ", "5", "14"], answer=[4, "4", 4], prompts=["p"] * 3) == [1.0, 0.0, 0.0]
     assert scope["same_text"](["Paris.", " -5", "New  York!"], answer=["paris", 5, "new york"]) == [1.0, 0.0, 1.0]
     lengths = [[0] * n for n in (40, 96, 200, 40)]
