@@ -144,7 +144,7 @@ def failures(runs: list[dict[str, Any]], bar: float | None, fall: float) -> list
 
 def table(runs: list[dict[str, Any]]) -> str:
     """The runs as a Markdown table, with the worst of each column below."""
-    printed = [name for name in EXAMPLES["rlhf"].printed if name in runs[0]]
+    printed = [name for example in EXAMPLES.values() for name in example.printed if name in runs[0]]
     head = ("seed", "threads", "start", "best", "end", "lowest after the best", *printed, "CPU s")
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     numbers = ("start", "best", "end", "lowest_after")

@@ -82,7 +82,7 @@ def model_dir() -> Path:
 
 @pytest.fixture(scope="session")
 def side_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A small model, also for vLLM in processes of its own."""
+    """A small model, also for vLLM in subprocesses."""
     from tests.toys import quickstart_model
 
     folder = tmp_path_factory.mktemp("side_model")

@@ -363,7 +363,7 @@ from lightrl.__main__ import command; command()
 
 
 class Dying(RLCallback):
-    """Meets what a run meets whose engine is gone."""
+    """Fails as in a run whose engine has died."""
 
     def on_rollout_scored(self, trainer: Any, module: Any, rollouts: Any) -> None:
         raise EngineDiedError("The engine process is gone.")

@@ -1,7 +1,7 @@
 """Every YAML under configs/ goes through the real command line.
 
-Whole configurations are run (`fast_dev_run`) with a tiny model, local rows and the transformers engine in the place of
-theirs, by one more --config as a user would do it; overlays are merged into a recipe.
+Whole configurations are run (`fast_dev_run`). One more --config replaces their model, rows, and engine with a tiny
+model, local rows, and the transformers engine. Overlays are merged into a recipe.
 """
 
 from __future__ import annotations

@@ -144,10 +144,9 @@ class SavesPretrained(LightningModule):
             checkpoint[name] = run_record.described(checkpoint[name])
         described = run_record.description(type(self).__name__, self.saved_specs, self._tokenizer_path)
         checkpoint["lightrl"] = {**described, "settings": self.run_settings(), "optimizer": self._given_settings}
-        if (
-            data := getattr(self.trainer, "datamodule", None)
-        ) is not None:  # an override without `super` omits it from Lightning's entry
-            checkpoint["lightrl"]["data"] = _nearest_of_ours(type(data)).state_dict(data)
+        trainer: Any = self.trainer
+        if trainer.datamodule is not None:  # Lightning's entry lacks it if an override doesn't call `super`
+            checkpoint["lightrl"]["data"] = _nearest_of_ours(type(trainer.datamodule)).state_dict(trainer.datamodule)
 
     @property
     def saved_specs(self) -> dict[str, ModelSpec]:

@@ -1,6 +1,6 @@
 """A LoRA policy's pushes bring the adapter alone, and the engine, in its own process, samples with it.
 
-At the end the process hangs (its core is stopped by SIGSTOP), which is told within a bound.
+At the end, SIGSTOP stops its core, and the error must come within a time limit.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def test_requests_join_and_leave_while_others_run(engine: VLLMEngine) -> None:
     "wait", ["generate", *(pytest.param(x, marks=pytest.mark.long) for x in ("load_adapter", "logprobs", "close"))]
 )
 def test_a_stopped_core_is_told_and_ended(engine: VLLMEngine, tied_folder: Path, wait: str) -> None:
-    """Also whoever awaits completions is told, whoever noticed. Last, because it ends the engine."""
+    """Everything that waits for completions gets the error. This test is last because it ends the engine."""
     engine.start(EngineContext(str(tied_folder), max_prompt_tokens=24, max_new_tokens=40, lora_rank=SPEC.r))
     policy = adapted(tied_folder, 1)
     engine.load_adapter(named_adapter_weights(policy), adapter_config(policy, SPEC), policy_version=1)
