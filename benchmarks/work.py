@@ -40,7 +40,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightrl.compat.transformers import transformer_blocks
+from lightrl.compat.transformers_models import transformer_blocks
 from lightrl.models.packing.micro_batches import micro_batches
 from lightrl.models.packing.streams import make_stream
 from lightrl.models.policy import PolicyModel

@@ -86,7 +86,7 @@ def test_the_examples_briefly(start: Path, root: Path, tmp_path: Path, monkeypat
         streams.append(make_stream(*masks, **settings))
         return streams[-1]
 
-    monkeypatch.setattr("lightrl.models.backbone.make_stream", kept)
+    monkeypatch.setattr("lightrl.models.policy.make_stream", kept)
     for name in ("agent/grpo", "endpoint/grpo", "endpoint/forks"):
         streams.clear()
         metrics = step(name, tmp_path, name, model, *FEW)

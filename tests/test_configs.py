@@ -198,7 +198,7 @@ def test_recipes_of_trees_run_their_examples_once(place: Path, monkeypatch: pyte
             seen.append((stream.num_tokens, int(attention_mask.sum())))
         return stream
 
-    monkeypatch.setattr("lightrl.models.backbone.make_stream", counted)
+    monkeypatch.setattr("lightrl.models.policy.make_stream", counted)
     for recipe in ("grpo_gsm8k_few_shot_qwen2.5_0.5b", "ppo_gsm8k_few_shot_qwen2.5_1.5b"):
         seen.clear()
         files = [CONFIGS / "recipes" / f"{recipe}.yaml", place / "rl.yaml", place / "reference.yaml"]

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from lightrl.algorithms import CriticSpec, PPOLightningModule, RewardLightningModule, SFTLightningModule
-from lightrl.algorithms.settings import Updates
+from lightrl.algorithms.module import Updates
 from lightrl.cli import main
 from lightrl.cli.export import export
 from lightrl.data.sft import SFTDataModule, SFTSource

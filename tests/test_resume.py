@@ -17,7 +17,7 @@ from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.loggers import CSVLogger
 
 from lightrl.algorithms import CriticSpec, GRPOLightningModule, PPOLightningModule
-from lightrl.algorithms.settings import Updates
+from lightrl.algorithms.module import Updates
 from lightrl.callbacks import AdaptiveKL, RewardNormalization, RolloutCheckpoint, ThroughputMonitor, WeightSync
 from lightrl.objectives import KLInReward
 from tests import forks

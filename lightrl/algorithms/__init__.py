@@ -9,10 +9,10 @@ from lightrl.compat.arguments import lazy_names
 if TYPE_CHECKING:
     from lightrl.algorithms.distill import DistillLightningModule
     from lightrl.algorithms.experience import TrajectoryLayout
+    from lightrl.algorithms.module import ExtraLosses, Shaping, Updates
     from lightrl.algorithms.policy_gradient import GRPOLightningModule, PolicyGradientLightningModule
     from lightrl.algorithms.ppo import CriticSpec, PPOLightningModule
     from lightrl.algorithms.schedules import LRSchedule
-    from lightrl.algorithms.settings import ExtraLosses, Shaping, Updates
     from lightrl.algorithms.supervised import RewardLightningModule, SFTLightningModule
     from lightrl.algorithms.variants import (
         CPGDLightningModule,
@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 _MODULES = (
-    "settings",
+    "module",
     "experience",
     "base",
     "policy_gradient",

@@ -12,8 +12,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrateg
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
-from lightrl.algorithms.saving import SavesPretrained
-from lightrl.algorithms.settings import ExtraLosses, Updates, make_optimizer
+from lightrl.algorithms.module import ExtraLosses, SavesPretrained, Updates, make_optimizer
 from lightrl.compat.lightning import run_seed
 from lightrl.distributed import strategies
 from lightrl.distributed.strategies import MetricSums, fingerprint

@@ -14,7 +14,7 @@ from lightrl.algorithms.experience import TrajectoryLayout
 from lightrl.algorithms.policy_gradient import PolicyGradientLightningModule
 from lightrl.distributed.sharded import shards_parameters
 from lightrl.distributed.strategies import MetricSums
-from lightrl.engines.server.teacher import ServerTeacher
+from lightrl.engines.server.engine import ServerTeacher
 from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import ModelSpec
 from lightrl.models.teachers import Lesson, TopTokens, divergence_from, teach

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightrl.algorithms.settings import Shaping
+from lightrl.algorithms.module import Shaping
 from lightrl.distributed.strategies import MetricSums
 from lightrl.models.packing.micro_batches import cut_micro_batches
 from lightrl.models.spec import Layout
 from lightrl.objectives.estimators import AdvantageEstimator, AdvantageInput
-from lightrl.objectives.loss_terms import Aggregation, KLInReward, KLPenalty, LossInput, PolicyLoss
-from lightrl.ops.advantages import AllSum, group_stats, masked_whiten, top_entropy_mask
+from lightrl.objectives.loss_terms import KLInReward, KLPenalty, LossInput, PolicyLoss
+from lightrl.ops.formulas import AllSum, group_stats, masked_whiten
 from lightrl.records import Advantages, Experience, MicroBatch, ModelOutputs, Rollouts
 
 WEIGHTS = "lightrl/weights"
@@ -249,6 +249,8 @@ def join_experience(
     advantages = masked_whiten(found.advantages, mask, all_sum=all_sum) if whiten else found.advantages
     keep, clip = None, shaping.advantage_clip
     if shaping.top_entropy_fraction < 1 and outputs.entropy is not None:
+        from lightrl.ops.baselines import top_entropy_mask
+
         keep = top_entropy_mask(outputs.entropy, mask, shaping.top_entropy_fraction, all_sum=all_sum)
         metrics["policy/top_entropy"] = outputs.entropy[keep]
     metrics["advantage/abs"] = advantages[mask].abs()
@@ -396,7 +398,10 @@ def weighted_micro_batches(
     layout: Layout = "padded" if "padded" in used else "packed" if "packed" in used else "auto"
     budget = module.updates.tokens(module.device.type)
     mask, ptx = minibatch.response_mask, minibatch.supervised
-    weights, count = loss_weights(module.aggregation, minibatch)
+    aggregation, trajectories = module.aggregation, TrajectoryLayout(minibatch.trajectory_ids, mask)
+    found = one_per_token("aggregation", aggregation, aggregation.weights(trajectories.mask), trajectories.mask)
+    weights = trajectories.split(torch.where(trajectories.mask, found.float(), 0.0))
+    count = aggregation.count(trajectories.mask).double()
     learned = mask.new_zeros(()) if ptx is None else ptx.response_mask.sum()
     counts = module.all_sum(torch.stack([count, mask.sum().double(), learned.double()]))
     if not bool(counts[1:].any()):
@@ -413,13 +418,6 @@ def weighted_micro_batches(
         own = extras.pop(WEIGHTS)
         micros.append(MicroBatch(replace(rows, token_extras=extras), own, tokens))
     return micros
-
-
-def loss_weights(aggregation: Aggregation, rows: Experience) -> tuple[Tensor, Tensor]:
-    """Returns (B, T) loss weights, 0 outside the mask, and the scalar count that divides their sum."""
-    layout = TrajectoryLayout(rows.trajectory_ids, rows.response_mask)
-    weights = one_per_token("aggregation", aggregation, aggregation.weights(layout.mask), layout.mask)
-    return layout.split(torch.where(layout.mask, weights.float(), 0.0)), aggregation.count(layout.mask).double()
 
 
 # ---- losses ----------------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from lightrl.algorithms.experience import (
     trajectory_loss,
     weighted_micro_batches,
 )
-from lightrl.algorithms.settings import ExtraLosses, Shaping, Updates, require_matching_parts
+from lightrl.algorithms.module import ExtraLosses, Shaping, Updates, require_matching_parts
 from lightrl.compat.lightning import forget_step_metrics
 from lightrl.distributed import strategies
 from lightrl.distributed.strategies import MetricSums

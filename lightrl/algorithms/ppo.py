@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from lightrl.algorithms.policy_gradient import PolicyGradientLightningModule
-from lightrl.models.critic import ValueModel, new_value_head
+from lightrl.models.reward import ValueModel, new_value_head
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives.estimators import AdvantageEstimator
 from lightrl.objectives.loss_terms import KLInReward, KLPenalty

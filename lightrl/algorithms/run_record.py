@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from lightrl.checkpoints.redaction import redact, redact_arguments
@@ -200,6 +201,25 @@ def restore_random_states(states: list[dict[str, Any]]) -> None:
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
+
+
+def change_settings(trainer: Any, given: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
+    """Sets what a resumed run gives its optimizer's groups differently, instead of the checkpoint's values.
+
+    The learning rate is multiplied by `given / saved`, which keeps the position in a schedule.
+    """
+    for number, (own, before) in enumerate(zip(given, saved, strict=False)):
+        group = trainer.optimizers[0].param_groups[number]
+        for name in sorted(name for name in own.keys() & before.keys() if own[name] != before[name]):
+            rank_zero_info(f"Resuming with {name}={own[name]} instead of the checkpoint's {before[name]}.")
+            if name != "lr" or not before["lr"]:
+                group[name] = own[name]
+                continue
+            group["lr"] *= own["lr"] / before["lr"]
+            for scheduler in (config.scheduler for config in trainer.lr_scheduler_configs):
+                for each in (scheduler, *getattr(scheduler, "_schedulers", ())):  # of SequentialLR
+                    if hasattr(each, "base_lrs"):
+                        each.base_lrs[number] = group["initial_lr"] = own["lr"]
 
 
 # ---- settings --------------------------------------------------------------------------------------------------------

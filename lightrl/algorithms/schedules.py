@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
-from lightrl.compat.lightning import count_updates
+from lightrl.compat.lightning_checkpoints import count_updates
 
 _SHAPES: dict[str, Callable[[float], float]] = {
     "constant": lambda progress: 1.0,

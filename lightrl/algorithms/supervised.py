@@ -11,10 +11,9 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 from torchmetrics.classification import BinaryAccuracy
 
-from lightrl.algorithms.saving import SavesPretrained
+from lightrl.algorithms.module import SavesPretrained, make_optimizer
 from lightrl.algorithms.schedules import LRSchedule, NamedSchedule, run_position, updates_ahead, with_schedule
-from lightrl.algorithms.settings import make_optimizer
-from lightrl.compat.lightning import accumulates
+from lightrl.compat.lightning_checkpoints import accumulates
 from lightrl.distributed import strategies
 from lightrl.models.policy import PolicyModel
 from lightrl.models.reward import RewardModel, bradley_terry_loss

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from lightrl.checkpoints.rollout_checkpoint import RolloutCheckpoint
 from lightrl.compat.arguments import lazy_names
-from lightrl.rollout.host import WeightSync
+from lightrl.rollout.learner import WeightSync
 
 if TYPE_CHECKING:
     from lightrl.callbacks.coefficients import AdaptiveEntropy, AdaptiveKL, LinearKL, RewardNormalization

@@ -19,9 +19,9 @@ from torch import Tensor
 from lightrl.checkpoints.checkpoint_io import first_nonfinite
 from lightrl.checkpoints.files import StorageError, has_checksums, link
 from lightrl.checkpoints.run_folder import LAST, RunGuard, checkpoints_in, last_of_runs, newest_whole, written_at
-from lightrl.compat.lightning import accumulates
 from lightrl.compat.lightning_checkpoints import (
     SavingCheckpoint,
+    accumulates,
     begin_evaluation,
     ended_in_batch,
     evaluation_follows,

@@ -85,9 +85,9 @@ def _spec(stored: Mapping[str, Any], path: str | None) -> Any:
 
 
 def _policy(spec: Any, state: State) -> Any:
-    from lightrl.models.critic import new_value_head
     from lightrl.models.loading import load_causal_lm
     from lightrl.models.policy import PolicyModel
+    from lightrl.models.reward import new_value_head
 
     lm = load_causal_lm(spec, trainable=True)
     policy = PolicyModel(lm)

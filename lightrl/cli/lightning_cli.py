@@ -18,8 +18,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
+from lightrl.algorithms.module import SavesPretrained
 from lightrl.algorithms.run_record import hardware, versions
-from lightrl.algorithms.saving import SavesPretrained
 from lightrl.algorithms.schedules import LRSchedule
 from lightrl.callbacks import ThroughputMonitor
 from lightrl.checkpoints.redaction import plain_secrets, redact, redact_arguments, remember_secret, resolve_environment

@@ -1,14 +1,16 @@
-"""Private parts of Lightning 2.6 for checkpoints; tests/compat/test_lightning.py fails if they change."""
+"""Private parts of Lightning 2.6 for checkpoints, sharding, and batches; see tests/compat/test_lightning.py."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
 
 
 class SavingCheckpoint(ModelCheckpoint):
@@ -57,6 +59,34 @@ def ended_in_batch(trainer: Any) -> bool:
 def evaluation_follows(trainer: Any) -> bool:
     """Whether Lightning evaluates before the next batch. Call it at the end of a batch."""
     return trainer.fit_loop.epoch_loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
+
+
+def tensor_parallel_size(strategy: ModelParallelStrategy) -> int | str:
+    """Returns the number of ranks over which layers are split, or "auto"."""
+    return strategy._tensor_parallel_size
+
+
+def set_data_parallel_size(strategy: ModelParallelStrategy, ranks: int) -> None:
+    """Sets the constructor argument once the number of ranks is known."""
+    strategy._data_parallel_size = ranks
+
+
+def count_updates(trainer: Any) -> float:
+    """Returns the number of updates of the run, infinite if it has no end.
+
+    To count, Lightning sets up the training data before it reads a checkpoint, so a resumed run would begin with the
+    first examples. This sets the data up again.
+    """
+    if any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks):
+        raise ValueError("lr_scheduler: named schedules don't support GradientAccumulationScheduler. Remove one.")
+    updates: float = trainer.estimated_stepping_batches
+    trainer.fit_loop._combined_loader = None
+    return math.inf if updates < 0 else updates  # -1 for a loader without a length
+
+
+def accumulates(trainer: Any) -> bool:
+    """Whether the last batch's gradients wait for the optimizer step."""
+    return trainer.fit_loop.epoch_loop._should_accumulate()
 
 
 @contextlib.contextmanager

@@ -7,15 +7,6 @@ from typing import Any
 
 import httpx
 
-PRIVATE = {
-    "openenv.core:GenericEnvClient._send": "sends a message",
-    "openenv.core:GenericEnvClient._receive": "receives the response; its caller drops error details",
-    "openenv.core:GenericEnvClient._send_and_receive": "overridden to keep them",
-    "openenv.core:GenericEnvClient._ws": "the connection, one session of the server",
-    "openenv.core:GenericEnvClient._ensure_connected": "overridden, because it would connect to a new session",
-}
-"""Undocumented names of openenv 0.10, and what they are used for."""
-
 
 class OpenEnvError(RuntimeError):
     """Raised for an error response from the server.

@@ -1,8 +1,8 @@
 """vLLM interface of the trainer, including undocumented parts of vLLM. Written for vLLM 0.32.
 
-Builds `vllm.LLM` without side effects on the trainer's process, adds requests, runs steps, and calls workers. A test
-compares the private names in `PRIVATE` with the installed vLLM. `vllm_worker` is the workers' side, and `vllm_process`
-runs the engine in separate processes.
+Builds `vllm.LLM` without side effects on the trainer's process, adds requests, runs steps, and calls workers.
+`vllm_worker` is the workers' side, and `vllm_process` runs the engine in separate processes. tests/compat/test_vllm.py
+lists the private names.
 """
 
 from __future__ import annotations
@@ -21,27 +21,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from lightrl.compat.vllm_grammars import Grammars
-
-PRIVATE = {
-    "vllm.v1.engine.llm_engine:LLMEngine.add_request": "adds requests with our own IDs while others run",
-    "vllm.v1.engine.llm_engine:LLMEngine.step": "returns groups as they finish",
-    "vllm.v1.engine.llm_engine:LLMEngine.abort_request": "cancels requests",
-    "vllm.v1.engine.output_processor:OutputProcessor.__init__": "request_states has partial results",
-    "vllm.v1.engine.output_processor:RequestState.make_request_output": "partial results as an output",
-    "vllm.v1.engine:FinishReason.ABORT": "finish reason of such an output",
-    "vllm.v1.engine.llm_engine:LLMEngine.has_unfinished_requests": "whether requests are in flight",
-    "vllm.v1.engine.llm_engine:LLMEngine.reset_prefix_cache": "drops keys and values of old weights",
-    "vllm.v1.engine.llm_engine:LLMEngine.reset_encoder_cache": "drops image features of old weights",
-    "vllm.v1.engine.llm_engine:LLMEngine.add_lora": "replaces the adapter",
-    "vllm.v1.engine.core_client:InprocClient.shutdown": "ends an engine in the trainer's process",
-    "vllm.distributed.parallel_state:destroy_distributed_environment": "replaced: it ends the trainer's process group",
-    "vllm.envs:disable_envs_cache": "an earlier engine froze the environment variables",
-    "vllm.platforms:current_platform": "simple_compile_backend: compiling the CPU sampler takes 12 s",
-    "vllm.v1.executor.uniproc_executor:UniProcExecutor": "single-process CPU engine",
-    "vllm.distributed.weight_transfer.nccl_common:trainer_init": "the trainer's side of a server's weight transfer",
-}
-"""Private and undocumented names of vLLM ("module:attribute"), and what they are used for."""
+    from lightrl.compat.vllm_parsers import Grammars
 
 TRAINER_PID = "LIGHTRL_TRAINER_PID"
 """Environment variable with the trainer's process ID. Engine processes exit when that process does."""
@@ -178,7 +158,7 @@ class VLLMAdapter:
     @cached_property
     def grammars(self) -> Grammars:
         """Grammars of constrained requests."""
-        from lightrl.compat.vllm_grammars import Grammars
+        from lightrl.compat.vllm_parsers import Grammars
 
         return Grammars(self.engine)
 

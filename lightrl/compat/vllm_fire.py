@@ -1,4 +1,4 @@
-"""FIRE sampling in vLLM's workers. Written for vLLM 0.32; `PRIVATE` lists the undocumented names."""
+"""FIRE sampling in vLLM's workers. Written for vLLM 0.32."""
 
 from __future__ import annotations
 
@@ -8,12 +8,6 @@ import torch
 from torch import Tensor
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
-
-PRIVATE = {
-    "vllm.v1.sample.logits_processor:LogitsProcessor": "FIRE sampling",
-    "vllm.v1.sample.logits_processor.builtin:process_dict_updates": "tracks the batch, as vLLM's own processors do",
-}
-"""See `lightrl.compat.vllm.PRIVATE`."""
 
 
 class FireProcessor(LogitsProcessor):

@@ -25,21 +25,6 @@ from torch import Tensor
 from lightrl.compat.torch import map_shared
 from lightrl.compat.vllm import TRAINER_PID, LostEngineError, VLLMAdapter, isolated_rng
 
-PRIVATE = {
-    "vllm.v1.engine.core:EngineCoreProc.pause_scheduler": "changes weights between two steps, keeping requests",
-    "vllm.v1.engine.core:EngineCoreProc.resume_scheduler": "continues requests",
-    "vllm.v1.engine.core_client:SyncMPClient.get_output": "replaced: it waits forever for a dead or stopped core",
-    "vllm.v1.engine.core_client:SyncMPClient.call_utility": "replaced for the same reason",
-    "vllm.v1.engine.core_client:SyncMPClient._send_input": "calls the core without waiting",
-    "vllm.v1.engine.core_client:MPClient._format_exception": "called by the replaced get_output",
-    "vllm.v1.engine.core_client:MPClient.ensure_alive": "whether the core is alive",
-    "vllm.v1.engine.core_client:MPClient.shutdown": "ends the core's process",
-    "vllm.v1.engine.core_client:BackgroundResources": "engine_manager has the core's processes",
-    "vllm.v1.engine:EngineCoreRequestType.UTILITY": "message type of a call",
-    "vllm.v1.engine.exceptions:EngineDeadError": "vLLM's error for a dead core",
-}
-"""Private and undocumented names of vLLM ("module:attribute"), and what they are used for."""
-
 _POLL_SECONDS = 0.5  # interval of checks whether the engine is alive
 _CLOSE_SECONDS = 4.0
 _KILL_SECONDS = 2.0

@@ -1,7 +1,7 @@
 """The part of `VLLMEngine` that runs in vLLM's workers, in the engine's or the trainer's processes.
 
 vLLM imports this module by name (`worker_extension_cls`) before it builds the model, and adds the methods of
-`WorkerExtension` to its worker. Written for vLLM 0.32; `PRIVATE` lists the private names.
+`WorkerExtension` to its worker. Written for vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -18,18 +18,6 @@ from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.platforms import current_platform
 
-PRIVATE = {
-    "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod._setup_kernel": (
-        "replaced on CPUs: a reload doesn't pack experts"
-    ),
-    "vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU.add_lora_logits": "replaced: it fails on prompt log-probs",
-    "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm": "replaced: packed weights can't be updated",
-    "vllm.model_executor.model_loader.reload:initialize_layerwise_reload": "loads weights that vLLM has rearranged",
-    "vllm.model_executor.model_loader.reload:finalize_layerwise_reload": "the same",
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.get_model": "the module that receives weights",
-}
-"""Private and undocumented names of vLLM ("module:attribute"), and what they are used for."""
-
 _pack_gemm = layer_utils.dispatch_cpu_unquantized_gemm
 _HAS_ONEDNN = torch.backends.mkldnn.is_available()  # a constant, which torch.compile can read
 _setup_experts = UnquantizedFusedMoEMethod._setup_kernel
@@ -43,10 +31,9 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _keep_weight(layer: nn.Module, remove_weight: bool) -> None:
-    """Replaces vLLM's packing of CPU weights, which removes the parameter that a sync writes to.
+    """Replaces vLLM's packing of CPU weights, which removes the parameter that a sync writes to and loses tied heads.
 
-    Repacking at each sync runs at 0.9 GB/s (0.5 s for 110 M float32 parameters) and loses tied heads. Unpacked weights
-    are updated at memcpy speed, and cost 10-15% per matrix product with 64 or more rows.
+    Unpacked weights are updated at memcpy speed, and cost 10-15% per matrix product with 64 or more rows.
     """
     if layer.weight.ndim != 2 or layer.weight.is_meta:
         _pack_gemm(layer, remove_weight)
@@ -55,10 +42,7 @@ def _keep_weight(layer: nn.Module, remove_weight: bool) -> None:
 
 
 def _pack_experts(method: Any, layer: nn.Module, w13: Tensor, w2: Tensor) -> None:
-    """Also packs experts for vLLM's CPU kernel when they are reloaded. vLLM does so only when it first loads them.
-
-    Otherwise new experts would be copied unpacked to where the kernel reads packed ones.
-    """
+    """Also packs experts for vLLM's CPU kernel when they are reloaded. vLLM does so only when it first loads them."""
     reloads = method.moe_kernel is not None
     _setup_experts(method, layer, w13, w2)
     if reloads:
@@ -68,17 +52,10 @@ def _pack_experts(method: Any, layer: nn.Module, w13: Tensor, w2: Tensor) -> Non
 def _add_lora_logits(
     wrapper: Any, y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, *, buffer: Any = None, **_: Any
 ) -> None:
-    """Adds the adapter's part of the logits in place: `y += scale * x @ a.T @ b.T`.
+    """Adds the adapter's part of the (rows, vocabulary) logits in place: `y += scale * x @ a.T @ b.T`.
 
-    vLLM looks up one adapter per sequence of the batch, but log-probs of a prompt have one row per token, so the lookup
-    has the wrong length. All requests of an engine use the same adapter, so one index is enough. Models with a LoRA
-    layer on the output head (Llama, Qwen 3) call this even if the adapter doesn't change the head.
-
-    Args:
-        y: Logits, (rows, vocabulary).
-        x: Hidden states, (rows, hidden size).
-        a: Adapter matrices A, (adapters, 1, rank, hidden size), 0 for unused adapters.
-        b: Adapter matrices B, (adapters, 1, vocabulary, rank), 0 for unused adapters.
+    vLLM looks up one adapter per sequence of the batch, but log-probs of a prompt have one row per token. All requests
+    of an engine use the same adapter, so one index is enough.
     """
     index = int(wrapper.sampler_indices[0])
     a, b = a[index, 0], b[index, 0]

@@ -24,8 +24,7 @@ from lightrl.checkpoints.checkpoint_io import (
     without_secrets,
 )
 from lightrl.checkpoints.files import DamagedError, partial_folder, publish_folder, remove, verify
-from lightrl.compat.lightning import set_data_parallel_size
-from lightrl.compat.lightning_checkpoints import load_module_state
+from lightrl.compat.lightning_checkpoints import load_module_state, set_data_parallel_size
 
 
 class _FolderCheckpoints(ParallelStrategy):

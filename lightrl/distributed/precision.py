@@ -13,7 +13,7 @@ from lightning.pytorch.plugins.precision import DeepSpeedPrecision, HalfPrecisio
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 from torch import nn
 
-from lightrl.compat.lightning import tensor_parallel_size
+from lightrl.compat.lightning_checkpoints import tensor_parallel_size
 from lightrl.records import Rollouts
 
 

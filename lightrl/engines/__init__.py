@@ -8,8 +8,7 @@ from lightrl.compat.arguments import lazy_names
 
 if TYPE_CHECKING:
     from lightrl.engines.base import Engine, EngineDiedError, StaleWeightsError, SteppingEngine
-    from lightrl.engines.server.engine import ServerEngine
-    from lightrl.engines.server.teacher import ServerTeacher
+    from lightrl.engines.server.engine import ServerEngine, ServerTeacher
     from lightrl.engines.transformers.engine import TransformersEngine
     from lightrl.engines.vllm.engine import VLLMEngine
     from lightrl.records import EngineContext
@@ -27,5 +26,5 @@ __all__ = [
 ]
 
 # To add an engine, add its module here and its name above.
-_MODULES = ("base", "vllm.engine", "transformers.engine", "server.engine", "server.teacher")
+_MODULES = ("base", "vllm.engine", "transformers.engine", "server.engine")
 __getattr__ = lazy_names(__name__, _MODULES, __all__)

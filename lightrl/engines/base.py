@@ -322,7 +322,8 @@ class SteppingEngine(Engine):
             torch.cuda.set_device(self.device)
         while True:
             with self._news:
-                if self._ending or not self._has_work():
+                running = not self._paused and (self._waiting or self._running)
+                if self._ending or not (self._cancelled or running):
                     self._driver = None
                     break
                 cancelled = [request for request in self._cancelled if request in self._running]
@@ -349,9 +350,6 @@ class SteppingEngine(Engine):
             self.moved = time.monotonic()
             self._answer([(group.request, group) for group in groups])
         release_threads()
-
-    def _has_work(self) -> bool:
-        return bool(self._cancelled or (not self._paused and (self._waiting or self._running)))
 
     def _answer(self, answers: Iterable[tuple[GenerationRequest, CompletionGroup | Exception]]) -> None:
         """Settles futures, together for each event loop, so that follow-up requests are also added together."""
@@ -383,10 +381,7 @@ class SteppingEngine(Engine):
             return self.partials()
 
     def resume(self) -> None:
-        def go_on() -> None:
-            self._paused = False
-
-        self._tell(go_on)
+        self._tell(lambda: setattr(self, "_paused", False))
 
     def end_driver(self) -> bool:
         """Stops the driver thread and fails pending requests. Returns False if the thread hangs and is leaked."""

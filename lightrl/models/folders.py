@@ -24,7 +24,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from lightrl.compat.deepspeed import skip_unused
 from lightrl.compat.torch import persistent_buffers
-from lightrl.compat.transformers import cached_path, transformer_blocks
+from lightrl.compat.transformers_models import cached_path, transformer_blocks
 from lightrl.distributed.sharded import keep_zero3_config, shard_model
 from lightrl.models.turns import end_of_turn, placeholder_ids
 

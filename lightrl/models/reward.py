@@ -1,9 +1,9 @@
-"""Reward models: sequence-classification models with one output."""
+"""Models with one output per sequence or token: reward models, and the critic."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
-from lightrl.compat.transformers import model_class, with_from_config
-from lightrl.models.backbone import Backbone
+from lightrl.compat.transformers import model_class
+from lightrl.compat.transformers_models import with_from_config
 from lightrl.models.loading import causal_class, load_model, model_config
 from lightrl.models.packing.micro_batches import run_micro_batches
+from lightrl.models.policy import Backbone
 from lightrl.models.spec import Layout, ModelSpec, read_chat_template
 from lightrl.models.turns import placeholder_ids, text_ids
 from lightrl.records import Rollouts, RowBatch, pad_rows
@@ -141,7 +142,8 @@ class RewardModel(nn.Module):
         if self._backbone is None:
             logits = self.model(input_ids=rows.token_ids, attention_mask=rows.attention_mask.long()).logits
             return logits.squeeze(-1).float()
-        return _read(_head(self.model), self._backbone(rows, last=True).hidden)
+        head = _head(self.model)
+        return _read(head, head.weight.dtype, self._backbone(rows, last=True).hidden)
 
     @torch.no_grad()
     def score(self, rollouts: Any, micro_batch_tokens: int) -> Tensor:
@@ -258,11 +260,11 @@ def own_ends(token_ids: Tensor, mask: Tensor, groups: Tensor) -> Tensor:
     return own
 
 
-def _read(head: Any, hidden: Tensor) -> Tensor:
-    """Returns (M,) float32 rewards, in the head's precision: autocast would round close ones to ties."""
+def _read(head: Callable[[Tensor], Any], dtype: torch.dtype, hidden: Tensor) -> Tensor:
+    """Returns (M,) float32 outputs, in the head's precision: autocast would round close ones to ties."""
     with torch.autocast(hidden.device.type, enabled=False):
-        rewards: Tensor = head(hidden.to(head.weight.dtype)).squeeze(-1).float()
-    return rewards
+        found: Tensor = head(hidden.to(dtype)).squeeze(-1).float()
+    return found
 
 
 def _head(model: Any) -> Any:
@@ -291,3 +293,46 @@ def bradley_terry_loss(
     """
     difference = chosen - rejected - (0.0 if margin is None else margin)
     return -F.logsigmoid(difference) + centering_coef * (chosen + rejected) ** 2
+
+
+# ---- critic ------------------------------------------------------------------------------------------------------
+
+
+class ValueHead(nn.Linear):
+    """A linear layer from (M, D) hidden states to (M,) float32 values."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return _read(super().forward, self.weight.dtype, hidden)
+
+
+def new_value_head(model: Any) -> ValueHead:
+    """Creates a head with initial values close to 0: weights with std 1 / (D + 1), bias 0."""
+    from lightrl.compat.deepspeed import whole_parameters
+
+    size = model.config.get_text_config().hidden_size
+    with whole_parameters():
+        head = ValueHead(size, 1)
+    nn.init.normal_(head.weight, std=1.0 / (size + 1))
+    nn.init.zeros_(head.bias)
+    device = next(model.parameters()).device
+    return head if device.type == "meta" else head.to(device)
+
+
+class ValueModel(nn.Module):
+    """A critic with a separate backbone, from `load_model`; `layout` as in `ModelSpec`."""
+
+    def __init__(self, backbone: Any, *, layout: Layout = "auto") -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.value_head = new_value_head(backbone)
+        self.stream = Backbone(backbone, backbone, layout)
+
+    @classmethod
+    def from_spec(cls, spec: ModelSpec, *, in_shards: bool = False) -> ValueModel:
+        """Loads the backbone of a language model with a new head; `in_shards` as in `load_causal_lm`."""
+        return cls(load_model(spec, AutoModel, trainable=True, in_shards=in_shards), layout=spec.layout)
+
+    def forward(self, rows: RowBatch) -> Tensor:
+        """Returns (B, T) float32 values of the state before each response token, 0 elsewhere."""
+        out = self.stream(replace(rows, routes=[]))
+        return out.scatter(self.value_head(out.hidden))

@@ -15,8 +15,7 @@ from lightrl.models.logprobs import CHUNK_ELEMENTS, CUT, Distribution, LogitMap,
 from lightrl.records import RowBatch
 
 if TYPE_CHECKING:
-    from lightrl.models.backbone import BackboneOutput
-    from lightrl.models.policy import PolicyModel
+    from lightrl.models.policy import BackboneOutput, PolicyModel
 
 DIVERGENCE_ELEMENTS = 1 << 24  # logits of either model per chunk of a divergence; four times that on CUDA
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightrl.compat.arguments import one_of
 from lightrl.objectives.loss_terms import KLInReward, KLPenalty
-from lightrl.ops.advantages import AllSum, group_centered, group_stats, identity, masked_moments, masked_sum, spread
+from lightrl.ops.formulas import AllSum, group_centered, group_stats, identity, masked_moments, masked_sum, spread
 
 Credit = Literal["total", "parts", "turns"]
 _CREDITS: dict[str, Credit] = {"reward_parts": "parts", "turn_ids": "turns", "anchors": "turns"}

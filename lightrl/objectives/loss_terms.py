@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightrl.ops.losses import (
+from lightrl.ops.formulas import (
     MAX_LOG_RATIO,
     ClippedLoss,
     KLEstimator,
@@ -121,7 +121,7 @@ class PPOClip(PolicyLoss):
         eps_high: Upper clip range, at least 0. DAPO uses 0.2 and 0.28.
         dual_clip: Maximum ratio if A < 0, above 1 + eps_high, usually 3. INTELLECT-2 calls it delta. None disables it.
 
-    Source: https://arxiv.org/abs/1707.06347 and the sources of `lightrl.ops.losses.clipped_policy_loss`.
+    Source: https://arxiv.org/abs/1707.06347 and the sources of `lightrl.ops.formulas.clipped_policy_loss`.
     """
 
     zero_advantage_is_zero_loss = True
@@ -200,7 +200,7 @@ class KLPenalty(ABC):
     prefixes.
 
     Attributes:
-        estimator: "k1", "k2", or "k3" (see `lightrl.ops.losses`).
+        estimator: "k1", "k2", or "k3" (see `lightrl.ops.formulas`).
         coef: Weight of the penalty. Callbacks change it with the module's `set_kl_coef`.
     """
 

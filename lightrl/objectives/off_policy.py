@@ -23,7 +23,7 @@ from lightrl.objectives.loss_terms import (
     ratio_metrics,
     sequence_mean,
 )
-from lightrl.ops.losses import MAX_LOG_RATIO
+from lightrl.ops.formulas import MAX_LOG_RATIO
 
 
 class WeightedLoss(PolicyLoss):

@@ -35,7 +35,7 @@ from lightrl.objectives.loss_terms import (
     sequence_mean,
     token_log_ratio,
 )
-from lightrl.ops.losses import MAX_LOG_RATIO, ClippedLoss, clipped_policy_loss
+from lightrl.ops.formulas import MAX_LOG_RATIO, ClippedLoss, clipped_policy_loss
 
 
 class SequenceClip(PolicyLoss):

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lightrl.compat.arguments import one_of
 from lightrl.objectives.estimators import AdvantageEstimator, AdvantageInput, SequenceEstimator
-from lightrl.ops.advantages import group_centered, group_stats, masked_whiten, spread
 from lightrl.ops.baselines import gae, leave_one_out, pass_at_k, returns_to_go
+from lightrl.ops.formulas import group_centered, group_stats, masked_whiten, spread
 from lightrl.records import Rollouts
 
 

@@ -1,11 +1,13 @@
-"""Baselines over groups and from a critic, with the critic's loss."""
+"""Baselines over groups and from a critic, the critic's loss, and the selection of tokens by entropy."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
 
-from lightrl.ops.advantages import AllSum, group_centered, group_stats, identity, masked_moments
+from lightrl.ops.formulas import AllSum, group_centered, group_stats, identity, masked_moments
 
 
 def leave_one_out(scores: Tensor, groups: Tensor, valid: Tensor) -> Tensor:
@@ -148,3 +150,44 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, all_sum: A
     total = masked_moments(returns, mask, all_sum=all_sum)[2]
     explained = 1 - residual / total.clamp(min=torch.finfo(torch.float64).tiny)
     return torch.where(total > 0, explained, torch.zeros_like(explained)).to(values.dtype)
+
+
+def top_entropy_mask(entropy: Tensor, mask: Tensor, fraction: float, *, all_sum: AllSum = identity) -> Tensor:
+    """Selects the `ceil(fraction * N)` tokens of highest entropy out of all N tokens of all ranks, including ties.
+
+    Args:
+        entropy: (B, T) entropy in nats, at least 0, without graph.
+        mask: (B, T) bool, True on tokens to select from.
+        fraction: Fraction of tokens to keep, in (0, 1]. The paper uses 0.2.
+        all_sum: Sum over ranks, called 32 times.
+
+    Returns:
+        (B, T) bool, a subset of `mask`.
+
+    Source: https://arxiv.org/abs/2506.01939, eq. 5. As in the paper, the loss of other tokens is 0, but the normalizer
+        counts them. TRL interpolates the quantile. LightRFT selects per sequence and doesn't pass the fraction to its
+        trainer.
+    """
+    count = int(all_sum(mask.sum().double()))
+    entropy = entropy.detach().float().clamp(min=0) + 0.0  # turns -0.0 into 0.0, whose bits sort correctly
+    return mask & (entropy >= kth_largest(entropy, mask, math.ceil(fraction * count), all_sum=all_sum))
+
+
+def kth_largest(x: Tensor, mask: Tensor, k: int, *, all_sum: AllSum = identity) -> Tensor:
+    """Finds the exact k-th largest masked value of all ranks bit by bit, without gathering.
+
+    Args:
+        x: Nonnegative float32 values of any shape, whose bits sort like the values.
+        mask: bool, same shape.
+        k: Rank of the value, 1 for the largest. Must be equal on all ranks.
+        all_sum: Sum over ranks, called 31 times.
+
+    Returns:
+        float32 scalar. 0 if there are fewer than k values.
+    """
+    keys, found = x.contiguous().view(torch.int32)[mask], 0
+    for bit in reversed(range(31)):
+        higher = found | 1 << bit
+        if int(all_sum((keys >= higher).sum().double())) >= max(k, 1):
+            found = higher
+    return torch.tensor(found, dtype=torch.int32, device=x.device).view(torch.float32)

@@ -25,8 +25,7 @@ from lightrl.records import Rollouts, RowBatch, SamplingParams
 from lightrl.rewards.base import RewardSpec
 from lightrl.rewards.scorer import RewardScorer
 from lightrl.rollout.collector import collate, trajectory_metrics
-from lightrl.rollout.host import EngineHost
-from lightrl.rollout.learner import RolloutLearner
+from lightrl.rollout.learner import EngineHost, RolloutLearner
 from lightrl.rollout.sampler import OnPolicy, RolloutSampler, SampledRollout, Schedule
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lightrl.environments.episodes import request_seed
-from lightrl.ops.advantages import group_stats
+from lightrl.ops.formulas import group_stats
 from lightrl.rollout.collector import Collection, ScoredGroup
 
 

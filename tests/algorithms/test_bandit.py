@@ -18,7 +18,7 @@ import torch
 from lightning.pytorch import seed_everything
 
 from lightrl.algorithms import CriticSpec, GRPOLightningModule, PPOLightningModule, RLOOLightningModule
-from lightrl.algorithms.settings import Updates
+from lightrl.algorithms.module import Updates
 from lightrl.data.prompts import PromptSource
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives import GroupRelative, KLInLoss, KLInReward, KLPenalty

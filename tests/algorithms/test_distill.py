@@ -16,11 +16,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightrl.algorithms import DistillLightningModule, SFTLightningModule
-from lightrl.algorithms.settings import Updates
+from lightrl.algorithms.module import Updates
 from lightrl.callbacks import PredictionWriter, WeightSync
 from lightrl.data.prompts import PromptSource
 from lightrl.data.sft import SFTDataModule, SFTSource
-from lightrl.engines.server.teacher import ServerTeacher
+from lightrl.engines.server.engine import ServerTeacher
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives import Divergence, ForwardKL, JensenShannon, KLInReward, Reinforce, ReverseKL
 from lightrl.records import Experience, Rollouts, SamplingParams

@@ -10,8 +10,8 @@ import yaml
 from lightning.pytorch.loggers import CSVLogger, Logger
 
 from lightrl import GRPOLightningModule, LoraSpec, ModelSpec
+from lightrl.algorithms.module import Shaping
 from lightrl.algorithms.schedules import LRSchedule
-from lightrl.algorithms.settings import Shaping
 from lightrl.rewards.scorer import RewardScorer
 from tests.toys import SMALL, digits_reward, model_fixture, quiet_trainer, sums_data
 

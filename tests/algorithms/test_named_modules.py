@@ -13,7 +13,7 @@ import yaml
 
 from lightrl import algorithms as modules
 from lightrl.algorithms import PolicyGradientLightningModule
-from lightrl.algorithms.settings import Updates
+from lightrl.algorithms.module import Updates
 from lightrl.objectives import (
     CPG,
     GAE,

@@ -11,8 +11,8 @@ from torch import Tensor
 
 import lightrl.algorithms.policy_gradient as ppo_module
 from lightrl.algorithms import CriticSpec, GRPOLightningModule, PPOLightningModule
+from lightrl.algorithms.module import ExtraLosses, Updates
 from lightrl.algorithms.policy_gradient import policy_forward as run
-from lightrl.algorithms.settings import ExtraLosses, Updates
 from lightrl.callbacks import LinearKL, WeightSync
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives import KLInReward, PPOClip, RolloutRatio

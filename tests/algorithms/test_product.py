@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import seed_everything
 
 from lightrl.algorithms import CriticSpec, PPOLightningModule
-from lightrl.algorithms.settings import Updates
+from lightrl.algorithms.module import Updates
 from lightrl.callbacks import WeightSync
 from lightrl.objectives import RLOO, AdvantageEstimator, GroupRelative, KLInLoss, KLInReward, KLPenalty
 from lightrl.records import Rollouts

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightrl.algorithms.experience import cut_minibatches
-from lightrl.algorithms.settings import ExtraLosses, Updates
+from lightrl.algorithms.module import ExtraLosses, Updates
 from lightrl.data.sft import PTXSource
 from lightrl.records import RowBatch
 from tests.algorithms.toys import fit, grpo, ppo, weights

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightrl.algorithms import GRPOLightningModule
-from lightrl.algorithms.settings import Shaping
+from lightrl.algorithms.module import Shaping
 from lightrl.callbacks import RewardNormalization
 from lightrl.data.prompts import PromptSource
 from lightrl.models.reward import RewardModelSpec

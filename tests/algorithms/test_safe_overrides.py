@@ -15,8 +15,8 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
 from lightrl.algorithms import GRPOLightningModule, RewardLightningModule, SFTLightningModule
+from lightrl.algorithms.module import ExtraLosses, Shaping, Updates
 from lightrl.algorithms.schedules import LRSchedule
-from lightrl.algorithms.settings import ExtraLosses, Shaping, Updates
 from lightrl.callbacks import RolloutCheckpoint, WeightSync
 from lightrl.data import PreferenceDataModule, PreferenceSource, SFTDataModule, SFTSource
 from lightrl.models.spec import ModelSpec

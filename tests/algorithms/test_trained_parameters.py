@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from lightrl.algorithms import PPOLightningModule
+from lightrl.algorithms.module import ExtraLosses, Updates, make_optimizer
 from lightrl.algorithms.ppo import CriticSpec
-from lightrl.algorithms.settings import ExtraLosses, Updates, make_optimizer
 from lightrl.callbacks import WeightSync
 from lightrl.models.spec import LoraSpec, ModelSpec
 from lightrl.objectives import KLInReward

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightrl.algorithms import PPOLightningModule
-from lightrl.algorithms.settings import ExtraLosses, Shaping
+from lightrl.algorithms.module import ExtraLosses, Shaping
 from lightrl.callbacks import AdaptiveEntropy, AdaptiveKL
 from lightrl.objectives import GroupRelative, KLInLoss
 from lightrl.records import SamplingParams

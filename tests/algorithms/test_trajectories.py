@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightrl.algorithms import CriticSpec, PPOLightningModule
 from lightrl.algorithms.experience import TrajectoryLayout, cut_minibatches, estimate_advantages, shape_rewards
-from lightrl.algorithms.settings import ExtraLosses, Updates
+from lightrl.algorithms.module import ExtraLosses, Updates
 from lightrl.callbacks import RewardNormalization
 from lightrl.distributed.strategies import MetricSums
 from lightrl.objectives import GDPO, RLOO, KLInLoss, PPOClip, Reinforce, SequenceMean, TokenMean

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from lightrl.algorithms import GRPOLightningModule, PPOLightningModule
-from lightrl.algorithms.settings import ExtraLosses, Updates
+from lightrl.algorithms.module import ExtraLosses, Updates
 from lightrl.callbacks import EMA, AdaptiveEntropy, HFExport, ReferenceSync, WeightSync
 from lightrl.data.sft import PTXSource
 from lightrl.models.spec import LoraSpec, ModelSpec

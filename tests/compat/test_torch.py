@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from lightrl.compat import torch as compat
-from lightrl.compat import torch_flex
 from lightrl.engines.background import BackgroundLoop, release_threads
 
 
@@ -93,7 +92,7 @@ def test_a_thread_that_waits_has_no_openmp_team() -> None:
 def test_a_block_mask_hides_what_the_function_hides() -> None:
     some = torch.ones(3, 3, dtype=torch.bool).tril()
     full = torch.ones(3, 3, dtype=torch.bool).tril(-1)
-    mask = torch_flex.flex_block_mask(lambda b, h, query, key: key <= query, some, full, torch.device("cpu"))
+    mask = compat.flex_block_mask(lambda b, h, query, key: key <= query, some, full, torch.device("cpu"))
     assert mask.shape == (1, 1, 384, 384)
     assert mask.to_dense()[0, 0].tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]  # blocks of 128
     assert mask.full_kv_num_blocks.tolist() == [[[0, 1, 2]]]

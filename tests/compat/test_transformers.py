@@ -23,6 +23,7 @@ from transformers import (
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from lightrl.compat import transformers as compat
+from lightrl.compat import transformers_models
 
 SIZES: dict[str, Any] = {"vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 1}
 
@@ -45,7 +46,7 @@ def test_renamed_parts_have_the_names_of_this_release() -> None:
 
 def test_a_class_made_here_has_from_config() -> None:
     base = LlamaModel.__mro__[1]
-    kind = compat.with_from_config("LlamaForScores", (GenericForSequenceClassification, base))
+    kind = transformers_models.with_from_config("LlamaForScores", (GenericForSequenceClassification, base))
     model = kind.from_config(LlamaConfig(**SIZES, intermediate_size=8, num_attention_heads=2, num_labels=1))
     assert type(model).__name__ == "LlamaForScores"
     assert model.score.weight.shape == (1, 8)
@@ -53,8 +54,8 @@ def test_a_class_made_here_has_from_config() -> None:
 
 def test_a_file_that_a_folder_lacks_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    assert compat.cached_path(str(tmp_path), "config.json") == str(tmp_path / "config.json")
-    assert compat.cached_path(str(tmp_path), "processor_config.json") is None
+    assert transformers_models.cached_path(str(tmp_path), "config.json") == str(tmp_path / "config.json")
+    assert transformers_models.cached_path(str(tmp_path), "processor_config.json") is None
 
 
 @pytest.mark.parametrize("kind", ["Mixtral", "GraniteMoe", "HrmText"])

@@ -1,7 +1,6 @@
 """Every private name of vLLM that LightRL uses is there, with the arguments and attributes that it is used by.
 
-A failure here says what changed in vLLM; `lightrl/compat/vllm.py` and `vllm_worker.py` say what each name is for. No
-engine is started.
+A failure here says what changed in vLLM, and `NAMES` what each name is for. No engine is started.
 """
 
 from __future__ import annotations
@@ -19,19 +18,58 @@ from transformers import AutoTokenizer
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.vllm
 
-from lightrl.compat import vllm as trainer_side  # noqa: E402 - vLLM is asked for first
-from lightrl.compat import vllm_fire as fire_side  # noqa: E402
-from lightrl.compat import vllm_grammars as grammars_side  # noqa: E402
-from lightrl.compat import vllm_parsers as parsers_side  # noqa: E402
-from lightrl.compat import vllm_process as process_side  # noqa: E402
+from lightrl.compat import vllm_parsers as parsers_side  # noqa: E402 - vLLM is asked for first
 from lightrl.compat import vllm_worker as worker_side  # noqa: E402
 from tests.toys import quickstart_model  # noqa: E402
 
 ROOT = Path(__file__).parents[2] / "lightrl"
-SIDES = (trainer_side, process_side, worker_side, fire_side, parsers_side, grammars_side)
-NAMES = {name: use for side in SIDES for name, use in side.PRIVATE.items()}
-
-
+NAMES = {  # "module:attribute" -> what it is used for
+    "vllm.v1.engine.llm_engine:LLMEngine.add_request": "adds requests with our own IDs while others run",
+    "vllm.v1.engine.llm_engine:LLMEngine.step": "returns groups as they finish",
+    "vllm.v1.engine.llm_engine:LLMEngine.abort_request": "cancels requests",
+    "vllm.v1.engine.output_processor:OutputProcessor.__init__": "request_states has partial results",
+    "vllm.v1.engine.output_processor:RequestState.make_request_output": "partial results as an output",
+    "vllm.v1.engine:FinishReason.ABORT": "finish reason of such an output",
+    "vllm.v1.engine.llm_engine:LLMEngine.has_unfinished_requests": "whether requests are in flight",
+    "vllm.v1.engine.llm_engine:LLMEngine.reset_prefix_cache": "drops keys and values of old weights",
+    "vllm.v1.engine.llm_engine:LLMEngine.reset_encoder_cache": "drops image features of old weights",
+    "vllm.v1.engine.llm_engine:LLMEngine.add_lora": "replaces the adapter",
+    "vllm.v1.engine.core_client:InprocClient.shutdown": "ends an engine in the trainer's process",
+    "vllm.distributed.parallel_state:destroy_distributed_environment": "replaced: it ends the trainer's process group",
+    "vllm.envs:disable_envs_cache": "an earlier engine froze the environment variables",
+    "vllm.platforms:current_platform": "simple_compile_backend: compiling the CPU sampler takes 12 s",
+    "vllm.v1.executor.uniproc_executor:UniProcExecutor": "single-process CPU engine",
+    "vllm.distributed.weight_transfer.nccl_common:trainer_init": "the trainer's side of a server's weight transfer",
+    "vllm.v1.engine.core:EngineCoreProc.pause_scheduler": "changes weights between two steps, keeping requests",
+    "vllm.v1.engine.core:EngineCoreProc.resume_scheduler": "continues requests",
+    "vllm.v1.engine.core_client:SyncMPClient.get_output": "replaced: it waits forever for a dead or stopped core",
+    "vllm.v1.engine.core_client:SyncMPClient.call_utility": "replaced for the same reason",
+    "vllm.v1.engine.core_client:SyncMPClient._send_input": "calls the core without waiting",
+    "vllm.v1.engine.core_client:MPClient._format_exception": "called by the replaced get_output",
+    "vllm.v1.engine.core_client:MPClient.ensure_alive": "whether the core is alive",
+    "vllm.v1.engine.core_client:MPClient.shutdown": "ends the core's process",
+    "vllm.v1.engine.core_client:BackgroundResources": "engine_manager has the core's processes",
+    "vllm.v1.engine:EngineCoreRequestType.UTILITY": "message type of a call",
+    "vllm.v1.engine.exceptions:EngineDeadError": "vLLM's error for a dead core",
+    "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod._setup_kernel": (
+        "replaced on CPUs: a reload doesn't pack experts"
+    ),
+    "vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU.add_lora_logits": "replaced: it fails on prompt log-probs",
+    "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm": "replaced: packed weights can't be updated",
+    "vllm.model_executor.model_loader.reload:initialize_layerwise_reload": "loads weights that vLLM has rearranged",
+    "vllm.model_executor.model_loader.reload:finalize_layerwise_reload": "the same",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.get_model": "the module that receives weights",
+    "vllm.v1.sample.logits_processor:LogitsProcessor": "FIRE sampling",
+    "vllm.v1.sample.logits_processor.builtin:process_dict_updates": "tracks the batch, as vLLM's own processors do",
+    "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest": "input of its tool parsers",
+    "vllm.tool_parsers:ToolParserManager": "its tool parsers by name",
+    "vllm.reasoning:ReasoningParserManager": "its reasoning parsers by name",
+    "vllm.tool_parsers.tool_strict_level:ToolStrictLevel": "how closely a grammar of tool calls follows the schemas",
+    "vllm.parser.abstract_parser:structured_outputs_to_format": "grammars of completions without tool calls",
+    "vllm.v1.structured_output.backend_xgrammar:XgrammarBackend.compile_grammar": "the grammar that masks logits",
+    "vllm.v1.structured_output.request:get_structured_output_key": "what it is compiled from",
+    "vllm.v1.engine.input_processor:InputProcessor.process_inputs": "tokens that end a completion",
+}
 SOURCES = {  # what replaced functions touch, as vLLM's own source says it
     "vllm.v1.engine.core_client:SyncMPClient.get_output": [
         "self.outputs_queue.get(",
@@ -82,7 +120,7 @@ def test_logits_processors_have_the_methods_that_fire_sampling_gives_them() -> N
 
 
 def test_every_import_from_the_inside_of_vllm_is_declared() -> None:
-    """In compat vLLM's inner modules stand in PRIVATE, but for what vLLM documents; elsewhere there are none."""
+    """In compat vLLM's inner modules are listed above, except those that vLLM documents; elsewhere there are none."""
     documented = {"vllm", "vllm.sampling_params", "vllm.lora.request"}
     modules = {name.partition(":")[0] for name in NAMES}
     for path in ROOT.rglob("*.py"):

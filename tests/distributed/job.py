@@ -19,7 +19,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightrl.algorithms import CriticSpec, GRPOLightningModule, PPOLightningModule
-from lightrl.algorithms.settings import Updates
+from lightrl.algorithms.module import Updates
 from lightrl.callbacks import ReferenceSync, RolloutCheckpoint, WeightSync
 from lightrl.distributed import strategies as adapters
 from lightrl.distributed.fsdp2 import FSDP2Strategy

@@ -18,7 +18,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 
 from lightrl.algorithms import GRPOLightningModule, PPOLightningModule
-from lightrl.algorithms.settings import Updates
+from lightrl.algorithms.module import Updates
 from lightrl.models.spec import ModelSpec
 from tests import forks
 from tests.toys import SMALL, quickstart_model, quiet_trainer, sums_data

@@ -15,7 +15,7 @@ from lightning.pytorch import seed_everything
 from transformers import AutoModelForImageTextToText
 
 from lightrl.algorithms import CriticSpec, GRPOLightningModule, PPOLightningModule
-from lightrl.algorithms.settings import Shaping, Updates
+from lightrl.algorithms.module import Shaping, Updates
 from lightrl.data.prompts import PromptSource
 from lightrl.models.spec import ModelSpec
 from tests import forks

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from lightrl.compat.transformers import transformer_blocks
-from lightrl.models.critic import ValueModel
+from lightrl.compat.transformers_models import transformer_blocks
 from lightrl.models.folders import fill_shards
 from lightrl.models.loading import load_causal_lm
 from lightrl.models.policy import PolicyModel
+from lightrl.models.reward import ValueModel
 from lightrl.models.spec import LoraSpec, ModelSpec
 from tests import forks
 from tests.rows import as_rows

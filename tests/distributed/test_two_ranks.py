@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch import seed_everything
 
 from lightrl.algorithms import GRPOLightningModule, PPOLightningModule
-from lightrl.algorithms.settings import ExtraLosses, Shaping, Updates
+from lightrl.algorithms.module import ExtraLosses, Shaping, Updates
 from lightrl.callbacks import EMA, ReferenceSync, WeightSync
 from lightrl.data.sft import PTXSource
 from lightrl.distributed.fsdp2 import FSDP2Strategy

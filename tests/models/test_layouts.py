@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightrl.compat import torch_flex as compat
-from lightrl.models.critic import ValueModel, new_value_head
+from lightrl.compat import torch as compat
 from lightrl.models.packing import attention, cuda_attention
 from lightrl.models.packing.streams import TokenStream, make_stream
 from lightrl.models.policy import PolicyModel
+from lightrl.models.reward import ValueModel, new_value_head
 from tests.models.conftest import Batch, make_batch, plain_scores
 from tests.rows import as_rows
 from tests.toys import build

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightrl.compat.transformers import transformer_blocks
+from lightrl.compat.transformers_models import transformer_blocks
 from lightrl.models.reward import RewardModel, RewardModelSpec
 from tests.models.conftest import Batch
 from tests.rows import unshared

@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
-from lightrl.ops.advantages import group_centered, group_stats
 from lightrl.ops.baselines import gae, leave_one_out, pass_at_k, returns_to_go
+from lightrl.ops.formulas import group_centered, group_stats
 
 # prompt, sampled, tool answer, sampled, sampled, padding
 MASK = torch.tensor([[False, True, False, True, True, False]])

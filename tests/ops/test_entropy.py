@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from lightrl.ops.advantages import kth_largest, top_entropy_mask
+from lightrl.ops.baselines import kth_largest, top_entropy_mask
 from tests.toys import on_ranks
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightrl.ops.losses import kl_estimate, ratio_corrected_kl
+from lightrl.ops.formulas import kl_estimate, ratio_corrected_kl
 
 torch.manual_seed(0)
 LOGITS, REF, OLD = torch.randn(3, 5, dtype=torch.float64).unbind()

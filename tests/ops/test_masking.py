@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightrl.ops.advantages import masked_moments, masked_sum, masked_whiten
+from lightrl.ops.formulas import masked_moments, masked_sum, masked_whiten
 from tests.toys import on_ranks
 
 NAN, INF = float("nan"), float("inf")

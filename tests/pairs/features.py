@@ -12,8 +12,8 @@ from lightrl import algorithms as a
 from lightrl import callbacks as c
 from lightrl import objectives as o
 from lightrl.algorithms import CriticSpec
+from lightrl.algorithms.module import ExtraLosses, Shaping, Updates
 from lightrl.algorithms.schedules import LRSchedule
-from lightrl.algorithms.settings import ExtraLosses, Shaping, Updates
 from lightrl.data.prompts import PromptSource
 from lightrl.data.sft import PTXSource
 from lightrl.engines.transformers.engine import TransformersEngine

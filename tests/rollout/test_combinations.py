@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import Callback
 
 from lightrl.algorithms import CriticSpec, DistillLightningModule, GRPOLightningModule, PPOLightningModule
-from lightrl.algorithms.settings import ExtraLosses, Shaping, Updates
+from lightrl.algorithms.module import ExtraLosses, Shaping, Updates
 from lightrl.callbacks import AdaptiveKL, RewardNormalization, RolloutWriter
 from lightrl.callbacks.rollout_writer import load_rollouts
 from lightrl.data.curriculum import PromptCurriculum

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import seed_everything
 
 from lightrl.algorithms import GRPOLightningModule
-from lightrl.algorithms.settings import Updates
+from lightrl.algorithms.module import Updates
 from lightrl.callbacks import EMA, RolloutCheckpoint, WeightSync
 from lightrl.data.curriculum import PromptCurriculum
 from lightrl.data.prompts import PromptSource

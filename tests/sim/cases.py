@@ -29,7 +29,7 @@ from lightrl.algorithms import (
     RewardLightningModule,
     SFTLightningModule,
 )
-from lightrl.algorithms.settings import ExtraLosses, Shaping, Updates
+from lightrl.algorithms.module import ExtraLosses, Shaping, Updates
 from lightrl.data.preferences import PreferenceDataModule, PreferenceSource
 from lightrl.data.prompts import PromptSource
 from lightrl.data.sft import SFTDataModule, SFTSource

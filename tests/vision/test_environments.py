@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightrl.algorithms import GRPOLightningModule
-from lightrl.algorithms.settings import Updates
+from lightrl.algorithms.module import Updates
 from lightrl.callbacks import RolloutWriter
 from lightrl.callbacks.rollout_writer import load_rollouts
 from lightrl.data.prompts import PromptSource

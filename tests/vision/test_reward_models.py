@@ -14,10 +14,9 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen2VLForConditionalGeneration
 
 from examples.vlm.make_model import main, make_config, make_tokenizer
-from lightrl.models.critic import ValueModel
 from lightrl.models.folders import save_hf_folder
 from lightrl.models.loading import load_causal_lm
-from lightrl.models.reward import RewardModel, RewardModelSpec, load_scalar
+from lightrl.models.reward import RewardModel, RewardModelSpec, ValueModel, load_scalar
 from lightrl.models.spec import ModelSpec
 from lightrl.records import Rollouts
 from tests.callbacks.toys import make_rollouts

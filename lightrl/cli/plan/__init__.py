@@ -73,7 +73,7 @@ def plan(
         require_model_folder(path.removesuffix("config.json") or ".")
     import torch
 
-    from lightrl.algorithms.settings import Updates
+    from lightrl.algorithms.module import Updates
     from lightrl.cli.plan.memory import Plan, measure_model
     from lightrl.cli.plan.time import step_seconds
 

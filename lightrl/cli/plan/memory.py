@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightrl.compat.torch import fake_tensors, storage_key
-from lightrl.compat.transformers import experts_of_any_dtype, transformer_blocks
+from lightrl.compat.transformers_models import experts_of_any_dtype, transformer_blocks
 from lightrl.distributed.sharded import LARGE_MODEL
 from lightrl.models.loading import model_config
 from lightrl.models.logprobs import CHUNK_ELEMENTS, CUDA_CHUNK_ELEMENTS, KEPT_ELEMENTS

@@ -20,8 +20,8 @@ from lightrl.engines.base import SteppingEngine
 from lightrl.engines.transformers.cpu_decoder import CPUDecoder, CPUModel, copy_by_rows
 from lightrl.engines.transformers.decoders import CacheDecoder, Decoder
 from lightrl.engines.transformers.decoding import Generation
-from lightrl.models.backbone import keep_attention_caps
 from lightrl.models.loading import CONFIG_KEYS, causal_class, fix_rope, longest_sequence
+from lightrl.models.policy import keep_attention_caps
 from lightrl.models.turns import require_known
 from lightrl.records import CompletionGroup, EngineContext, GenerationRequest, Routes, SamplingParams
 

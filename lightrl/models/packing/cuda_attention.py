@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from lightrl.compat.torch_flex import FLEX_BLOCK as BLOCK
-from lightrl.compat.torch_flex import flex_attention, flex_block_mask, has_triton
+from lightrl.compat.torch import FLEX_BLOCK as BLOCK
+from lightrl.compat.torch import flex_attention, flex_block_mask, has_triton
 from lightrl.models.packing.streams import TokenStream
 
 
