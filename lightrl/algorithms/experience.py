@@ -382,13 +382,9 @@ def weighted_micro_batches(
     """Splits a mini-batch by tokens and weights them so that the micro-batch losses sum to the mini-batch loss.
 
     Multiplies by the number of ranks, since Lightning averages gradients. Supervised examples, weighted by `ptx_coef`,
-    come first: DDP needs every trained model in the last backward pass.
-
-    Args:
-        module: The `PolicyGradientLightningModule`.
-        minibatch: The mini-batch.
-        skip_zero: Whether to exclude trajectories whose advantages are all 0, which still count in the normalizers.
-        whole_trajectories: Whether to keep rows of a trajectory together, even above the budget.
+    come first: DDP needs every trained model in the last backward pass. `skip_zero` excludes trajectories whose
+    advantages are all 0, which still count in the normalizers. `whole_trajectories` keeps rows of a trajectory
+    together, even above the budget.
 
     Returns:
         Micro-batches, the same number on every rank. Empty if no rank has a trainable token.

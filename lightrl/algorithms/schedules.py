@@ -119,10 +119,8 @@ def updates_ahead(trainer: Any) -> int:
 def with_schedule(optimizer: Optimizer, schedule: Any, position: Callable[[], tuple[float, float]]) -> Any:
     """Builds the return value of `configure_optimizers`.
 
-    Args:
-        optimizer: Optimizer of the module.
-        schedule: An `LRSchedule` over all updates of the run, or a function of the optimizer.
-        position: Callable that returns (updates so far, updates of the whole run). The latter is infinite if unknown.
+    `schedule` is an `LRSchedule` over all updates of the run, or a function of the optimizer. `position` returns
+    (updates so far, updates of the whole run), the latter infinite if unknown.
 
     Raises:
         ValueError: An `LRSchedule` in a run without an end, or a scheduler that needs a metric.

@@ -37,10 +37,8 @@ class GradientWindow:
     def loss(self, module: Any, summed: Tensor, count: Tensor) -> Tensor:
         """Returns the loss for `training_step`, which Lightning divides by `accumulate_grad_batches`.
 
-        Args:
-            module: LightningModule in `training_step`.
-            summed: Scalar, the loss summed over this rank's part of the batch.
-            count: Scalar, number of tokens or pairs of the batch on all ranks.
+        `summed` is the loss summed over this rank's part of the batch, and `count` the number of tokens or pairs on all
+        ranks.
         """
         trainer = module.trainer
         batches = getattr(trainer, "accumulate_grad_batches", 1)

@@ -91,9 +91,7 @@ def require_finite(bad: str | None, path: Any) -> None:
 def first_nonfinite(weights: Mapping[str, Any], states: Iterable[Mapping[Any, Any]] = ()) -> str | None:
     """Returns the name of the first non-finite weight or NaN optimizer state in this rank's part.
 
-    Args:
-        weights: Tensors by name.
-        states: States of each optimizer: tensors by name, by parameter.
+    `states` has each optimizer's tensors by name, by parameter.
     """
     for name, tensor in weights.items():
         if isinstance(tensor, Tensor) and tensor.is_floating_point() and not bool(_local(tensor).isfinite().all()):

@@ -276,9 +276,7 @@ class RolloutCheckpoint(SavingCheckpoint):
     def _new_score(self, trainer: Trainer, logged_by: str = "") -> Any:
         """Returns the monitored value if it was logged since the last call, else None.
 
-        Args:
-            trainer: Trainer with the metrics.
-            logged_by: What has just ended: a "batch" or "evaluation". Empty only records the value.
+        `logged_by` is what has just ended: a "batch" or "evaluation". Empty only records the value.
         """
         if self.monitor is None:
             return torch.tensor(self._rollouts(trainer)) if logged_by == "batch" else None

@@ -32,10 +32,7 @@ LAST = f"{ModelCheckpoint.CHECKPOINT_NAME_LAST}{ModelCheckpoint.FILE_EXTENSION}"
 
 
 class FolderLock:
-    """Locks a directory for one run. The system releases the lock when the process ends.
-
-    Args:
-        folder: Directory to lock. Created if missing.
+    """Locks a directory, created if missing, for one run. The system releases the lock when the process ends.
 
     Attributes:
         sure: Whether the file system supports locks, so that no other run uses the directory.

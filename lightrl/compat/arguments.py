@@ -24,16 +24,7 @@ _RUNNING = threading.RLock()  # environments are made in threads
 
 
 def one_of(name: str, value: T, *choices: T) -> T:
-    """Returns the value if it is one of the choices.
-
-    Args:
-        name: Argument name in the message, such as `OffPolicyCorrection.level`.
-        value: Value to check.
-        choices: Allowed values.
-
-    Raises:
-        ValueError: The value is not allowed.
-    """
+    """Returns the value if it is one of the choices, else raises a ValueError with `name`, such as `GiGPO.scale`."""
     if value not in choices:
         raise ValueError(f"{name}={value!r}: must be one of {', '.join(map(repr, choices))}.")
     return value
@@ -115,12 +106,9 @@ def _run_file(file: Path) -> ModuleType:
 
 
 def lazy_names(package: str, modules: Sequence[str], names: Sequence[str]) -> Callable[[str], Any]:
-    """Creates a package's `__getattr__` (PEP 562), which imports a module when one of its names is first used.
+    """Creates a package's `__getattr__` (PEP 562), which imports a module when one of its public `names` is first used.
 
-    Args:
-        package: Name of the package.
-        modules: Modules in search order, those with the fewest imports first. A leading dot starts a sibling package.
-        names: Public names, the package's `__all__`.
+    `modules` are searched in order, those with the fewest imports first. A leading dot starts a sibling package.
     """
 
     def getattribute(name: str) -> Any:

@@ -23,12 +23,7 @@ class OpenEnvError(RuntimeError):
 
 
 def make_client(url: str, timeout: float) -> Any:
-    """Creates a client of an OpenEnv server that raises `OpenEnvError`.
-
-    Args:
-        url: URL of the server.
-        timeout: Seconds to wait for the connection and for each response.
-    """
+    """Creates a client of an OpenEnv server that raises `OpenEnvError`, and waits `timeout` seconds for responses."""
     from openenv.core import GenericEnvClient
 
     class Client(GenericEnvClient):  # type: ignore[misc]
@@ -48,12 +43,7 @@ def make_client(url: str, timeout: float) -> Any:
 
 
 async def action_schema(url: str, timeout: float) -> dict[str, Any]:
-    """Returns the JSON schema of an OpenEnv server's actions.
-
-    Args:
-        url: URL of the server.
-        timeout: Seconds to wait for the response.
-    """
+    """Returns the JSON schema of an OpenEnv server's actions, or raises an error after `timeout` seconds."""
     url = url.replace("ws", "http", 1) if url.startswith("ws") else url
     async with httpx.AsyncClient(timeout=timeout) as client:
         response = await client.get(f"{url.rstrip('/')}/schema")

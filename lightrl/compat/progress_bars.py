@@ -38,17 +38,9 @@ def _columns(bar: RichProgressBar, trainer: Any) -> list[Any]:
 
 
 def refresh_pace(bar: Any, trainer: Any, pace: Mapping[str, str], now: str, done: int, total: int) -> None:
-    """Redraws a bar between two batches, from any thread, with the latest `pace` and the current activity.
+    """Redraws a bar of Lightning between two batches, from any thread, with the latest `pace` and the current activity.
 
-    Doesn't read metrics from Lightning, since their reduction is collective.
-
-    Args:
-        bar: Progress bar. Bars other than Lightning's are left unchanged.
-        trainer: Trainer of the bar.
-        pace: Pace as in `show_pace`.
-        now: Current activity. Empty for none.
-        done: Completed amount of the activity.
-        total: Total amount of the activity.
+    Doesn't read metrics from Lightning, since their reduction is collective. `now` names the activity, or is empty.
     """
     evaluates = trainer.sanity_checking or trainer.evaluating
     metrics = {**pace, **getattr(bar, "shown", {})}

@@ -38,15 +38,10 @@ def persistent_buffers(module: nn.Module) -> set[str]:
 
 
 def page_lock(memory: Tensor) -> weakref.finalize[..., Tensor] | None:
-    """Page-locks host memory that torch did not allocate, for direct copies from and to GPUs.
+    """Page-locks contiguous host memory that torch did not allocate, for direct copies from and to GPUs.
 
-    No effect if this process doesn't use CUDA. If CUDA rejects it, logs a warning, and copies are slower.
-
-    Args:
-        memory: Contiguous tensor on the host.
-
-    Returns:
-        Finalizer that unlocks the pages before `memory` is unmapped. None if nothing was locked.
+    No effect if this process doesn't use CUDA. If CUDA rejects it, logs a warning, and copies are slower. Returns a
+    finalizer that unlocks the pages before `memory` is unmapped, or None if nothing was locked.
     """
     if not (torch.cuda.is_initialized() and memory.nbytes):
         return None
@@ -91,11 +86,7 @@ def flex_attention(*, compiled: bool, backend: Any = "inductor") -> Any:
     """Returns torch's `flex_attention`, compiled as one graph for all lengths.
 
     It raises an error instead of silently falling back to a dense kernel. It has its own limit on the number of graphs,
-    since torch's limit of 8 applies to the whole process.
-
-    Args:
-        compiled: Whether to compile. False returns torch's function, which stores the whole score matrix.
-        backend: Backend of `torch.compile`.
+    since torch's limit of 8 applies to the whole process. Without `compiled`, it stores the whole score matrix.
     """
     from torch.nn.attention import flex_attention as module
 

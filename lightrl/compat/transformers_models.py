@@ -22,11 +22,8 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
 def with_from_config(name: str, bases: tuple[type, ...], reads_as: type[PreTrainedModel] | None = None) -> Any:
     """Creates a model class with a public `from_config`, like auto classes.
 
-    Args:
-        name: Name of the class.
-        bases: Base classes.
-        reads_as: Class with the same backbone, whose checkpoint format is used. transformers stores renamings by class
-            name and would report renamed weights as missing for an unknown class. Defaults to none.
+    `reads_as` is a class with the same backbone, whose checkpoint format is used. transformers stores renamings by
+    class name and would report renamed weights as missing for an unknown class.
     """
     own: dict[str, Any] = {"from_config": classmethod(lambda cls, config, **kwargs: cls._from_config(config, **kwargs))}
     if reads_as is not None:

@@ -93,12 +93,9 @@ def _keep_process_group(keep: bool) -> None:
 
 
 class VLLMAdapter:
-    """A running `vllm.LLM` in this process.
+    """A running `vllm.LLM(**arguments)` in this process.
 
-    Args:
-        arguments: Arguments of `vllm.LLM`.
-        forced: Environment variables to set while the engine starts.
-        defaults: Environment variables to set unless the user has set them.
+    `forced` and `defaults` are environment variables to set while it starts; the user's override `defaults`.
     """
 
     in_process = True

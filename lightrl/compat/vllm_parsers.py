@@ -84,12 +84,10 @@ def call_format(name: str, tokenizer: Any, functions: Sequence[Mapping[str, Any]
 
 
 def structural_tag(form: dict[str, Any], structured: Mapping[str, Any], *, single: bool) -> dict[str, Any]:
-    """Returns the grammar of calls, or of a reply without calls, as vLLM's `structured_outputs`.
+    """Returns the grammar of calls in the format `form`, or of a reply without calls, as vLLM's `structured_outputs`.
 
-    Args:
-        form: Format of the calls.
-        structured: Grammar of a reply without calls, as vLLM's `structured_outputs`. Empty makes calls mandatory.
-        single: Whether to end lists of calls after the first one.
+    `structured` is the grammar of a reply without calls. Empty makes calls mandatory. `single` ends lists of calls
+    after the first one.
 
     Raises:
         ValueError: vLLM is not installed, or rejects `structured`.
@@ -136,11 +134,7 @@ def reasoning_parser(name: str, tokenizer: Any) -> Callable[[str], tuple[str | N
 
 
 class Grammars:
-    """Grammars of one engine, the same ones that vLLM uses to mask logits before sampling.
-
-    Args:
-        engine: vLLM's `LLMEngine`.
-    """
+    """Grammars of one `LLMEngine`, the same ones that vLLM uses to mask logits before sampling."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine

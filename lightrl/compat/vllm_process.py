@@ -98,17 +98,11 @@ class _Bucket:
 
 
 class SeparateAdapter(VLLMAdapter):
-    """A running `vllm.LLM` whose engine has separate processes.
+    """A running `vllm.LLM` whose engine has separate processes. See `VLLMAdapter` for the other arguments.
 
     A weight push fills two buckets of shared, pinned host memory in turn: the workers copy one while the trainer fills
-    the other. Each has 32 MiB or the size of the largest tensor.
-
-    Args:
-        arguments: Arguments of `vllm.LLM`.
-        forced: Environment variables to set while the engine starts.
-        defaults: Environment variables to set unless the user has set them.
-        progress_timeout: Seconds without a response, while waiting for one, after which engine processes count as lost.
-            None waits forever.
+    the other. Each has 32 MiB or the size of the largest tensor. Engine processes count as lost `progress_timeout`
+    seconds after their last response, while waiting for one. None waits forever.
     """
 
     in_process = False

@@ -41,12 +41,9 @@ def shards_parameters(strategy: Strategy) -> bool:
 
 
 def shard_model(model: nn.Module, layers: Iterable[nn.Module], module: Any) -> None:
-    """Shards one model with FSDP2, one unit per transformer block.
+    """Shards one model with FSDP2, one unit per transformer block in `layers`.
 
-    Args:
-        model: Wrapper that is always called through `forward`; becomes the FSDP2 root.
-        layers: Transformer blocks of the model.
-        module: LightningModule with the strategy's `device_mesh`.
+    `model` is always called through `forward` and becomes the FSDP2 root. `module` has the strategy's `device_mesh`.
     """
     from torch.distributed.fsdp import fully_shard
 

@@ -27,9 +27,7 @@ from torch import Tensor, nn
 def check(strategy: Strategy, precision: str = "32-true") -> None:
     """Rejects strategies and precisions that would train incorrectly.
 
-    Args:
-        strategy: Strategy of the trainer.
-        precision: Precision of the trainer, for modules with manual optimization. Lightning's own loop handles float16.
+    Pass the precision only for manual optimization. Lightning's own loop handles float16.
     """
     if not isinstance(strategy, SingleDeviceStrategy) or type(strategy.precision_plugin) is not Precision:
         from lightrl.distributed.precision import refuse_unsupported
@@ -43,12 +41,7 @@ def shards(strategy: Strategy) -> bool:
 
 
 class Gradients:
-    """Gradients of one optimizer step, which has several backward passes.
-
-    Args:
-        strategy: Strategy of the trainer.
-        models: The trained models.
-    """
+    """Gradients of one optimizer step of the trained models, which has several backward passes."""
 
     def __init__(self, strategy: Any, models: Iterable[nn.Module]) -> None:
         self.strategy = strategy
@@ -159,12 +152,7 @@ class MetricSums:
 
     @torch.no_grad()
     def add(self, metrics: Mapping[str, Tensor | float], mask: Tensor | None = None) -> None:
-        """Adds one micro-batch.
-
-        Args:
-            metrics: Metrics by name. (B, T) values are averaged over `mask`, other shapes over all elements.
-            mask: (B, T) bool.
-        """
+        """Adds one micro-batch: (B, T) values are averaged over a (B, T) bool mask, other shapes over all elements."""
         for name, value in metrics.items():
             values = torch.as_tensor(value, dtype=torch.float32).detach().double()
             chosen = mask if mask is not None and values.shape == mask.shape else torch.ones_like(values).bool()

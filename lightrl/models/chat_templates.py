@@ -16,14 +16,11 @@ TOOLS = Path(__file__).with_name("tools.jinja")
 
 
 def training_template(template: str) -> str:
-    """Returns a chat template in which turns extend each other and the model sees tools.
+    """Returns a Jinja chat template in which turns extend each other and the model sees tools, from the model's own.
 
     Adds tools to a template without them, for SmolLM2 in the form published by its authors, otherwise in that of Qwen
     2.5. Qwen 3's keeps the reasoning of earlier turns, so that a trajectory stays one row. Other templates are returned
     unchanged.
-
-    Args:
-        template: Jinja text of the model's chat template.
     """
     template = THOUGHTS_DROPPED.sub("true", template)
     if re.search(r"\btools\b", template):
@@ -35,10 +32,6 @@ def training_template(template: str) -> str:
 
 def training_template_of(path: str, **kwargs: Any) -> str | None:
     """Returns the training template of a model's tokenizer; None if it equals the tokenizer's.
-
-    Args:
-        path: Model directory or model ID.
-        kwargs: Additional arguments of `AutoTokenizer.from_pretrained`.
 
     Raises:
         ValueError: The tokenizer is missing or has no chat template.

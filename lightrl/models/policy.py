@@ -136,17 +136,11 @@ class PolicyModel(nn.Module):
 
 @torch.no_grad()
 def named_hf_weights(policy: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yields all parameters of the policy's language model under their Hugging Face names, LoRA merged, one at a time.
+    """Yields (Hugging Face name, full tensor) of all parameters of `policy.lm`, LoRA merged, one at a time.
 
     `W + alpha / r * B A` is computed for one layer at a time, without changing the module. Tied parameters are yielded
-    once, under their first name. A value head is excluded. Collective if parameters are sharded: every rank must
-    iterate to the end.
-
-    Args:
-        policy: `PolicyModel` (or any object with `lm`).
-
-    Yields:
-        (name, full tensor). The tensor may share a parameter's memory, and is valid until the next one is requested.
+    once, under their first name. A value head is excluded. A tensor may share a parameter's memory, and is valid until
+    the next one is requested. Collective if parameters are sharded: every rank must iterate to the end.
     """
     if any(hasattr(module, "base_layer") for module in policy.lm.modules()):
         from lightrl.models.lora import named_merged_weights
@@ -190,10 +184,7 @@ class BackboneOutput:
 class Backbone:
     """Calls a transformers backbone. Not a module, since it only refers to a module of its owner.
 
-    Args:
-        model: Whole model, whose class determines what it supports.
-        body: Part of the model that computes hidden states.
-        layout: See `ModelSpec`.
+    `body` is the part of `model` that computes hidden states. The class of `model` determines what it supports.
 
     Attributes:
         layout: The layout in use: the requested one, or padded if the model supports no other.

@@ -99,11 +99,7 @@ def begins_with_bos(tokenizer: Any, text: str) -> bool:
 
 
 def placeholder_ids(config: Any) -> dict[str, int]:
-    """Returns the ID of the token that stands for each feature, by kind of media; {} for text models.
-
-    Args:
-        config: Model config, with `image_token_id` or, in older families, `image_token_index`.
-    """
+    """Returns the ID of the token that stands for each feature in this config, by kind of media; {} for text models."""
     found = {}
     for kind in ("image", "video", "audio"):
         values = (getattr(config, f"{kind}_token_{name}", None) for name in ("id", "index"))

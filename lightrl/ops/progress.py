@@ -29,9 +29,7 @@ def brief(value: float) -> str:
 def rollouts_in_all(trainer: Any, done: int) -> int | None:
     """Returns the number of rollouts (or batches) of the run, from `max_epochs` and `max_steps`; None if unknown.
 
-    Args:
-        trainer: Lightning Trainer.
-        done: Number of rollouts so far, used to estimate optimizer steps per rollout.
+    `done` rollouts so far are used to estimate optimizer steps per rollout.
     """
     limits = []
     if isinstance(trainer.num_training_batches, int) and trainer.max_epochs not in (None, -1):
@@ -53,9 +51,7 @@ def evaluations_left(trainer: Any, done: int, total: int) -> int:
 def headline(names: Collection[str], binary: bool) -> dict[str, str]:
     """Returns a run's main metrics as label -> name: evaluations if there are any, else the training reward or loss.
 
-    Args:
-        names: Names of logged metrics.
-        binary: Whether each evaluation reward is 0 or 1, so that the mean is an accuracy.
+    If each evaluation reward is 0 or 1 (`binary`), the mean is an accuracy.
     """
     for score in SCORES:
         label = "accuracy" if score == "pass@1" or (score == "reward" and binary) else score
@@ -72,12 +68,7 @@ def headline(names: Collection[str], binary: bool) -> dict[str, str]:
 def result_line(first: Points, last: Points, binary: bool, done: str, seconds: float) -> str:
     """Formats a result such as `eval accuracy 0.12 -> 0.58 in 40 rollouts, 7:12`.
 
-    Args:
-        first: First point of each metric.
-        last: Last point of each metric.
-        binary: See `headline`.
-        done: Total number of rollouts, as text.
-        seconds: Duration of the run.
+    `first` and `last` have each metric's first and last point. `done` is the total number of rollouts, as text.
     """
     several, single = list[str](), list[str]()
     for label, name in headline(last, binary).items():

@@ -65,14 +65,10 @@ def _reward(trajectory: Trajectory, scored: float) -> float:
 
 
 def collate(groups: Sequence[ScoredGroup], pad_token_id: int, temperature: float, masked_tokens: int = 0) -> Rollouts:
-    """Collates groups into right-padded (B, T) sequences, ordered by group and trajectory.
+    """Collates P groups into right-padded (B, T) sequences, ordered by group and trajectory.
 
-    Args:
-        groups: P groups.
-        pad_token_id: Token ID used for padding.
-        temperature: Sampling temperature.
-        masked_tokens: Number of tokens at the start of each turn to exclude from the response mask.
-            `rollout/masked_tokens` counts them.
+    The first `masked_tokens` tokens of each turn are excluded from the response mask. `rollout/masked_tokens` counts
+    them.
     """
     trajectories = [(number, trajectory) for number, group in enumerate(groups) for trajectory in group.trajectories]
     sequences = [(p, i, t, row) for i, (p, t) in enumerate(trajectories) for row in t.rows]
@@ -177,10 +173,7 @@ class RolloutStalledError(RuntimeError):
 class Collection:
     """Samples and scores the groups of P tasks. Created by `RolloutSampler.collect`; starts immediately.
 
-    Args:
-        sampler: The `RolloutSampler` that starts it.
-        tasks: Tasks, one per prompt, at least one.
-        trained: Whether the completions are trained on. Requests must then use the tasks' sampling distribution.
+    If the completions are `trained` on, requests must use the tasks' sampling distribution.
 
     Attributes:
         sampling: Sampling settings of the tasks.

@@ -352,11 +352,7 @@ class RolloutDataModule(LightningDataModule):
         return None if self._sampler is None else self._sampler.progress
 
     def next_rollout(self, left: int = 0) -> Rollouts:
-        """Returns the next training rollout from the schedule.
-
-        Args:
-            left: Number of rollouts remaining after this one. Limits how many are sampled in advance.
-        """
+        """Returns the schedule's next training rollout; `left` after it limit how many are sampled in advance."""
         sampled, prompts, fields = self.schedule.next(self.prompt_cursor, left), self._sets["prompts"], dict[str, Any]()
         if sampled.version is not None:
             fields["policy_version"] = sampled.version
@@ -372,10 +368,7 @@ class RolloutDataModule(LightningDataModule):
     def evaluate(self, name: str, prompts: PromptSet, first: int) -> Rollouts:
         """Samples and scores a batch of evaluation prompts with the current policy.
 
-        Args:
-            name: Name of the evaluation set, or "" for a single one.
-            prompts: Prompts of the set.
-            first: Index of the batch's first prompt. Part of the random seeds.
+        The name of the set ("" for a single one) and the index of its `first` prompt are part of the random seeds.
         """
         end = min(first + self.evaluation.batch_size * self.world_size, len(prompts))
         rows = list(range(first, end)[self.rank :: self.world_size])
@@ -429,14 +422,10 @@ class RolloutDataModule(LightningDataModule):
 
 
 class RolloutLoader:
-    """Train dataloader that samples each rollout when Lightning requests it.
+    """Train dataloader of one epoch that samples each rollout when Lightning requests it.
 
     It has a length because Lightning prefetches from loaders without one, which would make each rollout one update
     stale.
-
-    Args:
-        data: The `RolloutDataModule`.
-        num_rollouts: Number of rollouts per epoch.
     """
 
     def __init__(self, data: Any, num_rollouts: int) -> None:
@@ -477,13 +466,7 @@ class RolloutLoader:
 
 
 class EvalLoader:
-    """Iterates once over a set of evaluation prompts. All ranks get the same number of batches.
-
-    Args:
-        data: The `RolloutDataModule`.
-        name: Name of the set, or "" for a single one.
-        prompts: The prompts of all ranks.
-    """
+    """Iterates once over a set of evaluation prompts of all ranks. All ranks get the same number of batches."""
 
     def __init__(self, data: Any, name: str, prompts: PromptSet) -> None:
         self._data = data

@@ -19,16 +19,11 @@ from lightrl.rollout.collector import Collection, ScoredGroup
 
 
 def refill(sampler: Any, rollout: Any, gather: Callable[[int], list[int]]) -> None:
-    """Replaces the groups of a rollout without reward spread, in place.
+    """Replaces the groups of a rollout without reward spread, in place. Collective.
 
     In each of up to `dynamic_sampling_rounds` rounds, every rank takes one new prompt per missing group. The ranks
     share consecutive prompts, so the cursor is equal on all ranks and no prompt is skipped. Remaining places are filled
-    with the oldest dropped groups, which add nothing to a group estimator.
-
-    Args:
-        sampler: The `RolloutSampler`.
-        rollout: The `SampledRollout` with this rank's groups.
-        gather: Function that gathers an integer from all ranks. Collective.
+    with the oldest dropped groups, which add nothing to a group estimator. `gather` returns the integers of all ranks.
     """
     data, wanted, rounds = sampler.data, len(rollout.groups), 0
     while rounds < data.dynamic_sampling_rounds:

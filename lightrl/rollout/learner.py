@@ -378,9 +378,7 @@ PRECISION_TO_DTYPE = {"bf16": "bfloat16", "16": "float16", "32": "float32", "64"
 class EngineHost:
     """Starts the engine, keeps its weights in sync with the policy, and passes its samples to callbacks.
 
-    Args:
-        data: The `RolloutDataModule`.
-        run: What the run's prompts and tokens depend on.
+    `run` is what the run's prompts and tokens depend on.
     """
 
     def __init__(self, data: Any, run: Any = None) -> None:

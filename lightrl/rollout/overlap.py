@@ -115,10 +115,7 @@ class Ahead(_BesideTraining):
 class RecordedCollection(Collection):
     """A collection that continues earlier partial completions, and records its own for a checkpoint.
 
-    Args:
-        sampler, tasks: See `Collection`.
-        begun: Earlier partial completions, by `_key` of the request.
-        behind: Number of rollouts returned since it started.
+    `begun` has the earlier ones by `_key` of the request. `behind` rollouts have been returned since it started.
     """
 
     def __init__(

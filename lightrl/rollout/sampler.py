@@ -52,12 +52,7 @@ class SampledRollout:
 
 
 class RolloutSampler:
-    """Starts and collects the groups of a run.
-
-    Args:
-        data: The `RolloutDataModule`, whose engine host, episode, reward functions, and sizes it uses.
-        prompts: Training prompts, or None outside of training.
-    """
+    """Starts and collects the groups of a run. Outside of training, `prompts` is None."""
 
     def __init__(self, data: Any, prompts: PromptSet | None) -> None:
         self.data = data
@@ -82,8 +77,7 @@ class RolloutSampler:
     def ready(self, first: int | None = None) -> float:
         """Pushes the weights and returns the elapsed seconds. Collective.
 
-        Args:
-            first: Index of the next training rollout's first prompt, for the weight-sync check.
+        `first` is the index of the next training rollout's first prompt, for the weight-sync check.
         """
         if first is not None:
             self._show(self._own_prompts(first), self.sampling())
@@ -102,12 +96,9 @@ class RolloutSampler:
         sampling: SamplingParams | None = None,
         collection: Callable[..., Collection] = TRAINED,
     ) -> Collection:
-        """Starts a training rollout and returns this rank's groups. The engine must be ready.
+        """Starts the training rollout whose first prompt has the global index `first`. The engine must be ready.
 
-        Args:
-            first: Global index of its first prompt.
-            sampling: Sampling settings. Defaults to the data module's current ones.
-            collection: Creates the collection from this sampler and the tasks.
+        `sampling` defaults to the data module's current settings. The collection has this rank's groups.
         """
         prompts, sampling = self._own_prompts(first), sampling or self.sampling()
         return self.start(prompts, sampling, self.data.group_size, self._seeds(prompts, first, "train"), collection)
@@ -117,10 +108,7 @@ class RolloutSampler:
     ) -> SampledRollout:
         """Waits for the groups of a rollout, and for those that replace groups without reward spread.
 
-        Args:
-            begun: Rollout started by `begin`.
-            first: Global index of its first prompt.
-            gather: Function that gathers an integer from all ranks. Collective.
+        `first` is the global index of its first prompt. `gather` returns the integers of all ranks. Collective.
         """
         assert self.prompts is not None, "training has prompts"
         groups = begun.finish()

@@ -303,11 +303,8 @@ class ServerTeacher:
     def check(self, tokenizer: str) -> None:
         """Waits for the servers and checks their models. Does nothing if called again.
 
-        Args:
-            tokenizer: Directory or ID of the policy's tokenizer.
-
         Raises:
-            ValueError: If a server is unreachable or has a different tokenizer.
+            ValueError: If a server is unreachable, or its tokenizer differs from the policy's, a directory or ID.
         """
         self._pool.open(tokenizer)
 

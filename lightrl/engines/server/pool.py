@@ -75,11 +75,8 @@ class ServerPool:
     def open(self, tokenizer: str) -> None:
         """Waits for servers that are still starting, and checks each. Does nothing if called again.
 
-        Args:
-            tokenizer: Directory or ID of the policy's tokenizer.
-
         Raises:
-            ValueError: If a server is unreachable, incompatible, or has a different tokenizer.
+            ValueError: If a server is unreachable, incompatible, or has another tokenizer than this directory or ID.
         """
         if self.loop.started:
             return
@@ -151,9 +148,7 @@ class ServerPool:
     async def ask(self, name: str, work: Callable[[Server], Awaitable[T | None]]) -> T:
         """Runs `work` on the ready server with the fewest pending requests. Retries it after errors.
 
-        Args:
-            name: Name of the request, for error messages.
-            work: Function that sends a request. It is retried if it returns None.
+        It is also retried if it returns None. Messages call the request `name`.
 
         Raises:
             ValueError: If a server rejects the request.

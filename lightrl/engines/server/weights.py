@@ -29,12 +29,7 @@ Named = tuple[str, Tensor]
 
 
 class Transport(ABC):
-    """Base class of weight transports.
-
-    Args:
-        pool: Servers to push to.
-        dtype: Dtype of pushed matrices. Vectors keep their dtype.
-    """
+    """Base class of weight transports to a pool of servers. Matrices are pushed in `dtype`, vectors in their own."""
 
     def __init__(self, pool: ServerPool, dtype: torch.dtype) -> None:
         self.pool = pool
@@ -91,11 +86,8 @@ class Transport(ABC):
 class FolderTransport(Transport):
     """Writes safetensors files to a shared directory, from which the servers load them.
 
-    The directory contains one copy of the model, and two during a push. See `Transport` for the other arguments.
-
-    Args:
-        folder: Shared directory.
-        config: Model config, saved with the weights so that the result is a Hugging Face checkpoint.
+    The directory contains one copy of the model, and two during a push. The model's config is saved with the weights,
+    so that the result is a Hugging Face checkpoint.
     """
 
     def __init__(self, pool: ServerPool, dtype: torch.dtype, folder: Path, config: Any) -> None:

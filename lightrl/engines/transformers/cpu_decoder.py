@@ -31,13 +31,7 @@ _ROTARY = {"default", "linear", "llama3", "yarn", "fixed"}  # tables independent
 
 
 class CPUDecoder(Decoder):
-    """A decoder whose groups share the KV cache of their prompt.
-
-    Args:
-        model: The weights.
-        longest: Maximum sequence length in tokens, including prompt and completion.
-        new_tokens: Maximum completion length in tokens.
-    """
+    """A decoder whose groups share the KV cache of their prompt. See `reserve` for the lengths, in tokens."""
 
     refills = True
     takes_media = False
@@ -310,9 +304,8 @@ def copy_by_rows(target: Tensor, source: Tensor) -> None:
 class CPUModel:
     """A model's weights in the format of `CPUDecoder`.
 
-    Args:
-        model: A model for which `fits` is True. Its projections become views of the fused weights, so it still works,
-            and in-place weight updates apply to both.
+    The projections of a model for which `fits` is True become views of the fused weights, so it still works, and
+    in-place weight updates apply to both.
     """
 
     def __init__(self, model: Any) -> None:

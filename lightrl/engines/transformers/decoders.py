@@ -66,14 +66,11 @@ class Decoder(Protocol):
 
 
 class CacheDecoder(Decoder):
-    """A decoder for any model, which uses the model's forward pass and transformers' cache.
+    """A decoder for any causal model, which uses the model's forward pass and transformers' cache.
 
     Prompts are left-padded, so that new tokens share a column and sliding windows, which count columns, are correct.
     Models with recurrent layers get only prompts of equal length per batch, because padding would enter their state.
-
-    Args:
-        model: A causal language model in evaluation mode.
-        routers: Routers of a mixture-of-experts model to record, or None.
+    `routers` of a mixture-of-experts model are recorded.
     """
 
     refills = False

@@ -28,15 +28,9 @@ def _mix(x: int) -> int:
 
 
 def completion_uniforms(seed: int, completion: int, count: int) -> Tensor:
-    """Returns the random numbers of one completion, which depend only on (seed, completion).
+    """Returns the first random numbers of a completion, which depend only on the prompt's seed and its index.
 
-    Args:
-        seed: Seed of the prompt.
-        completion: Index of the completion in its group.
-        count: Maximum number of tokens to sample.
-
-    Returns:
-        (count,) float64 in [0, 1) on the CPU. A larger `count` doesn't change the first numbers.
+    (count,) float64 in [0, 1) on the CPU. A larger `count` doesn't change the first numbers.
     """
     mixed = _mix(_mix(seed & _MASK64) ^ completion)
     generator = torch.Generator().manual_seed(mixed >> 1)  # torch accepts 63 unsigned bits
@@ -116,18 +110,10 @@ def sample(
     forbidden: Tensor | None = None,
     first: bool = False,
 ) -> tuple[Tensor, Tensor, list[Tensor] | None]:
-    """Samples one token per row.
+    """Samples one token per row of (R, V) logits. See `distribution` for the other arguments.
 
-    token = min {i : F(i) > u F(V)}, where F is the cumulative sum (float64) of `distribution`. Temperature 0 selects
-    the most likely token, with its log-prob at temperature 1, as in vLLM.
-
-    Args:
-        logits: (R, V) logits.
-        sampling: See `distribution`.
-        uniforms: (R,) float64 in [0, 1).
-        seen: See `distribution`.
-        forbidden: See `distribution`.
-        first: See `distribution`.
+    token = min {i : F(i) > u F(V)}, where F is the cumulative sum (float64) of `distribution` and u are (R,) float64
+    uniforms in [0, 1). Temperature 0 selects the most likely token, with its log-prob at temperature 1, as in vLLM.
 
     Returns:
         Tokens (R,) int64, log-probs (R,) float32 of the renormalized distribution, and the kept token IDs of each row

@@ -53,14 +53,7 @@ def joined(
 ) -> Completion:
     """Joins the earlier and new tokens of a completion, up to the first stop string that begins in earlier tokens.
 
-    vLLM searches for stop strings only in new tokens.
-
-    Args:
-        new: Result of `completion`.
-        request: The request.
-        place: Index of the completion in the group.
-        versions: Weight version of each new token.
-        decode: Function that converts tokens to text.
+    vLLM searches for stop strings only in new tokens, whose weight versions are `versions`. `decode` converts tokens.
     """
     before = request.so_far(place)
     versions = before.policy_versions + versions
