@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 FLAGS = ("train", "weight", "loss_mask")
 """Message keys that control whether a turn is trained: true or 1, false or 0."""
 
-
 _THINK = re.compile(r"</?\w*think\w*>")
 
 

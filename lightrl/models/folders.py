@@ -138,6 +138,19 @@ def build_in_shards(module: Any, strategy: Strategy, *, built: bool) -> None:
             model.stream.group = group
 
 
+def save_model(model: Any, folder: str | Path, **kwargs: Any) -> None:
+    """Calls `save_pretrained` on any rank, also for generation settings that transformers loads but refuses to save."""
+    skip_unused()
+    validate: Any = GenerationConfig.validate
+    GenerationConfig.validate = lambda self, strict=False, **given: validate(self, **given)  # type: ignore[method-assign]
+    model.should_save_on_this_rank = lambda is_main_process: is_main_process
+    try:
+        model.save_pretrained(folder, **kwargs)
+    finally:
+        del model.should_save_on_this_rank
+        GenerationConfig.validate = validate  # type: ignore[method-assign]
+
+
 def save_hf_folder(
     actor: Any,
     state: Mapping[str, Tensor],
@@ -163,11 +176,10 @@ def save_hf_folder(
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     config = lm.config
-    skip_unused()
     try:
         if isinstance(getattr(lm, "score", None), nn.Linear):
             lm.config, state = _with_padding(lm, state, tokenizer)
-        lm.save_pretrained(folder, state_dict={**state, **buffers})
+        save_model(lm, folder, state_dict={**state, **buffers})
     finally:
         lm.config = config
     tokenizer.save_pretrained(folder)

@@ -24,7 +24,6 @@ from torch.autograd.function import once_differentiable
 if TYPE_CHECKING:
     from lightrl.records import Support
 
-
 CHUNK_ELEMENTS = 1 << 25  # logits per chunk: 128 MiB in float32
 CUDA_CHUNK_ELEMENTS = 1 << 28  # on CUDA, where each chunk reads the whole weight: 1 GiB
 KEPT_ELEMENTS = 3 << 25  # on a CPU, logits kept for the backward pass: 384 MiB in float32

@@ -95,7 +95,7 @@ def _convert(file: Path, folder: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    from lightrl.compat.deepspeed import skip_unused
+    from lightrl.models.folders import save_model
 
     source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
@@ -104,8 +104,7 @@ def _convert(file: Path, folder: Path) -> None:
     plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     plain.load_state_dict(read.state_dict())
     plain.generation_config = read.generation_config
-    skip_unused()
-    plain.save_pretrained(folder)
+    save_model(plain, folder)
     tokenizer = AutoTokenizer.from_pretrained(**source)
     add_bos(tokenizer, file)
     tokenizer.save_pretrained(folder)

@@ -127,20 +127,13 @@ class ModelSpec:
 
     def write_live(self) -> None:
         """Writes a loaded model to `path` if its weights have changed, such as by an SFT warm start."""
-        from lightrl.compat.deepspeed import skip_unused
         from lightrl.distributed.strategies import fingerprint
+        from lightrl.models.folders import save_model
 
-        model, now = self.live, fingerprint(self.live)
-        if getattr(model, "peft_config", None) or self._written == now:
-            return
-        # Each process has a separate directory; transformers would write only on the first rank.
-        skip_unused()
-        model.should_save_on_this_rank = lambda is_main_process: is_main_process
-        try:
-            model.save_pretrained(self.path)
-        finally:
-            del model.should_save_on_this_rank
-        self._written = now
+        now = fingerprint(self.live)
+        if not getattr(self.live, "peft_config", None) and self._written != now:
+            save_model(self.live, self.path)
+            self._written = now
 
 
 def _remove(folder: str, process: int) -> None:

@@ -128,10 +128,14 @@ def test_an_export_stops_at_the_end_of_the_turn(tokenizer: Any, tmp_path: Path) 
     tokenizer.chat_template, _ = TEMPLATES["chatml"]
     lm = Qwen2ForCausalLM(Qwen2Config.from_pretrained(tokenizer.name_or_path, vocab_size=len(tokenizer)))
     lm.generation_config.eos_token_id = tokenizer.eos_token_id
+    lm.generation_config.temperature = 0.6  # without `do_sample`, as published for some models
     tokenizer.save_pretrained(source)
     save_hf_folder(SimpleNamespace(lm=lm), lm.state_dict(), export, tokenizer_path=str(source))
-    stops = GenerationConfig.from_pretrained(export).eos_token_id
-    assert stops == [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    settings = GenerationConfig.from_pretrained(export)
+    assert settings.eos_token_id == [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    assert settings.temperature == 0.6
+    with pytest.raises(ValueError, match="do_sample"):  # transformers' own check is back
+        settings.save_pretrained(tmp_path)
 
 
 def test_bos_stands_once_wherever_text_is_tokenized(adds_bos: Any) -> None:

@@ -34,7 +34,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from lightrl.records import Routes
 
-
 GRID = 32
 
 
