@@ -38,8 +38,7 @@ def init(
     values = {"MODEL": str(path.resolve()) if path.is_dir() else model, "ENGINE": default_engine()}
     files = sorted(file for file in (TEMPLATES / task).rglob("*") if file.is_file() and file.suffix != ".pyc")
     targets = {file: folder / file.relative_to(TEMPLATES / task) for file in files}
-    there = [str(target) for target in targets.values() if os.path.lexists(target)]
-    if there:
+    if there := [str(target) for target in targets.values() if os.path.lexists(target)]:
         raise ValueError(f"dir={dir}: would overwrite {', '.join(there)}. Use another directory.")
     for file, target in targets.items():
         text = file.read_text(encoding="utf-8")
