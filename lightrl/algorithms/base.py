@@ -229,10 +229,6 @@ class RLLightningModule(SavesPretrained, RolloutLearner):
                 "learning rate, check the reward scale, or raise max_skipped_updates."
             )
 
-    def _coefficients(self) -> dict[str, float]:
-        kl = {} if self.kl is None else {"kl/coef": float(self.kl.coef)}
-        return kl | ({"policy/entropy_coef": float(self.entropy_coef)} if self.entropy_coef else {})
-
     # ---- interface for the data module and callbacks -----------------------------------------------------------
 
     @property

@@ -177,7 +177,11 @@ class PolicyGradientLightningModule(RLLightningModule):
             self.updates_made += 1
         seconds = {"time/experience": made - began, "time/update": time.perf_counter() - made}
         measured.add(rollouts.metrics)
-        metrics = {**experience.metrics, **self.means(measured), **seconds, **self._coefficients()}
+        metrics = {**experience.metrics, **self.means(measured), **seconds}
+        if self.kl is not None:
+            metrics["kl/coef"] = float(self.kl.coef)
+        if self.entropy_coef:
+            metrics["policy/entropy_coef"] = float(self.entropy_coef)
         self._call_callbacks("on_policy_updated", metrics)
         forget_step_metrics(self.trainer, self._logged - metrics.keys())
         self._logged = set(metrics)

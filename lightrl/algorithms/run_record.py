@@ -231,16 +231,13 @@ def run_settings(module: Any, data: Any) -> dict[str, Any]:
     if not hasattr(data, "prompts_per_rollout"):
         return own
     numbers = {name: getattr(data, name) for name in ("group_size", "prompts_per_rollout", "seed")}
-    return {**own, **numbers, "actor": module.actor_spec.name, "prompts": data_fingerprint(data.prompts)}
-
-
-def data_fingerprint(source: Any) -> str:
-    """Returns twelve characters that identify the prompts: files by name and size, lists by length and their ends."""
-    plain = json.dumps(_described_source(source), sort_keys=True, default=lambda value: type(value).__qualname__)
-    return hashlib.sha256(plain.encode()).hexdigest()[:12]
+    plain = json.dumps(_described_source(data.prompts), sort_keys=True, default=lambda value: type(value).__qualname__)
+    prompts = hashlib.sha256(plain.encode()).hexdigest()[:12]
+    return {**own, **numbers, "actor": module.actor_spec.name, "prompts": prompts}
 
 
 def _described_source(source: Any) -> Any:
+    """Returns plain data that identify the prompts: files by name and size, lists by length and their ends."""
     if hasattr(source, "sources"):  # a mixture
         return [[_described_source(each) for each in source.sources], source.weights]
     if hasattr(source, "source"):  # a curriculum

@@ -47,10 +47,8 @@ class _Recording(io.FileIO):
 def atomic_write(path: str | Path, mode: Literal["w", "wb"] = "wb", *, checksum: bool = False) -> Iterator[IO[Any]]:
     """Opens a file that appears under its name, complete and on disk, when the block ends. Discards it on errors.
 
-    Args:
-        path: File to write. Missing directories are created, and an existing file is replaced.
-        mode: "wb" or "w" (UTF-8, unpaired surrogates as in JSON: `\\ud83d`).
-        checksum: Also write `PATH.sha256` in the format of `sha256sum`, for `verify`.
+    Missing directories are created, and an existing file is replaced. Text is UTF-8, with unpaired surrogates as in
+    JSON (`\\ud83d`). With `checksum`, also writes `PATH.sha256` in the format of `sha256sum`, for `verify`.
 
     Raises:
         StorageError: The disk is full, the directory is read-only, or similar. All writing functions here raise it.

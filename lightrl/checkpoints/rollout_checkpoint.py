@@ -6,7 +6,6 @@ import contextlib
 import signal
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -297,7 +296,13 @@ class RolloutCheckpoint(SavingCheckpoint):
 
         If it fails, earlier checkpoints and the ranking are kept.
         """
-        self._require_finite(trainer)
+        bad = _nonfinite(trainer)
+        if trainer.strategy.reduce_boolean_decision(bad is not None, all=False):
+            newest = self._newest(trainer)
+            raise ValueError(
+                f"The weights are not finite ({bad or 'on another rank'}), so they are not saved. "
+                f"{f'Resume from {newest}' if newest else 'Start over'} with a lower learning rate or max_grad_norm."
+            )
         before = (self.best_k_models, self.current_score, self.last_model_path)
         path, dropped = None, list[str]()
         try:
@@ -350,14 +355,17 @@ class RolloutCheckpoint(SavingCheckpoint):
 
     def _write_last(self, trainer: Trainer, path: str | None) -> None:
         """Writes `last.ckpt`, if possible as a link to `path`, which was just written."""
-        last, linked = Path(self.last_model_path), False
-        if "://" not in self.last_model_path:
-            with _told_to_all(trainer):
-                if trainer.is_global_zero:
-                    linked = path is not None and has_checksums(Path(path))
-                    if linked:
-                        link(Path(path or ""), last)
-        if not trainer.strategy.broadcast(linked):
+        linked, problem = False, None
+        if trainer.is_global_zero and path is not None and "://" not in self.last_model_path:
+            try:
+                if linked := has_checksums(Path(path)):
+                    link(Path(path), Path(self.last_model_path))
+            except StorageError as error:
+                problem = str(error)
+        linked, problem = trainer.strategy.broadcast((linked, problem))
+        if problem is not None:  # on every rank
+            raise StorageError(problem)
+        if not linked:
             self.write(trainer, self.last_model_path)
 
     def _remove(self, trainer: Trainer, paths: list[str]) -> None:
@@ -372,15 +380,6 @@ class RolloutCheckpoint(SavingCheckpoint):
         ranked = sorted(self.best_k_models, key=lambda path: written_at(Path(path)) if Path(path).exists() else 0)
         known = [self.last_model_path, *reversed(ranked), str(trainer.ckpt_path or "")]
         return next((path for path in known if path and ("://" in path or Path(path).exists())), None)
-
-    def _require_finite(self, trainer: Trainer) -> None:
-        bad = _nonfinite(trainer)
-        if trainer.strategy.reduce_boolean_decision(bad is not None, all=False):
-            newest = self._newest(trainer)
-            raise ValueError(
-                f"The weights are not finite ({bad or 'on another rank'}), so they are not saved. "
-                f"{f'Resume from {newest}' if newest else 'Start over'} with a lower learning rate or max_grad_norm."
-            )
 
     def _evaluation_due_kept(self, trainer: Trainer) -> contextlib.AbstractContextManager[None]:
         """Context manager for saving checkpoints from which a resumed run starts with the due evaluation."""
@@ -415,16 +414,3 @@ def _nonfinite(trainer: Trainer) -> str | None:
     """Returns the name of non-finite trained parameters or NaN optimizer state on this rank."""
     trained = {name: p.detach() for name, p in trainer.lightning_module.named_parameters() if p.requires_grad}
     return first_nonfinite(trained, [optimizer.state for optimizer in trainer.optimizers])
-
-
-@contextlib.contextmanager
-def _told_to_all(trainer: Trainer) -> Iterator[None]:
-    """Context manager that raises a write error of rank 0 on every rank."""
-    problem = None
-    try:
-        yield
-    except StorageError as error:
-        problem = str(error)
-    problem = trainer.strategy.broadcast(problem)
-    if problem is not None:
-        raise StorageError(problem)

@@ -107,11 +107,8 @@ def flex_attention(*, compiled: bool, backend: Any = "inductor") -> Any:
 def flex_block_mask(visible: Any, some: Tensor, full: Tensor, device: torch.device) -> Any:
     """Creates a FlexAttention block mask without evaluating every pair of tokens, unlike `create_block_mask`.
 
-    Args:
-        visible: Function (batch, head, query, key) -> bool, with tensors on `device`.
-        some: (n, n) bool on the host, blocks of 128 x 128 pairs of which some may be visible.
-        full: (n, n) bool, blocks of which all pairs are visible, for which `visible` is not called.
-        device: Device of the mask.
+    `some` and `full` are (n, n) bool on the host: blocks of 128 x 128 pairs of which some or all may be visible.
+    `visible` maps (batch, head, query, key), tensors on `device`, to bool. It is not called for blocks in `full`.
     """
     from torch.nn.attention.flex_attention import BlockMask
 

@@ -55,15 +55,12 @@ def router_modules(model: Any) -> list[tuple[str, Any]]:
 
 
 def as_saved(model: Any, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yields parameters under the names and in the shapes used by `save_pretrained`, one at a time.
+    """Yields (name, full tensor) pairs under the names and in the shapes used by `save_pretrained`, one at a time.
 
     transformers 5 stores a layer's experts as two tensors, `gate_up_proj` (E, 2I, H) and `down_proj` (E, H, I), but
     saves 3E matrices. Its `revert_weight_conversion` needs all weights at once. This applies the same conversions to
-    one parameter at a time. Only parameters that share a tensor on disk wait for each other, as copies.
-
-    Args:
-        model: Model of the parameters; may be sharded.
-        named_tensors: (name, full tensor) pairs. Each input and output tensor is valid until the next is requested.
+    one parameter at a time, from a possibly sharded model. Only parameters that share a tensor on disk wait for each
+    other, as copies. Each input and output tensor is valid until the next is requested.
 
     Raises:
         ValueError: Only some of the parameters that share a tensor on disk were passed. Raised at the end.

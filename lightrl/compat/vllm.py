@@ -23,19 +23,9 @@ from torch import Tensor
 if TYPE_CHECKING:
     from lightrl.compat.vllm_parsers import Grammars
 
-TRAINER_PID = "LIGHTRL_TRAINER_PID"
-"""Environment variable with the trainer's process ID. Engine processes exit when that process does."""
-
 
 class LostEngineError(Exception):
     """Raised if an engine process has died or doesn't respond."""
-
-
-def transfer_group(host: str, port: int, size: int) -> Any:
-    """Returns rank 0 of a group with a server's workers, an object with `broadcast(tensor, src)`."""
-    from vllm.distributed.weight_transfer.nccl_common import trainer_init
-
-    return trainer_init({"master_address": host, "master_port": port, "world_size": size})
 
 
 @contextmanager

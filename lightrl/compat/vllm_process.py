@@ -23,7 +23,10 @@ import torch
 from torch import Tensor
 
 from lightrl.compat.torch import map_shared
-from lightrl.compat.vllm import TRAINER_PID, LostEngineError, VLLMAdapter, isolated_rng
+from lightrl.compat.vllm import LostEngineError, VLLMAdapter, isolated_rng
+
+TRAINER_PID = "LIGHTRL_TRAINER_PID"
+"""Environment variable with the trainer's process ID. Engine processes exit when that process does."""
 
 _POLL_SECONDS = 0.5  # interval of checks whether the engine is alive
 _CLOSE_SECONDS = 4.0
@@ -284,3 +287,10 @@ class SeparateAdapter(VLLMAdapter):
             psutil.wait_procs(left, timeout=_KILL_SECONDS)
             del self.llm, self.engine, self.client
             shutil.rmtree(self._sockets, ignore_errors=True)
+
+
+def transfer_group(host: str, port: int, size: int) -> Any:
+    """Returns rank 0 of a group with a server's workers, an object with `broadcast(tensor, src)`."""
+    from vllm.distributed.weight_transfer.nccl_common import trainer_init
+
+    return trainer_init({"master_address": host, "master_port": port, "world_size": size})

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightrl.compat.torch import map_shared
-from lightrl.compat.vllm import TRAINER_PID
+from lightrl.compat.vllm_process import TRAINER_PID
 from lightrl.compat.vllm_worker import WorkerExtension
 
 

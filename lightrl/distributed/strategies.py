@@ -58,15 +58,10 @@ class Gradients:
         return nullcontext()
 
     def clip(self, parameters: Iterable[nn.Parameter], max_norm: float | None, scale: float = 1.0) -> Tensor | None:
-        """Clips the joint gradient norm.
+        """Clips the joint gradient norm to `max_norm`; None disables clipping.
 
-        Args:
-            parameters: Parameters with gradients.
-            max_norm: Maximum norm. None disables clipping.
-            scale: Loss scale. The gradients stay scaled until the step.
-
-        Returns:
-            Norm before clipping as a float32 scalar, the same on every rank. None if it is known only after the step.
+        Gradients stay multiplied by the loss scale until the step. Returns the norm before clipping as a float32
+        scalar, the same on every rank, or None if it is known only after the step.
         """
         norm = nn.utils.clip_grad_norm_(parameters, float("inf") if max_norm is None else max_norm * scale)
         return (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).detach().float() / scale

@@ -162,13 +162,9 @@ def save_hf_folder(
 ) -> None:
     """Writes a model directory for transformers and vLLM: weights, config, tokenizer, and generation settings.
 
-    Args:
-        actor: `PolicyModel` or `RewardModel`. Only its config and buffers are read, so it may be sharded.
-        state: Full tensors by Hugging Face name, LoRA merged, from `named_hf_weights`.
-        folder: Model directory to write. Created if missing.
-        tokenizer_path: Model directory or model ID of the tokenizer.
-        processor_path: Model directory or model ID of the media processor. Defaults to `tokenizer_path`.
-        chat_template: Jinja text of the chat template. Defaults to the tokenizer's.
+    Only the config and buffers of `actor` (`PolicyModel` or `RewardModel`) are read, so it may be sharded. `state` has
+    full tensors by Hugging Face name, LoRA merged, from `named_hf_weights`. The paths are model directories or IDs;
+    that of the media processor defaults to the tokenizer's. So does `chat_template`, a Jinja text.
     """
     lm = actor.lm
     buffers = {n: b.detach().cpu() for n, b in lm.named_buffers() if n in persistent_buffers(lm)}

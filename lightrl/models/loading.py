@@ -27,16 +27,12 @@ FIXED = "fixed"  # `rope_type` of rotary embeddings that don't depend on the bat
 def load_causal_lm(spec: ModelSpec, *, trainable: bool, in_shards: bool = False) -> PreTrainedModel:
     """Loads a causal language model, or a multimodal model with a language head.
 
-    Args:
-        spec: Model to load.
-        trainable: Whether to train it. False freezes every parameter and ignores `freeze`, `gradient_checkpointing`,
-            and `lora`.
-        in_shards: Leave parameters on the meta device for `fill_shards` to read after sharding. Models with adapters,
-            random weights, `kwargs`, or weights that transformers converts are still loaded whole.
+    Without `trainable`, every parameter is frozen, and `freeze`, `gradient_checkpointing`, and `lora` are ignored. With
+    `in_shards`, parameters stay on the meta device for `fill_shards` to read after sharding. Models with adapters,
+    random weights, `kwargs`, or weights that transformers converts are still loaded whole.
 
-    Returns:
-        The model in training mode, which gradient checkpointing needs, with all dropout set to 0 so that log-probs
-        equal the engine's. With LoRA, only the adapter requires gradients.
+    The model is in training mode, which gradient checkpointing needs, with all dropout set to 0 so that log-probs equal
+    the engine's. With LoRA, only the adapter requires gradients.
     """
     if trainable and spec.live is not None:
         return _prepared(spec.live, spec, trainable=True)
@@ -71,8 +67,12 @@ def load_model(
         kwargs = {k: v for k, v in spec.kwargs.items() if k in ("trust_remote_code", "attn_implementation")}
         model = auto_class.from_config(config, dtype=dtype, **kwargs)
     elif model is None:
-        kwargs = {**spec.kwargs, **(_quantization(dtype) if lora is not None and lora.quantize_4bit else {})}
-        told: Any = {**kwargs, "output_loading_info": True}
+        told: Any = {**spec.kwargs, "output_loading_info": True}
+        if lora is not None and lora.quantize_4bit:
+            from transformers import BitsAndBytesConfig
+
+            settings = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+            told["quantization_config"] = BitsAndBytesConfig(bnb_4bit_compute_dtype=dtype, **settings)
         model, info = _read(auto_class, spec, config=config, dtype=dtype, **told)
         _refuse_random(model, spec, info["missing_keys"], new_head=new_head and trainable)
         _refuse_nonfinite(model, spec)
@@ -91,13 +91,6 @@ def _read(auto_class: Any, spec: ModelSpec, **kwargs: Any) -> Any:
     except (OSError, ValueError, SafetensorError) as error:
         require_model_folder(spec.path)
         raise ValueError(f"model path {spec.path!r}: can't be loaded: {error}") from error
-
-
-def _quantization(dtype: torch.dtype) -> dict[str, Any]:
-    from transformers import BitsAndBytesConfig
-
-    settings = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-    return {"quantization_config": BitsAndBytesConfig(bnb_4bit_compute_dtype=dtype, **settings)}
 
 
 def _refuse_random(model: Any, spec: ModelSpec, missing: set[str], *, new_head: bool) -> None:
@@ -209,9 +202,8 @@ def fix_rope(model: Any) -> int | None:
     transformers chooses the factors of LongRoPE and dynamic NTK by the largest position in a batch, so a sequence's
     log-probs would depend on others. vLLM chooses the LongRoPE factors once, by its `max_model_len`.
 
-    Returns:
-        Maximum sequence length for which transformers, and vLLM by default, use the same factors, or with learned
-        positions. None for no limit.
+    Returns the maximum sequence length for which transformers, and vLLM by default, use the same factors, or with
+    learned positions. None for no limit.
     """
     limits: list[int | None] = []
     tables = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}

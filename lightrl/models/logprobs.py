@@ -88,15 +88,8 @@ def chunked_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """Computes `log_softmax(logits / temperature)` at the targets, and its entropy.
 
-    Args:
-        hidden: (M, D) input of the head.
-        weight: (V, D) weight of the head.
-        bias: (V,) bias of the head, or None.
-        targets: (M,) int64 in [0, V).
-        distribution: Temperature, transformation of logits, and support.
-        entropy: Whether to compute entropies.
-        chunk_elements: Maximum number of logits per chunk (at least one token's), halved for entropies. Defaults
-            to 2^28 on CUDA, 2^25 elsewhere.
+    Takes the (M, D) input of the head, its (V, D) weight, its (V,) bias or None, and (M,) int64 targets. A chunk has at
+    most `chunk_elements` logits (at least one token's), halved for entropies. Defaults to 2^28 on CUDA, 2^25 elsewhere.
 
     Returns:
         (M,) float32 log-probs and (M,) float32 entropies in nats or None. Gradients for hidden, weight, and bias are

@@ -21,9 +21,7 @@ from lightrl.models.turns import placeholder_ids
 
 
 def add_lora(model: Any, spec: LoraSpec) -> None:
-    """Adds adapters to `model` in place. Afterward, only they require gradients.
-
-    Uses PEFT's injection instead of its wrapper class, so the model keeps its type and parameter names.
+    """Adds adapters to `model` in place. Afterward, only they require gradients. Model type and parameter names stay.
 
     Raises:
         ValueError: No layer matches `target_modules`, or one is not linear.

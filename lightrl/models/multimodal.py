@@ -38,18 +38,11 @@ def video_timing(times: Sequence[float]) -> dict[str, Any]:
 def merged_inputs(
     rows: Rows, wanted: Sequence[int], shape: tuple[int, int], device: torch.device, plain: int = 0
 ) -> dict[str, Tensor]:
-    """Merges the model inputs of a batch.
+    """Merges the model inputs of a batch of shape (B, T), from B dictionaries of each row's processor, `{}` for text.
 
-    Args:
-        rows: B dictionaries from each row's processor, `{}` for text.
-        wanted: Indices of the rows whose media are computed, in stream order.
-        shape: (B, T).
-        device: Device of the result.
-        plain: Token type of text, see `causal_type`.
-
-    Returns:
-        Inputs per token as (B, T), `plain` by default. All others are concatenated along their first dimension, with
-        other dimensions zero-padded to the largest, as processors do for a batch.
+    Inputs per token are (B, T), with the token type `plain` by default (see `causal_type`). All others are concatenated
+    along their first dimension over the rows `wanted`, in stream order, with other dimensions zero-padded to the
+    largest, as processors do for a batch.
     """
     merged: dict[str, Tensor] = {}
     for name in dict.fromkeys(name for row in rows for name in row):
@@ -72,15 +65,12 @@ def _padded(part: Tensor, sizes: list[int]) -> Tensor:
 
 
 def marked_tokens(config: Any, rows: RowBatch) -> tuple[Tensor, Tensor]:
-    """Returns token IDs for finding shared prefixes.
+    """Returns token IDs for finding shared prefixes, and the (B, 2) positions of the first and last placeholder or -1.
 
     A row's media are computed once, at its first placeholder. Rows therefore share that position only if all of their
-    media are equal, and no shared prefix ends between the first and the last placeholder.
-
-    Returns:
-        (B, T) token IDs with a negative number per distinct media at a row's first placeholder, other negative numbers
-        at sampled placeholders, and other numbers for other token types; and the (B, 2) positions of the first and last
-        placeholder, -1 without media.
+    media are equal, and no shared prefix ends between the first and the last placeholder. The (B, T) token IDs have a
+    negative number per distinct media at a row's first placeholder, other negative numbers at sampled placeholders, and
+    other numbers for other token types.
     """
     ids, response = rows.on_host("token_ids").clone(), rows.on_host("response_mask")
     places = _placeholders(config, ids) & rows.on_host("attention_mask")

@@ -14,13 +14,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class PackagedModel:
-    """A model with GGUF weights in one or several packages.
+    """A model on the Hub with GGUF weights in one or several packages.
 
-    Attributes:
-        hub: Model ID on the Hub.
-        packages: Modules with the file, or with its parts in order.
-        pattern: Path of the file, or of the parts, in each module.
-        requirements: Packages to install.
+    The file, or its parts in order, match `pattern` in each module of `packages`. `requirements` are the packages to
+    install.
     """
 
     hub: str

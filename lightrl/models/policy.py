@@ -81,14 +81,11 @@ class PolicyModel(nn.Module):
         values: bool = False,
         divergence: Callable[..., Tensor] | None = None,
     ) -> PolicyOutput:
-        """Scores the response tokens.
+        """Scores the response tokens of B sequences.
 
-        Args:
-            rows: B sequences. Log-probs and entropies cover the tokens in their `supports`, if any. Routers use the
-                experts in their `routes`, if any.
-            entropy: Compute entropies.
-            values: Compute values with the value head.
-            divergence: Divergence from teachers, see `divergence_from`.
+        Log-probs and entropies cover the tokens in the rows' `supports`, if any. Routers use the experts in their
+        `routes`, if any. `entropy`, `values` of the value head, and the `divergence` from teachers (see
+        `divergence_from`) are optional.
 
         Raises:
             ValueError: Rows are not right-padded.

@@ -128,15 +128,9 @@ def chunked_divergence(
     differ, both distributions cover the common tokens. With `TopTokens`, there are K + 1 outcomes: each of the
     teacher's top tokens, and "any other". The result is never above the divergence of the full distributions.
 
-    Args:
-        hidden, weight, bias: As in `chunked_logprobs`.
-        teacher: Distributions at the same M tokens, without graph.
-        divergence: Function from (C, W) log-probs of student and teacher to (C,), differentiable in the first.
-        distribution: As in `chunked_logprobs`. Temperature and support also apply to the teacher.
-        chunk_elements: Maximum number of logits of either model per chunk. Defaults to 2^26 on CUDA, 2^24 elsewhere.
-
-    Returns:
-        (M,) float32, with exact gradients for hidden, weight, and bias.
+    `divergence` maps (C, W) log-probs of student and teacher to (C,), differentiable in the first. Temperature and
+    support also apply to the teacher. See `chunked_logprobs` for the other arguments; `chunk_elements` defaults to 2^26
+    on CUDA, 2^24 elsewhere. Returns (M,) float32, with exact gradients for hidden, weight, and bias.
     """
     if chunk_elements is None:
         chunk_elements = DIVERGENCE_ELEMENTS << 2 if hidden.is_cuda else DIVERGENCE_ELEMENTS

@@ -1,20 +1,7 @@
 """Policy losses per token, from new and old log-probs and advantages.
 
-A is the advantage, `r = pi / pi_old`, and sg stops the gradient:
-
-| class | loss of a token | ratio |
-|---|---|---|
-| `PPOClip` | `-min(r * A, clip(r) * A)` | token |
-| `GSPO` | the same | sequence, `exp(mean_t log r_t)` |
-| `RLOOSequence` | the same | sequence, `exp(sum_t log r_t)` |
-| `GMPO` | `-A * exp(mean_t clip(log r_t))`, clipped on the pessimistic side | geometric mean of clipped tokens |
-| `CISPO` | `-sg(clip(r)) * A * log pi` | token, as a weight |
-| `SAPO` | `-4 / tau * sigmoid(tau * (r - 1)) * A` | token, soft |
-| `CPG` | `-min(log r * A, clip(log r) * A)` and a drift penalty | token, log |
-| `DPPO` | `-sg(min(r, ratio_max)) * A * log pi` if the probability has changed little | token, as a weight |
-
-Sequence losses assign the value of a sequence to each of its tokens. `SequenceMean` turns them into the objectives of
-their papers. `SequenceSum` with `GSPO` is LUSPO.
+Formulas use the advantage A, the ratio `r = pi / pi_old`, and sg, which stops the gradient. Sequence losses assign the
+value of a sequence to each of its tokens. `SequenceMean` turns them into the objectives of their papers.
 """
 
 from __future__ import annotations

@@ -58,15 +58,10 @@ class Support:
 
     @staticmethod
     def at(supports: Sequence[Support | None], targets: Tensor, width: int) -> Support | None:
-        """Selects tokens from several rows; None if nothing was cut for any of them.
+        """Selects tokens from the supports of several rows; None if nothing was cut for any of them.
 
-        Args:
-            supports: Supports of B rows.
-            targets: (M,) int64 token positions: row times `width` plus position in the row.
-            width: T.
-
-        Returns:
-            M entries, on the device of `targets`.
+        `targets` are (M,) int64 token positions: row times `width` plus position in the row. The result is on their
+        device.
         """
         if all(support is None for support in supports):
             return None
@@ -111,13 +106,8 @@ class Routes:
     def at(routes: Sequence[Routes | None], places: Tensor, width: int) -> Tensor | None:
         """Selects the experts of tokens from several rows; None if nothing was recorded for any row.
 
-        Args:
-            routes: Routes of B rows.
-            places: (N,) int64 token positions: row times `width` plus position in the row.
-            width: T.
-
-        Returns:
-            (N, L, K) int64 on the device of `places`, -1 for tokens without recorded experts.
+        `places` are (N,) int64 token positions: row times `width` plus position in the row. Returns (N, L, K) int64 on
+        their device, -1 for tokens without recorded experts.
         """
         known = [entry.experts for entry in routes if entry is not None]
         if not known:

@@ -87,16 +87,13 @@ class RolloutLearner(LightningModule, ABC):
         inputs: list[dict[str, Any]] | None = None,
         start: int = 1,
     ) -> Tensor:
-        """Computes token log-probs at temperature 1 for the weight-sync check.
+        """Computes (B, T) log-probs at temperature 1 of (B, T) tokens without padding, for the weight-sync check.
 
         Args:
-            token_ids: (B, T) token IDs without padding.
+            token_ids: (B, T) token IDs.
             routes: Experts of each sequence's tokens, for mixture-of-experts models.
             inputs: B dictionaries of media inputs. Defaults to text only.
-            start: Index of the first token to score, at least 1.
-
-        Returns:
-            (B, T) log-probs. Columns before `start` are undefined.
+            start: Index of the first token to score, at least 1. Columns before it are undefined.
         """
         mask = torch.ones_like(token_ids, dtype=torch.bool)
         response = mask.clone()
@@ -412,10 +409,7 @@ class EngineHost:
         )
 
     def ready(self) -> float:
-        """Starts and wakes the engine, and pushes the policy's weights if they have changed. Collective.
-
-        Returns:
-            Elapsed time in seconds.
+        """Starts and wakes the engine, pushes changed weights, and returns the elapsed seconds. Collective.
 
         Raises:
             StaleWeightsError: If the `WeightSync` callbacks did not push the current version.

@@ -57,7 +57,7 @@ class StoreEngine(WeightTransferEngine):  # type: ignore[type-arg]
 
 
 def store_group(host: str, port: int, size: int) -> Any:
-    """The trainer's side in place of `lightrl.compat.vllm.transfer_group`."""
+    """The trainer's side in place of `lightrl.compat.vllm_process.transfer_group`."""
     return StatelessProcessGroup.create(host, port, 0, size)
 
 

@@ -35,15 +35,10 @@ class ServerLostError(RuntimeError):
 
 
 class Server:
-    """A server. Created and used in the thread of the requests' event loop.
+    """A server at a URL without a path. Created and used in the thread of the requests' event loop.
 
-    Args:
-        url: URL without a path, such as http://10.0.0.2:8000.
-        headers: Headers of all requests.
-        patience: Seconds within which a healthy server must answer a health check.
-        progress_timeout: Seconds without a response while requests are pending after which the server counts as lost.
-            None for no limit.
-        alive_path: Route of health checks. Must answer while the server is paused.
+    A healthy server must answer a health check at `alive_path` within `patience` seconds, also while it is paused. It
+    counts as lost `progress_timeout` seconds after its last response while requests are pending. None for no limit.
 
     Attributes:
         lost: Why the server counts as dead, or None.

@@ -35,14 +35,9 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class ServerPool:
-    """Servers, and the event loop that runs their requests.
+    """Servers, and the event loop that runs their requests. See `ServerEngine` for most arguments.
 
-    See `ServerEngine` for the arguments not listed here.
-
-    Args:
-        owner: Name of the class that has the arguments, for error messages.
-        protocol: Protocol of the servers.
-        pushes: Whether weights are pushed to the servers.
+    Error messages name the class `owner`. `pushes` is whether weights are pushed to the servers.
 
     Attributes:
         servers: The servers, in order of preference. Empty until `open`.

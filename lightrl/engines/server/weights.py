@@ -18,7 +18,7 @@ import torch
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
 from torch import Tensor
 
-from lightrl.compat.vllm import transfer_group
+from lightrl.compat.vllm_process import transfer_group
 from lightrl.engines.base import EngineDiedError
 from lightrl.engines.server.client import Server, ServerError, ServerLostError
 from lightrl.engines.server.pool import ServerPool

@@ -180,17 +180,10 @@ class CPUDecoder(Decoder):
         return logits
 
     def _attend(self, number: int, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        """Computes attention of one query per row to its prompt and its completion.
+        """Computes (R, H * D) attention of one query per row to its prompt and its completion.
 
-        Args:
-            number: Index of the layer.
-            q: (R, H, D) queries.
-            keys: (R * K, D, C) keys of the completions.
-            values: (R * K, C, D) values of the completions.
-            mask: (R * K, 1, C) mask to add, or None.
-
-        Returns:
-            (R, H * D) outputs.
+        For layer `number`, takes (R, H, D) queries, (R * K, D, C) keys and (R * K, C, D) values of the completions, and
+        a (R * K, 1, C) mask to add, or None.
         """
         rows, kv, d = len(q), self.model.kv_heads, self.model.head_dim
         q = q.reshape(rows * kv, -1, d)
@@ -350,16 +343,10 @@ class CPUModel:
     def forward(
         self, tokens: Tensor, positions: Tensor, table: Tensor, attend: Any, last: Tensor | None, space: Workspace
     ) -> Tensor:
-        """Computes the (T, V) logits of (T,) tokens, or only those at `last`.
+        """Computes the (T, V) logits of (T,) tokens at (T,) positions, or only those at the indices `last`.
 
-        Args:
-            tokens: (T,) token IDs.
-            positions: (T,) positions.
-            table: Result of `rotary_table`.
-            attend: Attention function that maps the layer index, scaled q (T, H, D), and k and v (T, K, D) to
-                (T, H * D).
-            last: Indices of the tokens whose logits to return. None returns all.
-            space: Workspace for T tokens.
+        `table` is the result of `rotary_table`, and `space` a workspace for T tokens. `attend` maps the layer index,
+        scaled q (T, H, D), and k and v (T, K, D) to (T, H * D).
         """
         torch.index_select(table, 0, positions, out=space.rotary)
         h = self.embedding.index_select(0, tokens)

@@ -1,7 +1,4 @@
-"""Decoders, which hold the KV cache of the completions being sampled.
-
-A decoder computes logits but doesn't sample. `prefill` adds G rows per prompt and returns the logits after each prompt,
-`step` takes one token per row and returns the next logits, and `keep` removes rows.
+"""Decoders, which hold the KV cache of the completions being sampled and compute logits.
 
 Shapes: P prompts, G completions per prompt, R live rows, V vocabulary, L prompt length.
 """

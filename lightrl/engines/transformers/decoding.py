@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightrl.engines.transformers.decoders import Decoder
-from lightrl.engines.transformers.sampling import completion_uniforms, cuts, forbidden_tokens, sample
+from lightrl.engines.transformers.sampling import completion_uniforms, cuts, sample
 from lightrl.records import Completion, CompletionGroup, GenerationRequest, Routes, Support
 
 
@@ -86,14 +86,8 @@ class _Row:
 class Generation:
     """Decoding state of all pending requests.
 
-    Args:
-        make_decoder: Function that returns an empty decoder for the first waiting request.
-        now: Policy version of the weights.
-        tokenizer: Tokenizer for texts and stop strings.
-        eos_ids: End-of-sequence tokens, used unless `sampling.ignore_eos`.
-        device: Device of the logits.
-        max_sequences: Maximum number of rows.
-        max_tokens: Maximum number of KV cache tokens.
+    `make_decoder` returns an empty decoder for the waiting requests. `now` is the policy version of the weights. There
+    are at most `max_sequences` rows and `max_tokens` tokens in the KV cache.
     """
 
     make_decoder: Callable[[Sequence[GenerationRequest]], Decoder]
@@ -249,7 +243,8 @@ class Generation:
             lengths = [len(row.tokens) + len(self.pending) for row in rows]
             if min(lengths) < sampling.min_new_tokens:
                 young = torch.tensor(lengths, device=self.device) < sampling.min_new_tokens
-                forbidden = forbidden_tokens(young, sorted(job.end_ids), logits.shape[-1])
+                forbidden = torch.zeros(logits.shape, dtype=torch.bool, device=self.device)
+                forbidden[:, sorted(job.end_ids)] = young[:, None]
         seen = None if self.seen is None else self.seen[first:]
         fresh = not self.pending and not rows[-1].tokens  # rows added together share their first step
         uniforms = self.uniforms.take(self.cursors[first:])

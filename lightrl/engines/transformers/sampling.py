@@ -5,7 +5,6 @@ Shapes: R rows, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import chain
 
 import torch
@@ -50,21 +49,15 @@ def distribution(
     forbidden: Tensor | None = None,
     first: bool = False,
 ) -> Tensor:
-    """Returns the unnormalized sampling probabilities, with 0 for excluded tokens.
+    """Returns the unnormalized sampling probabilities of (R, V) logits, with 0 for excluded tokens.
 
     The order is vLLM's: repetition penalty, forbidden tokens, temperature, min-p, FIRE, top-k, top-p. Top-p applies to
     the tokens kept by min-p and top-k. Tokens tied with the last one kept by top-k or top-p are also kept, so the
-    result doesn't depend on sort order.
+    result doesn't depend on sort order. Temperature 0 is treated as 1 here.
 
-    Args:
-        logits: (R, V) of any floating dtype. Computed in float32.
-        sampling: Sampling settings. Temperature 0 is treated as 1 here.
-        seen: (R, V) bool, tokens for the repetition penalty. Required if it is enabled.
-        forbidden: (R, V) bool, tokens to exclude.
-        first: Whether these are the first tokens of completions, to which `fire_temperature` applies.
-
-    Returns:
-        (R, V) float32, nonnegative, not renormalized after top-k and top-p.
+    `seen` are the tokens for the repetition penalty, required if it is enabled, and `forbidden` those to exclude, both
+    (R, V) bool. `fire_temperature` applies to the `first` tokens of completions. Returns (R, V) float32, nonnegative,
+    not renormalized after top-k and top-p.
     """
     logits = logits.float()
     if sampling.repetition_penalty != 1.0 and seen is not None:
@@ -151,10 +144,3 @@ def _sample(
         counts = rows.bincount(minlength=len(probs)).tolist()
         kept = list(ids.to("cpu", torch.int32).split(counts))
     return tokens[:, 0], logprobs[:, 0], kept
-
-
-def forbidden_tokens(rows: Tensor, ids: Sequence[int], vocabulary: int) -> Tensor:
-    """(R, V) mask of the tokens `ids` in the rows selected by the (R,) mask `rows`."""
-    mask = torch.zeros(rows.shape[0], vocabulary, dtype=torch.bool, device=rows.device)
-    mask[:, list(ids)] = rows[:, None]
-    return mask

@@ -75,16 +75,8 @@ def stream_attention(
 ) -> Tensor:
     """Attention of every stream token to the tokens up to itself in its segment, and to all ancestors of the segment.
 
-    Args:
-        q: (N, H, D) queries.
-        k: (N, K, D) keys, where K divides H.
-        v: (N, K, D) values.
-        stream: Token stream.
-        scale: Scale of the dot products.
-        window: Number of last tokens of its row visible to a token, including itself. Defaults to all.
-
-    Returns:
-        (N, H, D).
+    Takes (N, H, D) queries and (N, K, D) keys and values, where K divides H, and returns (N, H, D). `scale` multiplies
+    dot products. `window` is the number of last tokens of its row visible to a token, including itself; None for all.
     """
     if q.is_cuda:
         from lightrl.models.packing import cuda_attention

@@ -31,20 +31,15 @@ def micro_batches(
 ) -> list[Tensor]:
     """Returns row indices of micro-batches of at most `budget` tokens, balanced by cost.
 
-    A shared prefix counts once per micro-batch, as the shared-prefix layout computes it. A tree that exceeds the budget
-    is split into branches that fit, and their common prefix is computed in each micro-batch. The cost is the number of
-    tokens plus the number of query-key pairs / 6144. Parts are assigned largest first to the cheapest micro-batch with
-    room (longest processing time first). In the packed layout, rows count in full. In the padded layout, a micro-batch
-    counts as rows x longest row, and has rows of similar length.
+    A longer row (or unit) gets its own. A shared prefix counts once per micro-batch, as the shared-prefix layout
+    computes it. A tree that exceeds the budget is split into branches that fit, and their common prefix is computed in
+    each micro-batch. The cost is the number of tokens plus the number of query-key pairs / 6144. Parts are assigned
+    largest first to the cheapest micro-batch with room (longest processing time first). In the packed layout, rows
+    count in full. In the padded layout, a micro-batch counts as rows x longest row, and has rows of similar length.
 
-    Args:
-        token_ids: (B, T) int64. Rows with different IDs share nothing.
-        attention_mask: (B, T) bool.
-        response_mask: (B, T) bool.
-        budget: Maximum number of tokens per micro-batch, at least 1. A longer row (or unit) gets its own.
-        num_bins: Exact number of micro-batches, some possibly empty. Defaults to as few as the budget allows.
-        layout: Layout in which the rows will run.
-        units: (B,) int64. Rows of one unit, such as a trajectory, stay in one micro-batch, even above the budget.
+    Takes (B, T) int64 token IDs and bool masks. Rows with different IDs share nothing. `num_bins` is the exact number
+    of micro-batches, some possibly empty; by default, as few as the budget allows. Rows with an equal number in (B,)
+    `units`, such as those of a trajectory, stay in one micro-batch, even above the budget.
 
     Returns:
         int64 index tensors on the CPU, each ascending, which together cover every row once. Deterministic.

@@ -128,17 +128,13 @@ def make_stream(
     routes: Sequence[Routes | None] = (),
     device: torch.device | None = None,
 ) -> TokenStream:
-    """Plans the stream for outputs that are read one token early: at completion tokens, or at the last token.
+    """Plans the stream for outputs that are read one token early: at response tokens, or at the last token of each row.
 
-    Args:
-        token_ids: (B, T) int64. For rows with media, from `multimodal.marked_tokens`.
-        attention_mask: (B, T) bool, True on real tokens, which start at 0 without gaps.
-        response_mask: (B, T) bool, tokens whose outputs are read. That of token t is read at t - 1; token 0 has none.
-        last: Read one output per row instead, at its last token.
-        share: Compute shared prefixes once.
-        spans: (B, 2), see `shared_prefixes`.
-        routes: B records of experts. Only tokens with the same experts are shared.
-        device: Device of the stream. Defaults to the device of `token_ids`. Device tensors are copied to the host.
+    The masks are (B, T) bool. Real tokens start at 0 without gaps. The output of response token t is read at t - 1;
+    token 0 has none. With `last`, one output per row is read instead, at its last token. With `share`, shared prefixes
+    are computed once, if they have the same experts in `routes`. For rows with media, `multimodal.marked_tokens`
+    returns the (B, T) int64 `token_ids` and the (B, 2) `spans`. The stream is on `device`, by default that of
+    `token_ids`. Device tensors are copied to the host.
 
     Raises:
         ValueError: Rows are not right-padded.
