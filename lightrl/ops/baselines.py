@@ -13,13 +13,8 @@ from lightrl.ops.formulas import AllSum, group_centered, group_stats, identity, 
 def leave_one_out(scores: Tensor, groups: Tensor, valid: Tensor) -> Tensor:
     """Score minus the mean of the *other* scores of the group: `r_i - (sum_j r_j - r_i) / (n - 1)`.
 
-    Computed as the equivalent `n / (n - 1) * (r_i - mean)`.
-
-    Args:
-        scores, groups, valid: As in `group_stats`.
-
-    Returns:
-        (B,), 0 on invalid rows and in groups of one.
+    Computed as the equivalent `n / (n - 1) * (r_i - mean)`. (B,), 0 on invalid rows and in groups of one. See
+    `group_stats` for the arguments.
 
     Source: https://arxiv.org/abs/2402.14740, section 3; https://openreview.net/forum?id=r1lgTGL5DE.
     """
@@ -28,18 +23,12 @@ def leave_one_out(scores: Tensor, groups: Tensor, valid: Tensor) -> Tensor:
 
 
 def pass_at_k(successes: Tensor, groups: Tensor, valid: Tensor, k: int) -> Tensor:
-    """Mean normalized pass@k reward over all k-subsets of the group that contain the row.
+    """Mean normalized pass@k reward over all k-subsets of the group that contain the row, k at least 1.
 
     With n rows, f failures, `q = C(f, k) / C(n, k)`, and `std = sqrt(q * (1 - q))`, a success scores `q / std`. A
-    failure scores `(q - C(f - 1, k - 1) / C(n - 1, k - 1)) / std`.
-
-    Args:
-        successes: (B,) float, 1 or 0.
-        groups, valid: As in `group_stats`.
-        k: Subset size, at least 1.
-
-    Returns:
-        (B,), 0 on invalid rows, if std is 0, and in groups of fewer than k rows. Sums to 0 over a group.
+    failure scores `(q - C(f - 1, k - 1) / C(n - 1, k - 1)) / std`. `successes` are (B,) float, 1 or 0; see
+    `group_stats` for the others. Returns (B,), 0 on invalid rows, if std is 0, and in groups of fewer than k rows. Sums
+    to 0 over a group.
 
     Source: https://arxiv.org/abs/2508.10751, eq. 9-15.
     """
@@ -111,12 +100,8 @@ def clipped_value_loss(
 
         L = 0.5 * max((V - R)**2, (clip(V, V_old - eps, V_old + eps) - R)**2)
 
-    Args:
-        values: (B, T) values, differentiable.
-        old_values: (B, T) values at the start of the update.
-        returns: (B, T) targets.
-        mask: (B, T) bool.
-        clip_eps: eps, above 0, in units of the return. None uses `0.5 * (V - R)**2`.
+    All are (B, T): differentiable values, the values at the start of the update, targets, and a bool mask. eps is above
+    0, in units of the return. None uses `0.5 * (V - R)**2`.
 
     Returns:
         (B, T) loss, 0 outside the mask, and (B, T) float without graph, 1 on tokens whose gradient the clip removes: V
@@ -136,15 +121,8 @@ def clipped_value_loss(
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, all_sum: AllSum = identity) -> Tensor:
     """Fraction of the returns' variance explained by the critic: `1 - Var[R - V] / Var[R]` over the mask.
 
-    Args:
-        values: (B, T) values of the critic.
-        returns: (B, T) returns.
-        mask: (B, T) bool.
-        all_sum: Sum over ranks.
-
-    Returns:
-        Scalar of the values' dtype. 1 is perfect, 0 no better than a constant, and negative worse than a constant. 0 if
-        the returns don't vary.
+    All are (B, T): values, returns, and a bool mask. Returns a scalar of the values' dtype. 1 is perfect, 0 no better
+    than a constant, and negative worse than a constant. 0 if the returns don't vary.
     """
     residual = masked_moments(returns - values, mask, all_sum=all_sum)[2]
     total = masked_moments(returns, mask, all_sum=all_sum)[2]
@@ -176,14 +154,9 @@ def top_entropy_mask(entropy: Tensor, mask: Tensor, fraction: float, *, all_sum:
 def kth_largest(x: Tensor, mask: Tensor, k: int, *, all_sum: AllSum = identity) -> Tensor:
     """Finds the exact k-th largest masked value of all ranks bit by bit, without gathering.
 
-    Args:
-        x: Nonnegative float32 values of any shape, whose bits sort like the values.
-        mask: bool, same shape.
-        k: Rank of the value, 1 for the largest. Must be equal on all ranks.
-        all_sum: Sum over ranks, called 31 times.
-
-    Returns:
-        float32 scalar. 0 if there are fewer than k values.
+    `x` are nonnegative float32 values of any shape, whose bits sort like the values, and `mask` bool of that shape. k
+    is 1 for the largest, and equal on all ranks. `all_sum` is called 31 times. Returns a float32 scalar, 0 if there are
+    fewer than k values.
     """
     keys, found = x.contiguous().view(torch.int32)[mask], 0
     for bit in reversed(range(31)):

@@ -42,15 +42,9 @@ def identity(tensor: Tensor) -> Tensor:
 
 
 def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Sums `x` over `mask` in float64, so that the result barely depends on order or batch splits.
+    """Sums float `x` over a bool `mask` of its shape in float64, which barely depends on order or batch splits.
 
-    Args:
-        x: Float values of any shape.
-        mask: bool, same shape.
-        dim: Dimension to sum over. Defaults to all.
-
-    Returns:
-        float64 tensor without `dim`, or a scalar. 0 if nothing is selected.
+    Over `dim` or, by default, all dimensions. 0 if nothing is selected.
     """
     kept = torch.where(mask, x, torch.zeros_like(x))
     return kept.sum(dtype=torch.float64) if dim is None else kept.sum(dim, dtype=torch.float64)
@@ -59,13 +53,8 @@ def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 def masked_moments(x: Tensor, mask: Tensor, *, all_sum: AllSum = identity) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the count, mean, and unbiased variance of all selected values, in two passes for numerical stability.
 
-    Args:
-        x: Float values of any shape.
-        mask: bool, same shape.
-        all_sum: Sum over ranks, called twice.
-
-    Returns:
-        float64 scalars (count, mean, variance). The variance is 0 if fewer than two values are selected.
+    `x` is float, `mask` bool of the same shape, and `all_sum` is called twice. Returns float64 scalars. The variance is
+    0 if fewer than two values are selected.
     """
     local = torch.stack([masked_sum(torch.ones_like(x), mask), masked_sum(x, mask)])
     count, total = all_sum(local).unbind()
@@ -75,16 +64,10 @@ def masked_moments(x: Tensor, mask: Tensor, *, all_sum: AllSum = identity) -> tu
 
 
 def masked_whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8, all_sum: AllSum = identity) -> Tensor:
-    """Whitens values over the mask: `(x - mean) / (std + eps)`, with the unbiased std.
+    """Whitens float values over a bool mask of their shape: `(x - mean) / (std + eps)`, with the unbiased std.
 
-    Args:
-        x: Float values of any shape.
-        mask: bool, same shape.
-        eps: Constant added to the std, above 0.
-        all_sum: Sum over ranks, for moments of the global batch.
-
-    Returns:
-        Tensor like `x`, 0 outside the mask. A single selected value becomes 0. If the mean is 0, values of 0 stay 0.
+    Returns a tensor like `x`, 0 outside the mask. A single selected value becomes 0. If the mean is 0, values of 0 stay
+    0.
 
     Source: https://arxiv.org/abs/1909.08593 and OpenAI's `lm-human-preferences`, which divides by `sqrt(var + 1e-8)`
         with the population variance of one process. Here, the variance is unbiased and covers all ranks.
@@ -120,15 +103,9 @@ class GroupStats(NamedTuple):
 def group_stats(scores: Tensor, groups: Tensor, valid: Tensor, weights: Tensor | None = None) -> GroupStats:
     """Computes the count, mean, and unbiased std of each group's scores, per row.
 
-    Args:
-        scores: (B,) float, not read on invalid rows.
-        groups: (B,) int64 labels. Rows of a group don't have to be adjacent.
-        valid: (B,) bool, False on rows to exclude.
-        weights: (B,) float weights of the mean, at least 0. The std stays unweighted around the plain mean. Defaults to
-            equal weights.
-
-    Returns:
-        `GroupStats` on the device and in the dtype of `scores`.
+    Takes (B,) float scores, int64 labels of groups, whose rows don't have to be adjacent, and bool, False on rows to
+    exclude. (B,) float `weights`, at least 0, apply to the mean; by default, they are equal. The std stays unweighted
+    around the plain mean. The result has the device and dtype of `scores`.
     """
     _, index = torch.unique(groups, return_inverse=True)
     num_groups = int(index.max()) + 1 if index.numel() else 0
@@ -156,16 +133,7 @@ def group_stats(scores: Tensor, groups: Tensor, valid: Tensor, weights: Tensor |
 
 
 def group_centered(scores: Tensor, stats: GroupStats, valid: Tensor) -> Tensor:
-    """Score minus the group mean, exactly 0 if the group has no spread or one row.
-
-    Args:
-        scores: (B,) float scores.
-        stats: Statistics of the same rows.
-        valid: (B,) bool, False on rows to exclude.
-
-    Returns:
-        (B,), 0 on invalid rows.
-    """
+    """(B,) score minus the group mean, exactly 0 on invalid rows, and if the group has no spread or one row."""
     return torch.where(valid & stats.varied, scores - stats.mean, torch.zeros_like(scores))
 
 
@@ -183,16 +151,7 @@ MAX_LOG_RATIO = 20.0
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator = "k3") -> Tensor:
-    """Estimates `KL(pi || pi_ref)` per token.
-
-    Args:
-        logprobs: (B, T) log-probs of the policy, in nats.
-        ref_logprobs: (B, T) log-probs of the reference.
-        estimator: "k1", "k2", or "k3".
-
-    Returns:
-        (B, T), differentiable in `logprobs`.
-    """
+    """Estimates `KL(pi || pi_ref)` per token from (B, T) log-probs in nats; (B, T), differentiable in `logprobs`."""
     d = logprobs - ref_logprobs
     if estimator == "k1":
         return d
@@ -211,12 +170,7 @@ def ratio_corrected_kl(
         k1, k3:  ratio * k          E_old[ratio * k] = E_pi[k] = KL(pi || ref), so the gradient is also correct
         k2:      stop(ratio) * k2   E_old[ratio * d * grad log pi]; the ratio's gradient would add a wrong term
 
-    Args:
-        old_logprobs: (B, T) log-probs of the policy that sampled the tokens.
-        logprobs, ref_logprobs, estimator: As in `kl_estimate`.
-
-    Returns:
-        (B, T), differentiable in `logprobs`.
+    As `kl_estimate`; `old_logprobs` are (B, T) log-probs of the policy that sampled the tokens.
 
     Source: https://arxiv.org/abs/2512.02556, section "Unbiased KL estimate" (k3); TRL's `use_bias_correction_kl`.
     """
@@ -250,15 +204,9 @@ def clipped_policy_loss(
         L = max(-A * ratio, -A * clip(ratio, 1 - eps_low, 1 + eps_high))
         L = min(L, -A * dual_clip)     if A < 0 and dual_clip is set
 
-    Args:
-        ratio: pi / pi_old, (B, T) or any shape, differentiable.
-        advantages: Advantages of the same shape, or one that broadcasts.
-        eps_low: Lower clip range, in [0, 1]. The lower bound is 1 - eps_low.
-        eps_high: Upper clip range, at least 0. The upper bound is 1 + eps_high.
-        dual_clip: Maximum ratio for A < 0, above 1. None disables it.
-
-    Returns:
-        `ClippedLoss`.
+    `ratio` is pi / pi_old, (B, T) or any shape, differentiable; the advantages have the same shape, or one that
+    broadcasts. `eps_low` is in [0, 1], `eps_high` at least 0. `dual_clip`, the maximum ratio for A < 0, is above 1;
+    None disables it.
 
     Source: PPO https://arxiv.org/abs/1707.06347 eq. 7; asymmetric bounds: DAPO https://arxiv.org/abs/2503.14476 eq. 10;
         dual clip https://arxiv.org/abs/1912.09729 eq. 5; INTELLECT-2's two-sided delta
