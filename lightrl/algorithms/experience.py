@@ -332,8 +332,7 @@ def rollout_metrics(
 def count_minibatches(size: int, total: int, ranks: int) -> int:
     """Number of mini-batches of `size` trajectories in a rollout of `total` trajectories over all ranks.
 
-    Raises:
-        ValueError: `size` doesn't divide the rollout, or isn't a multiple of the ranks.
+    Raises a ValueError if `size` doesn't divide the rollout, or isn't a multiple of the ranks.
     """
     if size % ranks or total % size:
         raise ValueError(
@@ -348,10 +347,8 @@ def cut_minibatches(experience: Experience, count: int, *, seed: int) -> list[Ex
     """Splits a rollout into `count` mini-batches with equal numbers of trajectories, with groups shuffled by the seed.
 
     Groups stay whole if each rank's mini-batch size is a multiple of the group size. Rows of a trajectory always stay
-    together. Supervised examples keep their order and are distributed evenly.
-
-    Raises:
-        ValueError: There are fewer supervised examples than mini-batches.
+    together. Supervised examples keep their order and are distributed evenly. Raises a ValueError if there are fewer of
+    them than mini-batches.
     """
     if count == 1:
         return [experience]

@@ -60,11 +60,7 @@ class CheckedCheckpointIO(TorchCheckpointIO):
             torch.save(without_secrets(checkpoint), file)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Reads the file.
-
-        Raises:
-            ValueError: The path is not a checkpoint, or it is damaged.
-        """
+        """Reads the file. Raises a ValueError if the path is not a checkpoint, or if it is damaged."""
         if "://" in str(path):
             return super().load_checkpoint(path, map_location or (lambda storage, loc: storage), weights_only)
         with readable(path):
@@ -122,11 +118,7 @@ def without_secrets(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checkpoint_kind(path: str | Path) -> str:
-    """Returns the kind of checkpoint: `plain`, `fsdp2`, or `zero`.
-
-    Raises:
-        ValueError: The path is not a checkpoint, or it is incomplete.
-    """
+    """Returns `plain`, `fsdp2`, or `zero`. Raises a ValueError if the path isn't a complete checkpoint."""
     path = Path(path)
     if path.is_file():
         return "plain"
@@ -147,9 +139,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     """Reads the weights (`state_dict`) and what Lightning and callbacks added; of plain files also `optimizer_states`.
 
     ZeRO checkpoints hold pickled DeepSpeed objects, so they need the package and must come from a trusted source.
-
-    Raises:
-        ValueError: The path is not a checkpoint, or it is incomplete or damaged.
+    Raises a ValueError if the path is not a checkpoint, or if it is incomplete or damaged.
     """
     path, kind = Path(path), checkpoint_kind(path)
     with readable(path):
@@ -160,11 +150,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
 
 
 def read_header(path: Path) -> Mapping[str, Any]:
-    """Reads the unsharded entries of a checkpoint. Tensors stay on disk.
-
-    Raises:
-        Exception: The file is not a checkpoint. Unpickling may raise any error.
-    """
+    """Reads the unsharded entries of a checkpoint; tensors stay on disk. Unpickling may raise any error."""
     kind = checkpoint_kind(path)
     file = {"plain": path, "fsdp2": path / "meta.pt"}.get(kind) or min(path.rglob("*_model_states.pt"))
     header: Mapping[str, Any] = torch.load(file, map_location="cpu", weights_only=kind != "zero", mmap=True)

@@ -307,11 +307,7 @@ def _manifest(folder: Path) -> list[tuple[str, str]]:
 
 
 def verify(path: str | Path) -> None:
-    """Verifies a file against `PATH.sha256`, or a directory's files against its `SHA256SUMS`.
-
-    Raises:
-        DamagedError: The path doesn't exist, or doesn't match its checksum.
-    """
+    """Compares a file with `PATH.sha256`, or a directory's files with its `SHA256SUMS`; raises a DamagedError."""
     path = Path(path)
     if path.is_dir():
         for name, digest in _manifest(path):

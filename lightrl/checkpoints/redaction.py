@@ -75,11 +75,7 @@ def plain_secrets(value: Any, name: str = "", path: str = "") -> Iterator[tuple[
 
 
 def resolve_environment(text: str, where: str) -> str:
-    """Replaces each `${env:NAME}` by the variable's value, which is treated as a secret.
-
-    Raises:
-        ValueError: The variable is not set. `where` is the argument's name in the message.
-    """
+    """Replaces each `${env:NAME}` by its value, a secret. A ValueError names the argument `where` if it is not set."""
 
     def value(found: re.Match[str]) -> str:
         if found[1] not in os.environ:

@@ -86,8 +86,7 @@ class RunGuard(Callback):
     def hold(self, folder: str | Path) -> None:
         """Locks a directory until the run ends, and removes incomplete files of crashed runs.
 
-        Raises:
-            ValueError: Another run holds it.
+        Raises a ValueError if another run holds it.
         """
         path = Path(folder).resolve()  # two names of one directory share a lock
         if path in self._locks:
@@ -170,13 +169,10 @@ def checkpoints_in(folder: Path) -> set[Path]:
 
 
 def newest_whole(found: set[Path]) -> set[str]:
-    """Returns the newest intact checkpoint as a set; empty if there are none.
+    """Returns the newest intact checkpoint as a set; empty if there are none. Raises a ValueError if none is intact.
 
     Compares file times, but prefers `last.ckpt` at the same step or later: a ranked file may lack gradients that were
     accumulated before its evaluation.
-
-    Raises:
-        ValueError: None is intact.
     """
     skipped: dict[Path, str] = {}
     for path in sorted(found, key=written_at, reverse=True):
@@ -202,11 +198,7 @@ def _listed(skipped: Mapping[Path, str]) -> str:
 
 
 def last_of_runs(folder: Path, settings: Mapping[str, Any]) -> set[Path]:
-    """Returns the checkpoints of the newest run under a logger's name that has these settings.
-
-    Raises:
-        ValueError: All runs there have different settings.
-    """
+    """Returns the checkpoints of a logger's newest run with these settings; raises a ValueError if all have others."""
     other: list[str] = []
     for path in sorted(folder.glob(f"*/checkpoints/{LAST}"), key=written_at, reverse=True):
         theirs: Any = {}

@@ -50,11 +50,7 @@ def bearer_token(name: str, token: str | None) -> str | None:
 
 
 def require_model_folder(path: str) -> None:
-    """Rejects a path that is neither a model directory nor a model ID, before any heavy work.
-
-    Raises:
-        ValueError: The path is a file, a directory without a config.json, or looks like a missing directory.
-    """
+    """Raises a ValueError if a path is neither a model directory nor a model ID, before any heavy work."""
     folder = Path(path).expanduser()
     if folder.is_dir() and path:
         if not (folder / "config.json").is_file():
@@ -64,14 +60,10 @@ def require_model_folder(path: str) -> None:
 
 
 def imported(what: str, path: str) -> Any:
-    """Imports the object at an import path.
+    """Imports the object at an import path. Raises a ValueError with the part that failed.
 
-    Args:
-        what: Argument name in the message, such as `reward function`.
-        path: `package.module:name`, `package.module.name`, or `path/to/file.py:name`. A file is run once.
-
-    Raises:
-        ValueError: The object doesn't exist. The message has the part that failed.
+    The path is `package.module:name`, `package.module.name`, or `path/to/file.py:name`. A file is run once. `what` is
+    the argument's name in the message, such as `reward function`.
     """
     place, colon, name = path.rpartition(":")
     if not colon:

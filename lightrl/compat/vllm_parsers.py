@@ -36,10 +36,8 @@ def tool_parser(
 ) -> Callable[[str, Sequence[dict[str, Any]]], tuple[str, list[tuple[str, str]]]]:
     """Returns a function from text and tools to the text without calls, and each call's name and JSON arguments.
 
-    Raises:
-        ValueError: vLLM is not installed.
-        KeyError: vLLM has no parser of that name.
-        RuntimeError: The tokenizer lacks its tokens.
+    Raises a ValueError without vLLM, a KeyError without a parser of that name, and a RuntimeError if the tokenizer
+    lacks its tokens.
     """
     try:
         from vllm.tool_parsers import ToolParserManager
@@ -66,8 +64,7 @@ def tool_parser(
 def call_format(name: str, tokenizer: Any, functions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns a parser's format of at least one call to the functions, for `structural_tag`.
 
-    Raises:
-        ValueError: vLLM is not installed, or has no grammar of that format.
+    Raises a ValueError if vLLM is not installed, or has no grammar of that format.
     """
     try:
         from vllm.tool_parsers import ToolParserManager
@@ -87,10 +84,7 @@ def structural_tag(form: dict[str, Any], structured: Mapping[str, Any], *, singl
     """Returns the grammar of calls in the format `form`, or of a reply without calls, as vLLM's `structured_outputs`.
 
     `structured` is the grammar of a reply without calls. Empty makes calls mandatory. `single` ends lists of calls
-    after the first one.
-
-    Raises:
-        ValueError: vLLM is not installed, or rejects `structured`.
+    after the first one. Raises a ValueError if vLLM is not installed, or rejects `structured`.
     """
     parts: list[Any] = [form]
     for part in parts if single else ():  # in every format, only calls are repeated
@@ -112,13 +106,7 @@ def structural_tag(form: dict[str, Any], structured: Mapping[str, Any], *, singl
 
 
 def reasoning_parser(name: str, tokenizer: Any) -> Callable[[str], tuple[str | None, str]]:
-    """Returns a function from text to its reasoning (None if there is none) and the remaining text.
-
-    Raises:
-        ValueError: vLLM is not installed.
-        KeyError: vLLM has no parser of that name.
-        RuntimeError: The tokenizer lacks its tokens.
-    """
+    """Returns a function from text to its reasoning (or None) and the remaining text. Raises as `tool_parser`."""
     try:
         from vllm.reasoning import ReasoningParserManager
     except ImportError as error:

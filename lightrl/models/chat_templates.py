@@ -33,8 +33,7 @@ def training_template(template: str) -> str:
 def training_template_of(path: str, **kwargs: Any) -> str | None:
     """Returns the training template of a model's tokenizer; None if it equals the tokenizer's.
 
-    Raises:
-        ValueError: The tokenizer is missing or has no chat template.
+    Raises a ValueError if the tokenizer is missing or has no chat template.
     """
     from transformers import AutoTokenizer
 

@@ -63,9 +63,8 @@ def without_weights(auto_class: Any, config: Any, dtype: torch.dtype) -> PreTrai
 def _weight_places(model: PreTrainedModel) -> dict[str, tuple[str, str]] | None:
     """Maps parameter names to (safetensors file, name there). Base models also read files with a head, and vice versa.
 
-    Returns:
-        None if the files don't have all parameters under their names and in their shapes, for example if transformers
-        converts them while loading. Such a model is loaded whole.
+    None if the files don't have all parameters under their names and in their shapes, for example if transformers
+    converts them while loading. Such a model is loaded whole.
     """
     config: Any = model.config
     if persistent_buffers(model) or getattr(config, "quantization_config", None) is not None:

@@ -50,8 +50,8 @@ def load_model(
 ) -> PreTrainedModel:
     """Loads a model of any auto class; `overrides` are set on the config. See `load_causal_lm`.
 
-    Raises:
-        ValueError: Files lack weights or have non-finite ones. With `new_head`, the weights of the head may be missing.
+    Raises a ValueError if files lack weights or have non-finite ones. With `new_head`, those of the head may be
+    missing.
     """
     config = model_config(spec)
     for name, value in overrides.items():

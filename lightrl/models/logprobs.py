@@ -243,11 +243,7 @@ class TokenHead(nn.Linear):
 
 
 def install_head(lm: Any) -> None:
-    """Turns a model's language head into a `TokenHead`, in place.
-
-    Raises:
-        ValueError: The head is not a plain linear layer.
-    """
+    """Turns a model's language head into a `TokenHead`, in place. Raises a ValueError if it is not linear."""
     head = lm.get_output_embeddings()
     if isinstance(head, TokenHead):
         return

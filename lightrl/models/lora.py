@@ -23,8 +23,7 @@ from lightrl.models.turns import placeholder_ids
 def add_lora(model: Any, spec: LoraSpec) -> None:
     """Adds adapters to `model` in place. Afterward, only they require gradients. Model type and parameter names stay.
 
-    Raises:
-        ValueError: No layer matches `target_modules`, or one is not linear.
+    Raises a ValueError if no layer matches `target_modules`, or if one is not linear.
     """
     from peft import LoraConfig, inject_adapter_in_model
 

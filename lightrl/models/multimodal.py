@@ -110,10 +110,8 @@ def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 def media_positions(body: Any, token_ids: Tensor, rows: Rows) -> Tensor | None:
     """Computes (K, B, T) positions with the model's own code, per prompt; None if it has no such code.
 
-    Tokens after a prompt continue from its largest position, as in generation. A shared prompt is computed once.
-
-    Raises:
-        ValueError: A row's inputs don't match its tokens.
+    Tokens after a prompt continue from its largest position, as in generation. A shared prompt is computed once. Raises
+    a ValueError if a row's inputs don't match its tokens.
     """
     function = getattr(body, "get_rope_index", None)
     if function is None:

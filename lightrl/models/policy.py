@@ -395,8 +395,7 @@ class Backbone:
     def check_logits(self, lm: Any, logit_map: LogitMap) -> None:
         """Compares eight log-probs with the model's own forward pass, to detect models that change logits unknowingly.
 
-        Raises:
-            ValueError: They differ.
+        Raises a ValueError if they differ.
         """
         vocabulary = lm.config.get_text_config().vocab_size
         ids = torch.arange(8, device=lm.device) % vocabulary

@@ -161,8 +161,7 @@ def recompute_contexts() -> tuple[AbstractContextManager[Any], AbstractContextMa
 def return_router_logits(lm: PreTrainedModel) -> None:
     """Makes a mixture-of-experts model return router logits, from which its load-balancing loss is computed.
 
-    Raises:
-        ValueError: The model has no such loss (DeepSeek models balance experts themselves).
+    Raises a ValueError if the model has no such loss (DeepSeek models balance experts themselves).
     """
     config: Any = lm.config.get_text_config()
     if not hasattr(sys.modules[type(lm).__module__], "load_balancing_loss_func"):

@@ -63,8 +63,7 @@ class Lesson:
     def among(self, targets: Tensor, size: int) -> tuple[Tensor, TeacherStates | TopTokens]:
         """Selects the part that covers some of (M,) `targets`, flat indices below `size`.
 
-        Returns:
-            (n,) indices of the covered targets among the M, and their distributions.
+        Returns the (n,) indices of the covered targets among the M, and their distributions.
         """
         place = targets.new_full((size,), -1)
         place[self.targets] = torch.arange(len(self.targets), device=targets.device)

@@ -411,8 +411,7 @@ class EngineHost:
     def ready(self) -> float:
         """Starts and wakes the engine, pushes changed weights, and returns the elapsed seconds. Collective.
 
-        Raises:
-            StaleWeightsError: If the `WeightSync` callbacks did not push the current version.
+        Raises a StaleWeightsError if the `WeightSync` callbacks did not push the current version.
         """
         begin, engine, module = time.perf_counter(), self.data.engine, self.data.learner
         if not engine.started:

@@ -78,9 +78,8 @@ class Server:
     async def call(self, method: str, path: str, **arguments: Any) -> Any:
         """Sends a request and returns the decoded response, or None if it is empty or no JSON.
 
-        Raises:
-            ServerError: If the live server returned an error or dropped the connection.
-            ServerLostError: If the server stopped responding.
+        Raises a ServerError if the live server returned an error or dropped the connection, and a ServerLostError if it
+        stopped responding.
         """
         if self.lost is not None:
             raise ServerLostError(f"{self.url}: {self.lost}")

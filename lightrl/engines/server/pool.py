@@ -70,8 +70,8 @@ class ServerPool:
     def open(self, tokenizer: str) -> None:
         """Waits for servers that are still starting, and checks each. Does nothing if called again.
 
-        Raises:
-            ValueError: If a server is unreachable, incompatible, or has another tokenizer than this directory or ID.
+        Raises a ValueError if a server is unreachable, incompatible, or has another tokenizer than this directory or
+        ID.
         """
         if self.loop.started:
             return
@@ -128,9 +128,7 @@ class ServerPool:
     def ready(self) -> list[Server]:
         """Returns the live servers that hold the current weights.
 
-        Raises:
-            EngineDiedError: If all servers died.
-            StaleWeightsError: If no live server has the current weights.
+        Raises an EngineDiedError if all servers died, and a StaleWeightsError if no live one has the current weights.
         """
         ready = [server for server in self.servers if server.lost is None and server.loaded == self.token]
         if ready:

@@ -44,8 +44,7 @@ class ServerProtocol(ABC):
     async def look_at(self, server: Server, model: str | None, *, pushes: bool) -> None:
         """Sets the server's model, `max_model_len`, and dtype. With `pushes`, checks the requirements for pushes.
 
-        Raises:
-            ValueError: If the server is misconfigured. The message explains how to start it.
+        Raises a ValueError that explains how to start the server if it is misconfigured.
         """
 
     async def tokenize(self, server: Server, text: str) -> list[int] | None:
@@ -69,11 +68,7 @@ class ServerProtocol(ABC):
 
     @abstractmethod
     async def load_files(self, server: Server, folder: str, files: Sequence[str], token: str) -> None:
-        """Replaces the weights with the safetensors files of a directory.
-
-        Raises:
-            ValueError: If the weights don't match the server's model.
-        """
+        """Replaces the weights with a directory's safetensors files. Raises a ValueError if the model differs."""
 
     @abstractmethod
     async def resume(self, server: Server, token: str) -> None:

@@ -39,8 +39,7 @@ class Transport(ABC):
     def push(self, tensors: Iterable[Named], token: str) -> None:
         """Loads the tensors into all live servers. Sets `loaded` to `token` on success.
 
-        Raises:
-            ValueError: If the weights don't match a server's model.
+        Raises a ValueError if the weights don't match a server's model.
         """
 
     def close(self) -> None:  # noqa: B027 - optional

@@ -18,11 +18,7 @@ class ServerWorker(SeparateWorkerExtension):
     """Loads weights from a shared directory. Methods return dictionaries, which `/collective_rpc` can serialize."""
 
     def lightrl_load_files(self, paths: Sequence[str], strict: bool) -> dict[str, Any]:
-        """Replaces the weights with the contents of safetensors files.
-
-        Returns:
-            Dictionary with "error", a message or None, and "missing", the parameters that the files don't fully cover.
-        """
+        """Loads safetensors files; returns "error", a message or None, and "missing", parameters not fully covered."""
         self.lightrl_begin(strict)
         error = self.lightrl_load(_tensors(paths))
         return {"error": error, "missing": [] if error else self.lightrl_finish(strict)}

@@ -199,11 +199,7 @@ class TransformersEngine(SteppingEngine):
         return answers
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, policy_version: int) -> None:
-        """See `Engine.load_weights`.
-
-        Raises:
-            ValueError: If names or shapes are unknown, or names are missing. The message lists them.
-        """
+        """See `Engine.load_weights`. Raises a ValueError that lists unknown and missing names."""
         self._require_started()
         with self.lock:
             self.policy_version = -1

@@ -71,9 +71,8 @@ def run_spread(backbone: Any, rows: RowBatch, group: Any) -> tuple[Tensor, Tenso
 def _all_rows(rows: RowBatch, group: Any) -> tuple[list[Tensor], Tensor, list[Routes | None], bool]:
     """Gathers the rows of P ranks. Collective.
 
-    Returns:
-        Token IDs, attention mask, and response mask of all rows; the P + 1 bounds of the ranks' rows; the recorded
-        experts of all rows; and whether all ranks have group IDs.
+    Returns token IDs, attention mask, and response mask of all rows; the P + 1 bounds of the ranks' rows; the recorded
+    experts of all rows; and whether all ranks have group IDs.
     """
     own = [rows.on_host(name) for name in ("token_ids", "attention_mask", "response_mask")]
     routes = list(rows.routes) or [None] * len(rows)

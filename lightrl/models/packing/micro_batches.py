@@ -88,8 +88,7 @@ def run_micro_batches(
 ) -> dict[str, Tensor]:
     """Runs `forward` over micro-batches, the same number of times on every rank, as sharded models require. Collective.
 
-    Returns:
-        Results by name: (B,) from (b,), or (B, T) from (b, t), 0 beyond a micro-batch's width.
+    Returns results by name: (B,) from (b,), or (B, T) from (b, t), 0 beyond a micro-batch's width.
     """
     out: dict[str, Tensor] = {}
     for index in _row_indices(rows, budget, layout):
