@@ -15,19 +15,12 @@ ADAPTER = "default"
 
 
 class LoraParts(NamedTuple):
-    """Adapter of one layer, which adds `scaling * B A` to its weight.
+    """Adapter of one layer, which adds `scaling * B A` to its weight."""
 
-    Attributes:
-        a: Parameter A, (r, in).
-        b: Parameter B, (out, r).
-        scaling: alpha / r.
-        transposed: Whether the layer's weight is (in, out).
-    """
-
-    a: Tensor
-    b: Tensor
-    scaling: float
-    transposed: bool
+    a: Tensor  # (r, in)
+    b: Tensor  # (out, r)
+    scaling: float  # alpha / r
+    transposed: bool  # the layer's weight is (in, out)
 
 
 def adapter_layers(model: nn.Module) -> dict[str, Any]:

@@ -48,17 +48,11 @@ class LogitMap(NamedTuple):
 
 
 class Distribution(NamedTuple):
-    """The distribution of each of M tokens, computed from the head's output.
+    """The distribution of each of M tokens, computed from the head's output."""
 
-    Attributes:
-        temperature: Divisor of logits, above 0.
-        logit_map: Transformation of logits before the temperature.
-        support: M entries, the tokens over which each softmax is computed. None for all tokens.
-    """
-
-    temperature: float = 1.0
-    logit_map: LogitMap = LogitMap()
-    support: Support | None = None
+    temperature: float = 1.0  # divisor of logits, above 0
+    logit_map: LogitMap = LogitMap()  # applied to logits before the temperature
+    support: Support | None = None  # M entries, the tokens over which each softmax is computed; None for all
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: slice) -> Tensor:
         """Returns (C, V) scaled logits of some tokens, float32 or wider."""

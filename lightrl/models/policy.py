@@ -30,21 +30,13 @@ from lightrl.records import RowBatch
 
 
 class PolicyOutput(NamedTuple):
-    """Scores of given tokens, all float32, 0 outside the response mask.
+    """Scores of given tokens, all float32, 0 outside the response mask; None if not requested."""
 
-    Attributes:
-        logprobs: (B, T) log-probs of response tokens under the sampling distribution.
-        entropy: (B, T) entropies in nats of the sampling distribution. None if not requested.
-        values: (B, T) values of the state before each response token. None if not requested.
-        aux_loss: Scalar load-balancing loss of a mixture-of-experts model. None for other models.
-        divergence: (B, T) divergence of each response token's distribution from its teacher's. None if not requested.
-    """
-
-    logprobs: Tensor
-    entropy: Tensor | None = None
-    values: Tensor | None = None
-    aux_loss: Tensor | None = None
-    divergence: Tensor | None = None
+    logprobs: Tensor  # (B, T) of response tokens under the sampling distribution
+    entropy: Tensor | None = None  # (B, T) in nats, of the sampling distribution
+    values: Tensor | None = None  # (B, T) of the state before each response token
+    aux_loss: Tensor | None = None  # scalar load-balancing loss of a mixture-of-experts model
+    divergence: Tensor | None = None  # (B, T) of each token's distribution from its teacher's
 
 
 class PolicyModel(nn.Module):
@@ -154,21 +146,13 @@ def named_hf_weights(policy: Any) -> Iterator[tuple[str, Tensor]]:
 
 @dataclass
 class BackboneOutput:
-    """Hidden states at selected tokens.
+    """Hidden states at selected tokens. One state if none is selected, so that heads and collectives still run."""
 
-    Attributes:
-        hidden: (M, D) hidden states. One state if none is selected, so that heads and collectives still run.
-        targets: (M,) int64 index of each state's token in the flattened (B, T) batch.
-        shape: (B, T).
-        empty: Whether no state is selected. `scatter` then returns zeros with a graph.
-        aux_loss: See `PolicyOutput`.
-    """
-
-    hidden: Tensor
-    targets: Tensor
-    shape: tuple[int, int]
-    empty: bool = False
-    aux_loss: Tensor | None = None
+    hidden: Tensor  # (M, D)
+    targets: Tensor  # (M,) int64 index of each state's token in the flattened (B, T) batch
+    shape: tuple[int, int]  # (B, T)
+    empty: bool = False  # no state is selected; `scatter` then returns zeros with a graph
+    aux_loss: Tensor | None = None  # see `PolicyOutput`
 
     def scatter(self, values: Tensor) -> Tensor:
         """Maps (M,) to (B, T), 0 elsewhere."""

@@ -21,44 +21,27 @@ DIVERGENCE_ELEMENTS = 1 << 24  # logits of either model per chunk of a divergenc
 
 
 class TopTokens(NamedTuple):
-    """A teacher's top-K tokens at each of M positions.
+    """A teacher's top-K tokens at each of M positions."""
 
-    Attributes:
-        ids: (M, K) int64 token IDs.
-        logprobs: (M, K) float32 log-probs.
-    """
-
-    ids: Tensor
-    logprobs: Tensor
+    ids: Tensor  # (M, K) int64
+    logprobs: Tensor  # (M, K) float32
 
 
 class TeacherStates(NamedTuple):
-    """A teacher's full distribution at M tokens, stored as the input of its head to save memory.
+    """A teacher's full distribution at M tokens, stored as the input of its head to save memory."""
 
-    Attributes:
-        hidden: (M, D') input of its head.
-        weight: (V', D') weight of its head.
-        bias: (V',) bias of its head, or None.
-        logit_map: As in `chunked_logprobs`.
-    """
-
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    logit_map: LogitMap
+    hidden: Tensor  # (M, D') input of its head
+    weight: Tensor  # (V', D')
+    bias: Tensor | None  # (V',) or None
+    logit_map: LogitMap  # as in `chunked_logprobs`
 
 
 @dataclass
 class Lesson:
-    """A teacher's distribution at some tokens of a (B, T) batch.
+    """A teacher's distribution at some tokens of a (B, T) batch."""
 
-    Attributes:
-        targets: (N,) int64 flat indices (row times T plus column) of these tokens, each once.
-        states: Distributions of these N tokens in that order: full, or the top-k tokens.
-    """
-
-    targets: Tensor
-    states: TeacherStates | TopTokens
+    targets: Tensor  # (N,) int64 flat indices (row times T plus column) of these tokens, each once
+    states: TeacherStates | TopTokens  # full distributions, or the top-k tokens, in that order
 
     def among(self, targets: Tensor, size: int) -> tuple[Tensor, TeacherStates | TopTokens]:
         """Selects the part that covers some of (M,) `targets`, flat indices below `size`.

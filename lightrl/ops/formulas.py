@@ -84,20 +84,12 @@ SMALLEST_SCALE = 1e-6
 
 
 class GroupStats(NamedTuple):
-    """Statistics of each row's group over its valid rows, all (B,).
+    """Statistics of each row's group over its valid rows, all (B,)."""
 
-    Attributes:
-        size: Number of valid rows.
-        mean: Mean score, 0 in a group without valid rows.
-        std: Unbiased standard deviation, 0 in a group with fewer than two valid rows.
-        varied: Whether the group's scores differ by more than rounding (`ROUNDING`). Estimators, metrics, and dynamic
-            sampling all use this definition of spread.
-    """
-
-    size: Tensor
-    mean: Tensor
-    std: Tensor
-    varied: Tensor
+    size: Tensor  # number of valid rows
+    mean: Tensor  # 0 in a group without valid rows
+    std: Tensor  # unbiased; 0 in a group with fewer than two valid rows
+    varied: Tensor  # scores differ by more than `ROUNDING`, also for metrics and dynamic sampling
 
 
 def group_stats(scores: Tensor, groups: Tensor, valid: Tensor, weights: Tensor | None = None) -> GroupStats:
@@ -181,19 +173,12 @@ def ratio_corrected_kl(
 
 
 class ClippedLoss(NamedTuple):
-    """A clipped loss, and indicators of active clips, which remove the gradient. All (B, T).
+    """A clipped loss, and indicators of active clips, which remove the gradient. All (B, T)."""
 
-    Attributes:
-        loss: float loss.
-        low: bool, A < 0 and the ratio below `1 - eps_low`.
-        high: bool, A > 0 and the ratio above `1 + eps_high`.
-        cap: bool, A < 0 and the ratio above the dual clip.
-    """
-
-    loss: Tensor
-    low: Tensor
-    high: Tensor
-    cap: Tensor
+    loss: Tensor  # float
+    low: Tensor  # bool, A < 0 and the ratio below `1 - eps_low`
+    high: Tensor  # bool, A > 0 and the ratio above `1 + eps_high`
+    cap: Tensor  # bool, A < 0 and the ratio above the dual clip
 
 
 def clipped_policy_loss(

@@ -32,23 +32,14 @@ TRAINED = partial(Collection, trained=True)
 
 @dataclass
 class SampledRollout:
-    """A rollout before collation.
+    """A rollout before collation."""
 
-    Attributes:
-        groups: This rank's groups.
-        cursor: Index of the prompt after its last.
-        metrics: Scalar metrics.
-        sampling: Sampling settings.
-        sampled: All groups, including those dropped by dynamic sampling.
-        version: Version of the weights. None uses the oldest version of its tokens.
-    """
-
-    groups: list[ScoredGroup]
-    cursor: int
-    metrics: dict[str, float]
-    sampling: SamplingParams
-    sampled: list[ScoredGroup]
-    version: int | None = None
+    groups: list[ScoredGroup]  # this rank's
+    cursor: int  # index of the prompt after its last
+    metrics: dict[str, float]  # scalars
+    sampling: SamplingParams  # its sampling settings
+    sampled: list[ScoredGroup]  # all groups, including those dropped by dynamic sampling
+    version: int | None = None  # of the weights; None uses the oldest version of its tokens
 
 
 class RolloutSampler:

@@ -18,15 +18,10 @@ from lightrl.records import Completion, GenerationRequest, SamplingParams
 
 @dataclass
 class TokenScores:
-    """A model's log-probs at temperature 1 of tokens 1..n-1 of a sequence of n tokens.
+    """A model's log-probs at temperature 1 of tokens 1..n-1 of a sequence of n tokens."""
 
-    Attributes:
-        logprobs: n - 1 log-probs.
-        top: n - 1 lists of the top tokens as (ID, log-prob), most likely first. Empty lists if not requested.
-    """
-
-    logprobs: list[float]
-    top: list[list[tuple[int, float]]]
+    logprobs: list[float]  # n - 1 entries
+    top: list[list[tuple[int, float]]]  # n - 1 lists of (ID, log-prob), most likely first; empty unless requested
 
 
 class ServerProtocol(ABC):

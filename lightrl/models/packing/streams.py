@@ -43,35 +43,20 @@ class LayoutError(ValueError):
 
 @dataclass
 class TokenStream:
-    """The stream of one batch, and how to read it.
+    """The stream of one batch, and how to read it."""
 
-    Attributes:
-        source: (N,) int64 index of each stream token in the flattened (B, T) batch.
-        position_ids: (N,) int64 position of each token in its row.
-        read: (M,) int64 index in the stream of the token whose output is read, for each of `targets`.
-        targets: (M,) int64 index in the flattened (B, T) batch to which that output belongs.
-        starts: S first tokens of segments, in stream order. Each segment directly precedes its descendants.
-        lengths: S lengths of segments.
-        parents: S indices of parent segments, -1 for none.
-        shown: Rows whose media are computed, in stream order.
-        shape: (B, T).
-        group: Process group whose ranks share the stream (`context.py`), or None.
-        num_calls: Number of attention layers that have used the stream, to detect models that ignore it.
-        cache: Results of `cached`, reused by later layers.
-    """
-
-    source: Tensor
-    position_ids: Tensor
-    read: Tensor
-    targets: Tensor
-    starts: list[int]
-    lengths: list[int]
-    parents: list[int]
-    shown: list[int]
-    shape: tuple[int, int]
-    group: Any = None
-    num_calls: int = 0
-    cache: dict[Any, Any] = field(default_factory=dict)
+    source: Tensor  # (N,) int64 index of each stream token in the flattened (B, T) batch
+    position_ids: Tensor  # (N,) int64 position of each token in its row
+    read: Tensor  # (M,) int64 index in the stream of the token whose output is read, for each of `targets`
+    targets: Tensor  # (M,) int64 index in the flattened (B, T) batch to which that output belongs
+    starts: list[int]  # S first tokens of segments, in stream order; each directly precedes its descendants
+    lengths: list[int]  # S lengths of segments
+    parents: list[int]  # S indices of parent segments, -1 for none
+    shown: list[int]  # rows whose media are computed, in stream order
+    shape: tuple[int, int]  # (B, T)
+    group: Any = None  # process group whose ranks share the stream (`context.py`), or None
+    num_calls: int = 0  # attention layers that have used the stream, to detect models that ignore it
+    cache: dict[Any, Any] = field(default_factory=dict)  # results of `cached`, reused by later layers
 
     def cached(self, name: Any, make: Callable[[], Any]) -> Any:
         """Returns a result that attention functions derive from the stream, computed once."""
@@ -212,14 +197,10 @@ class Prefixes(NamedTuple):
     """The trie of some rows, as an order in which rows with longer shared prefixes are closer together.
 
     Any two rows share the minimum of `shared` between them.
-
-    Attributes:
-        order: R row indices.
-        shared: R numbers of tokens that a row shares with the previous one in `order`; 0 for the first.
     """
 
-    order: list[int]
-    shared: list[int]
+    order: list[int]  # R row indices
+    shared: list[int]  # R numbers of tokens shared with the previous row in `order`; 0 for the first
 
 
 def no_prefixes(lengths: Tensor) -> Prefixes:
