@@ -34,17 +34,12 @@ LAST = f"{ModelCheckpoint.CHECKPOINT_NAME_LAST}{ModelCheckpoint.FILE_EXTENSION}"
 class FolderLock:
     """Locks a directory, created if missing, for one run. The system releases the lock when the process ends.
 
-    Attributes:
-        sure: Whether the file system supports locks, so that no other run uses the directory.
-
-    Raises:
-        ValueError: Another run holds the directory.
-        StorageError: The directory is read-only.
+    Raises a ValueError if another run holds the directory, and a StorageError if it is read-only.
     """
 
     def __init__(self, folder: str | Path) -> None:
         path = Path(folder) / LOCK
-        self.sure = True
+        self.sure = True  # whether the file system supports locks, so that no other run uses the directory
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a+", encoding="utf-8")

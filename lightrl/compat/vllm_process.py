@@ -50,11 +50,7 @@ def _ctrl_c_blocked() -> Iterator[None]:
 
 
 class _Bucket:
-    """A block of memory shared by trainer and workers.
-
-    Attributes:
-        layout: (name, torch dtype name, shape, offset in bytes, size in bytes) of each tensor in it.
-    """
+    """A block of memory shared by trainer and workers."""
 
     def __init__(self, adapter: SeparateAdapter, slot: int) -> None:
         self.adapter = adapter
@@ -66,7 +62,7 @@ class _Bucket:
     def clear(self) -> list[str]:
         """Waits until the workers have copied the tensors, and clears the bucket. Returns errors."""
         answers, self._answers = self._answers, None
-        self.layout: list[tuple[str, str, list[int], int, int]] = []
+        self.layout: list[tuple[str, str, list[int], int, int]] = []  # name, dtype, shape, offset, and size in bytes
         self.used = 0
         self.filled_by: set[torch.device] = set()
         return [] if answers is None else [error for error in answers() if error]

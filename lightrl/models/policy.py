@@ -165,20 +165,14 @@ class BackboneOutput:
 class Backbone:
     """Calls a transformers backbone. Not a module, since it only refers to a module of its owner.
 
-    `body` is the part of `model` that computes hidden states. The class of `model` determines what it supports.
-
-    Attributes:
-        layout: The layout in use: the requested one, or padded if the model supports no other.
-        group: Ranks that run their sequences as one stream (see `context.py`). None without context parallelism.
-
-    Raises:
-        ValueError: The model doesn't support an explicitly requested layout.
+    `body` is the part of `model` that computes hidden states. The class of `model` determines what it supports. Raises a
+    ValueError if it doesn't support an explicitly requested layout.
     """
 
     def __init__(self, model: Any, body: Any, layout: Layout) -> None:
         self.name = type(model).__name__
         self.body = body
-        self.layout = layout
+        self.layout = layout  # the one in use: the requested one, or padded if the model supports no other
         self.explicit = layout != "auto"
         self.config = model.config
         self.sees = bool(placeholder_ids(model.config)) and hasattr(body, "get_decoder")
@@ -186,7 +180,7 @@ class Backbone:
         keep_attention_caps(model)
         own = text_attention(model.config, attention_implementation(model.config.get_text_config()))
         self._longest = fix_rope(model)
-        self.group: Any = None
+        self.group: Any = None  # ranks that run their sequences as one stream (`context.py`)
         self._routers: Any = None
         self._restore_attention = partial(model.set_attn_implementation, own)
         if layout != "padded":

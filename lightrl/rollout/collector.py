@@ -174,18 +174,13 @@ class Collection:
     """Samples and scores the groups of P tasks. Created by `RolloutSampler.collect`; starts immediately.
 
     If the completions are `trained` on, requests must use the tasks' sampling distribution.
-
-    Attributes:
-        sampling: Sampling settings of the tasks.
-        retried: Number of failed trajectories that were retried.
-        failed: Number of trajectories that failed after all retries.
     """
 
     def __init__(self, sampler: Any, tasks: Sequence[Task], *, trained: bool = False) -> None:
         self.tasks = list(tasks)
         self.sampling = self.tasks[0].sampling
-        self.retried = 0
-        self.failed = 0
+        self.retried = 0  # failed trajectories that were retried
+        self.failed = 0  # trajectories that failed after all retries
         self._sampler = sampler
         self._engine = sampler.data.engine
         self._episode = sampler.data.episode

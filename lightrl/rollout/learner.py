@@ -28,23 +28,14 @@ if TYPE_CHECKING:
 
 
 class RolloutLearner(LightningModule, ABC):
-    """Base class of modules trained on rollouts: the interface for the data module, the engine host, and callbacks.
+    """Base class of modules trained on rollouts: the interface for the data module, the engine host, and callbacks."""
 
-    Attributes:
-        actor: The policy. Available after `configure_model`.
-        actor_spec: The policy's model, whose tokenizer, processor, and dtype the data module and the engine also use.
-        ptx_coef: Coefficient of the SFT loss; 0 disables it.
-        default_group_size: Number of trajectories per prompt unless the data module sets it.
-        needs_rewards: Whether completions without a reward can't be used for training.
-        outside_changes: Number of weight changes that were not optimizer steps of Lightning.
-    """
-
-    actor: PolicyModel
-    actor_spec: ModelSpec
-    ptx_coef: float = 0.0
-    default_group_size: int = 1
-    needs_rewards: bool = False
-    outside_changes: int = 0
+    actor: PolicyModel  # the policy, available after `configure_model`
+    actor_spec: ModelSpec  # the policy's model, whose tokenizer, processor, and dtype data module and engine also use
+    ptx_coef: float = 0.0  # coefficient of the SFT loss; 0 disables it
+    default_group_size: int = 1  # trajectories per prompt unless the data module sets it
+    needs_rewards: bool = False  # completions without a reward can't be used for training
+    outside_changes: int = 0  # weight changes that were not optimizer steps of Lightning
     _noted: tuple[int, int] | None = None
 
     @property

@@ -39,15 +39,6 @@ class Server:
 
     A healthy server must answer a health check at `alive_path` within `patience` seconds, also while it is paused. It
     counts as lost `progress_timeout` seconds after its last response while requests are pending. None for no limit.
-
-    Attributes:
-        lost: Why the server counts as dead, or None.
-        loaded: Token of its weights, or None if it must not be used.
-        pending: Number of this process's pending requests.
-        model: Name of the served model.
-        max_model_len: Maximum sequence length in tokens, or None if unknown.
-        dtype: Dtype of the weights, or None if unknown.
-        life: URL and the number of times the server came back.
     """
 
     def __init__(
@@ -62,13 +53,13 @@ class Server:
         self.patience = patience
         self.progress_timeout = progress_timeout
         self.alive_path = alive_path
-        self.lost: str | None = None
-        self.loaded: str | None = None
-        self.pending = 0
-        self.model = ""
-        self.max_model_len: int | None = None
-        self.dtype: str | None = None
-        self.life = (self.url, 0)
+        self.lost: str | None = None  # why it counts as dead
+        self.loaded: str | None = None  # token of its weights; None if it must not be used
+        self.pending = 0  # pending requests of this process
+        self.model = ""  # name of the served model
+        self.max_model_len: int | None = None  # maximum sequence length in tokens; None if unknown
+        self.dtype: str | None = None  # of the weights; None if unknown
+        self.life = (self.url, 0)  # URL and the number of times that the server came back
         limits = httpx.Limits(max_connections=None, keepalive_expiry=_KEEPALIVE_SECONDS)
         self._client = httpx.AsyncClient(base_url=self.url, headers=headers, limits=limits)
         self._gone = asyncio.get_running_loop().create_future()  # done while the server is lost

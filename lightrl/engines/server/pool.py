@@ -37,12 +37,7 @@ T = TypeVar("T")
 class ServerPool:
     """Servers, and the event loop that runs their requests. See `ServerEngine` for most arguments.
 
-    Error messages name the class `owner`. `pushes` is whether weights are pushed to the servers.
-
-    Attributes:
-        servers: The servers, in order of preference. Empty until `open`.
-        loop: Event loop of the requests.
-        token: Name of the current weights. None for servers with fixed weights.
+    Error messages name the class `owner`.
     """
 
     owner: str
@@ -53,10 +48,10 @@ class ServerPool:
     timeout: float
     progress_timeout: float | None
     start_timeout: float
-    pushes: bool
-    servers: list[Server] = field(default_factory=list, init=False)
+    pushes: bool  # weights are pushed to the servers
+    servers: list[Server] = field(default_factory=list, init=False)  # in order of preference; empty until `open`
     loop: BackgroundLoop = field(default_factory=lambda: BackgroundLoop("lightrl-servers"), init=False)
-    token: str | None = field(default=None, init=False)
+    token: str | None = field(default=None, init=False)  # name of the current weights; None for fixed ones
     _pushed: asyncio.Event = field(init=False)  # cleared during a push
 
     def __post_init__(self) -> None:
