@@ -225,13 +225,9 @@ class RewardLightningModule(_SupervisedModule):
         self.log_dict(metrics, on_step=False, on_epoch=True, prog_bar=True, batch_size=len(losses))
 
     def score_pairs(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Computes the scores and losses of pairs.
+        """Computes (P,) scores of the chosen, (P,) scores of the rejected, and (P,) losses of pairs; float32.
 
-        Args:
-            batch: `token_ids`, `attention_mask`, `response_mask` (B, T), `group_ids` (B,), and `margin` (P,).
-
-        Returns:
-            (P,) scores of the chosen, (P,) scores of the rejected, and (P,) losses; float32.
+        A batch has `token_ids`, `attention_mask`, `response_mask` (B, T), `group_ids` (B,), and `margin` (P,).
         """
         names = ("token_ids", "attention_mask", "response_mask", "group_ids")
         rows: dict[str, Any] = {name: batch[name] for name in names}

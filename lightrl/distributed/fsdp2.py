@@ -133,11 +133,7 @@ class FSDP2Strategy(_FolderCheckpoints, ModelParallelStrategy):
                 setattr(module, name, buffer.to(self.root_device))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Loads a directory on any number of ranks, or a plain file.
-
-        Raises:
-            ValueError: The path is not a checkpoint, or it is damaged.
-        """
+        """Loads a directory on any number of ranks, or a plain file. Raises a ValueError if it is damaged."""
         path = Path(self.broadcast(checkpoint_path))
         if checkpoint_kind(path) != "plain":
             self._verify_checkpoint(path)
@@ -183,11 +179,7 @@ class ZeROStrategy(_FolderCheckpoints, DeepSpeedStrategy):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Loads a directory on as many ranks as wrote it.
-
-        Raises:
-            ValueError: The path is not a checkpoint, or it is damaged.
-        """
+        """Loads a directory on as many ranks as wrote it. Raises a ValueError if it is damaged."""
         path = Path(self.broadcast(checkpoint_path))
         self._verify_checkpoint(path)
         return super().load_checkpoint(path, weights_only)

@@ -142,8 +142,7 @@ class BackgroundLoop:
     def close(self, last: Callable[[], Coroutine[Any, Any, None]] | None = None, timeout: float = 5.0) -> None:
         """Cancels all tasks, runs `last`, and stops the thread within about `timeout` seconds.
 
-        Raises:
-            concurrent.futures.TimeoutError: If a coroutine blocks the loop. The thread is then leaked.
+        Raises a `concurrent.futures.TimeoutError` if a coroutine blocks the loop. The thread is then leaked.
         """
         loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
         if loop is None or thread is None:

@@ -165,8 +165,8 @@ class BackboneOutput:
 class Backbone:
     """Calls a transformers backbone. Not a module, since it only refers to a module of its owner.
 
-    `body` is the part of `model` that computes hidden states. The class of `model` determines what it supports. Raises a
-    ValueError if it doesn't support an explicitly requested layout.
+    `body` is the part of `model` that computes hidden states. The class of `model` determines what it supports. Raises
+    a ValueError if it doesn't support an explicitly requested layout.
     """
 
     def __init__(self, model: Any, body: Any, layout: Layout) -> None:

@@ -179,10 +179,8 @@ class RewardModel(nn.Module):
     ) -> Tensor:
         """Returns (B,) float32 scores of texts with the model's tokenizer; NaN for texts without tokens.
 
-        Args:
-            prompts: B strings or, with a chat template, conversations.
-            completions: B strings.
-            micro_batch_tokens: Maximum number of tokens per forward pass.
+        Takes B prompts (strings or, with a chat template, conversations) and B completions. A forward pass has at most
+        `micro_batch_tokens` tokens.
         """
         rows = [self._shortened(self.encode(p, c)) for p, c in zip(prompts, completions, strict=True)]
         device = next(self.model.parameters()).device

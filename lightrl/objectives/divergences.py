@@ -26,14 +26,9 @@ class Divergence(ABC):
 
     @abstractmethod
     def __call__(self, logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
-        """Computes the divergence of each token, in nats.
+        """Computes the (M,) divergence of each token, in nats and at least 0, differentiable in `logprobs`.
 
-        Args:
-            logprobs: (M, V) student log-probs with graph, finite.
-            teacher_logprobs: (M, V) teacher log-probs without graph, finite.
-
-        Returns:
-            (M,), at least 0, differentiable in `logprobs`.
+        Both are (M, V) and finite. Those of the student have a graph, those of the teacher don't.
         """
 
 

@@ -137,8 +137,7 @@ class AdvantageEstimator(ABC):
     def refuse_shaped_rewards(self, shaping: str) -> None:
         """Raises a ValueError if a change to the summed reward conflicts with the rewards that the estimator reads.
 
-        Args:
-            shaping: Argument or callback for the message, as the user wrote it.
+        `shaping` is the argument or callback for the message, as the user wrote it.
         """
         if self.credit == "total":
             return

@@ -263,10 +263,7 @@ class KLInLoss(KLPenalty):
     def __call__(self, logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
         """Returns (B, T) token penalties, differentiable in `logprobs`. The caller masks, aggregates, and weights them.
 
-        Args:
-            logprobs: (B, T) log-probs of the policy.
-            old_logprobs: (B, T) log-probs of the policy that starts the update, read only for the ratio.
-            ref_logprobs: (B, T) log-probs of the reference.
+        All are (B, T). The old log-probs, of the policy that starts the update, are read only for the ratio.
         """
         if self.ratio_correction:
             return ratio_corrected_kl(logprobs, old_logprobs, ref_logprobs, self.estimator)

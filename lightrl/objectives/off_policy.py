@@ -53,8 +53,7 @@ class WeightedLoss(PolicyLoss):
     def weights(self, given: LossInput) -> tuple[Tensor, Metrics]:
         """Returns (B, T) or (B, 1) weights, and metrics, all without gradients.
 
-        Raises:
-            ValueError: It needs the engine's log-probs, and they are missing.
+        Raises a ValueError if it needs the engine's log-probs, and they are missing.
         """
 
 

@@ -407,12 +407,8 @@ class MicroBatch:
     def total(self, losses: Mapping[str, Tensor]) -> Tensor:
         """Computes the scalar loss: `policy` weighted by the aggregation, every other loss as a mean over tokens.
 
-        Args:
-            losses: (b, T) token losses by name. Values outside the response mask are ignored.
-
-        Raises:
-            ValueError: A loss is not per token. A mean inside `compute_loss` would grow with the number of
-                micro-batches.
+        Takes (b, T) token losses by name. Values outside the response mask are ignored. Raises a ValueError if a loss
+        is not per token: a mean inside `compute_loss` would grow with the number of micro-batches.
         """
         mask = self.rows.response_mask
         total = torch.zeros((), device=mask.device)

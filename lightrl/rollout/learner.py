@@ -80,11 +80,9 @@ class RolloutLearner(LightningModule, ABC):
     ) -> Tensor:
         """Computes (B, T) log-probs at temperature 1 of (B, T) tokens without padding, for the weight-sync check.
 
-        Args:
-            token_ids: (B, T) token IDs.
-            routes: Experts of each sequence's tokens, for mixture-of-experts models.
-            inputs: B dictionaries of media inputs. Defaults to text only.
-            start: Index of the first token to score, at least 1. Columns before it are undefined.
+        `routes` are the experts of each sequence's tokens, for mixture-of-experts models, and `inputs` B dictionaries
+        of media inputs, by default text only. Columns before `start`, the first token to score, at least 1, are
+        undefined.
         """
         mask = torch.ones_like(token_ids, dtype=torch.bool)
         response = mask.clone()
