@@ -51,11 +51,9 @@ def expand_configs(args: Sequence[str]) -> list[str]:
     """Resolves each `--config` of a `lightrl` command to a file, preceded by its base files.
 
     A file may have bases: `base: ../tasks/sums.yaml`, or a list, with paths relative to itself or as `lightrl:NAME`.
-    Bases are read first, so the file overrides them. `lightrl:NAME` is a file that ships with LightRL.
-
-    Raises:
-        ValueError: A file is missing or is not YAML; or it has renamed keys, classes, or values, all of which are
-            listed.
+    Bases are read first, so the file overrides them. `lightrl:NAME` is a file that ships with LightRL. Raises a
+    ValueError if a file is missing or is not YAML, or if it has renamed keys, classes, or values, all of which are
+    listed.
     """
     out: list[str] = []
     contents: list[Any] = []

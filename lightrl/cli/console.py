@@ -32,8 +32,7 @@ MESSAGES = (
 def quiet(resumes: bool) -> None:
     """Hides the tips, loading progress bars, and deprecation warnings of dependencies in this process.
 
-    Args:
-        resumes: Whether a run is resumed, whose checkpoint directory is not empty.
+    The checkpoint directory of a run that `resumes` is not empty.
     """
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
@@ -50,11 +49,7 @@ def _shown(record: logging.LogRecord) -> bool:
 
 
 def die_with_parent(parent: int) -> None:
-    """Makes Linux kill this process when its parent exits; a rank would otherwise wait for the collective's timeout.
-
-    Args:
-        parent: ID of the process that started this one.
-    """
+    """Makes Linux kill this process when its parent, by ID, exits; a rank would otherwise wait for a collective."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:  # it exited before the call
         os.kill(os.getpid(), signal.SIGKILL)

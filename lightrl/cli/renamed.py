@@ -58,8 +58,7 @@ VALUES = {("on_reward_error", "none"): "skip", ("on_failure", "none"): "skip", (
 def require_new_names(config: Any) -> None:
     """Rejects old names in configuration files, or in `{dotted key: value}` from the command line.
 
-    Raises:
-        ValueError: Lists every renamed key, class, and value with its new name.
+    Raises a ValueError that lists every renamed key, class, and value with its new name.
     """
     found = [f"{old}: renamed to {new}" for old, new in _renamed(config, "")]
     if found:

@@ -38,37 +38,21 @@ _ZERO_BUCKET = 200_000_000  # gradients that DeepSpeed reduces at once (`reduce_
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Size of a model.
+    """Size of a model: numbers of parameters, widths, and bytes."""
 
-    Attributes:
-        parameters: Number of parameters. Tied ones count once.
-        head: Parameters of an untied output head, which a critic lacks.
-        outside: Parameters outside the transformer blocks, which are gathered together if the model is sharded.
-        block: Parameters of the largest block.
-        vision: Parameters of the vision tower and its projector.
-        linear: (rows, columns) of each linear layer in the blocks.
-        layers: Number of blocks, excluding a vision tower's.
-        hidden: Width of the residual stream.
-        vocabulary: Rows of the output head.
-        kv_width: KV cache entries per token in all layers.
-        saved_per_token: Bytes saved for the backward pass per token in one block, without checkpointing.
-        saved_weights: Bytes of weights in the compute dtype that one block saves for the backward pass.
-        saved_outside: Bytes saved per token outside the blocks (embedding, last norm, positions).
-    """
-
-    parameters: int
-    head: int
-    outside: int
-    block: int
-    vision: int
-    linear: tuple[tuple[int, int], ...]
-    layers: int
-    hidden: int
-    vocabulary: int
-    kv_width: int
-    saved_per_token: float
-    saved_weights: float
-    saved_outside: float
+    parameters: int  # tied ones count once
+    head: int  # parameters of an untied output head, which a critic lacks
+    outside: int  # parameters outside the transformer blocks, which are gathered together if the model is sharded
+    block: int  # parameters of the largest block
+    vision: int  # parameters of the vision tower and its projector
+    linear: tuple[tuple[int, int], ...]  # (rows, columns) of each linear layer in the blocks
+    layers: int  # blocks, excluding a vision tower's
+    hidden: int  # width of the residual stream
+    vocabulary: int  # rows of the output head
+    kv_width: int  # KV cache entries per token in all layers
+    saved_per_token: float  # bytes saved for the backward pass per token in one block, without checkpointing
+    saved_weights: float  # bytes of weights in the compute dtype that one block saves for the backward pass
+    saved_outside: float  # bytes saved per token outside the blocks (embedding, last norm, positions)
 
     def lora(self, rank: int) -> int:
         """Parameters of an adapter on all linear layers of the blocks."""
@@ -76,11 +60,9 @@ class ModelSize:
 
 
 def measure_model(path: str, *, compute: torch.dtype) -> ModelSize:
-    """Measures a model from its configuration, without allocating its weights.
+    """Measures a model from a model ID, its directory, or its config.json, without allocating its weights.
 
-    Args:
-        path: Model directory, its config.json, or a model ID.
-        compute: Dtype of matrix products: float32, or bfloat16 under autocast or with bfloat16 weights.
+    `compute` is the dtype of matrix products: float32, or bfloat16 under autocast or with bfloat16 weights.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -154,42 +136,27 @@ def _saved_bytes(config: Any, layers: int, compute: torch.dtype, tokens: int) ->
 
 @dataclass(frozen=True)
 class Plan:
-    """A run to plan. The other attributes are arguments of `lightrl plan`.
+    """A run to plan. Attributes without a comment are arguments of `lightrl plan`."""
 
-    Attributes:
-        actor: Policy.
-        critic: Whether a critic of the actor's size is trained.
-        reward: Reward model in the run's processes, or None.
-        frozen_bytes: Bytes per parameter of frozen models.
-        checkpointing: Whether blocks recompute their activations.
-        engine: Whether each GPU also runs an engine.
-        engine_bytes: Total memory of that engine. None counts only its weights and the KV cache of its sequences.
-        fused: Whether AdamW is fused. Otherwise it needs temporary tensors of the size of its parameters.
-        frozen_vision: Whether the vision tower is frozen and has no gradients and optimizer states.
-        cpu: Whether the run trains on a CPU.
-        engine_width: Bytes per element of an engine's weights and KV cache.
-        caches: Whether the engine keeps its KV cache during training, as vLLM does.
-    """
-
-    actor: ModelSize
-    critic: bool = True
+    actor: ModelSize  # the policy
+    critic: bool = True  # a critic of the actor's size is trained
     reference: bool = True
-    reward: ModelSize | None = None
+    reward: ModelSize | None = None  # reward model in the run's processes
     gpus: int = 8
     precision: str = "bf16-mixed"
     lora: int = 0
-    frozen_bytes: int = 2
+    frozen_bytes: int = 2  # bytes per parameter of frozen models
     micro_batch_tokens: int = 16384
-    checkpointing: bool = True
-    engine: bool = True
-    engine_bytes: float | None = None
-    fused: bool = False
-    frozen_vision: bool = False
+    checkpointing: bool = True  # blocks recompute their activations
+    engine: bool = True  # each GPU also runs an engine
+    engine_bytes: float | None = None  # its memory; None counts only weights and the KV cache of its sequences
+    fused: bool = False  # of AdamW, which otherwise needs temporary tensors of the size of its parameters
+    frozen_vision: bool = False  # the vision tower has no gradients and optimizer states
     sequences: int = 64
     length: int = 2048
-    cpu: bool = False
-    engine_width: int = 2
-    caches: bool = True
+    cpu: bool = False  # the run trains on a CPU
+    engine_width: int = 2  # bytes per element of an engine's weights and KV cache
+    caches: bool = True  # the engine keeps its KV cache during training, as vLLM does
 
 
 def _bytes(plan: Plan, strategy: str) -> tuple[int, int, int]:

@@ -19,12 +19,9 @@ def step_seconds(
 ) -> tuple[float, float]:
     """Seconds of (generation with one engine per GPU, the update), assuming completions of equal length.
 
-    Args:
-        plan: The run. Prompts use the tokens of `length` that completions don't.
-        trajectories: Completions per rollout on all GPUs.
-        response: Mean number of tokens per completion.
-        tflops: Peak dense bfloat16 TFLOPS per GPU, of which training uses 40% and decoding 50%.
-        bandwidth: Peak memory bandwidth per GPU in TB/s, of which decoding uses 70%.
+    There are `trajectories` completions per rollout on all GPUs, each with `response` tokens; prompts use the tokens of
+    `length` that completions don't. Training uses 40% and decoding 50% of the peak dense bfloat16 TFLOPS per GPU, and
+    decoding 70% of the peak memory bandwidth in TB/s.
     """
     size, prompt = plan.actor, max(1.0, plan.length - response)
     own = ceil(trajectories / plan.gpus)

@@ -42,40 +42,25 @@ STYLE: dict[Any, Any] = {
 
 
 class Panel(NamedTuple):
-    """A plot and its metrics.
+    """A plot and its metrics."""
 
-    Attributes:
-        name: Name of the PNG file.
-        title: Title above the axes.
-        unit: Label of the y axis.
-        lines: (metric, label) pairs. A metric ending in `*` is a prefix. Metrics that were not logged are skipped.
-        scale: Factor for the values.
-        band: Metric drawn as a band of +- its value around the first line.
-        from_zero: Whether the y axis includes 0.
-    """
-
-    name: str
-    title: str
-    unit: str
-    lines: Sequence[tuple[str, str]]
-    scale: float = 1.0
-    band: str | None = None
-    from_zero: bool = False
+    name: str  # of the PNG file
+    title: str  # above the axes
+    unit: str  # label of the y axis
+    lines: Sequence[tuple[str, str]]  # (metric, label) pairs, without those not logged; `*` ends a prefix
+    scale: float = 1.0  # factor for the values
+    band: str | None = None  # metric drawn as +- its value around the first line
+    from_zero: bool = False  # the y axis includes 0
 
 
 class Image(NamedTuple):
-    """A drawn panel as PNG, and the values shown on hover.
-
-    Attributes:
-        lines: Label -> completed rollouts -> value, as plotted.
-        frame: Position of the axes in the image (left, right, top, bottom, as fractions), then minimum and maximum x.
-    """
+    """A drawn panel as PNG, and the values shown on hover."""
 
     name: str
     title: str
     png: bytes
-    lines: dict[str, Series]
-    frame: tuple[float, ...]
+    lines: dict[str, Series]  # label -> completed rollouts -> value, as plotted
+    frame: tuple[float, ...]  # left, right, top, and bottom of the axes as fractions, then minimum and maximum x
 
 
 PANELS = (

@@ -19,19 +19,12 @@ Series = dict[int, float]
 
 @dataclass
 class Run:
-    """A run.
+    """A run."""
 
-    Attributes:
-        name: Name in the title.
-        metrics: Name -> series. Excludes metrics without values.
-        samples: Records of `CompletionLogger`, sorted by step.
-        settings: Hyperparameters that the run logged: model, data, command, and so on. Empty if none.
-    """
-
-    name: str
-    metrics: dict[str, Series]
-    samples: list[dict[str, Any]] = field(default_factory=list)
-    settings: dict[str, Any] = field(default_factory=dict)
+    name: str  # in the title
+    metrics: dict[str, Series]  # name -> series, without empty ones
+    samples: list[dict[str, Any]] = field(default_factory=list)  # of `CompletionLogger`, sorted by step
+    settings: dict[str, Any] = field(default_factory=dict)  # hyperparameters that the run logged; empty if none
 
     @property
     def num_rollouts(self) -> int:
@@ -40,11 +33,7 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """Reads `metrics.csv`, `samples.jsonl`, and `hparams.yaml` of a run.
-
-    Raises:
-        ValueError: `metrics.csv` is missing or empty.
-    """
+    """Reads `metrics.csv`, or raises a ValueError without values, and `samples.jsonl` and `hparams.yaml` of a run."""
     if not is_file_inside(folder / "metrics.csv", folder):
         raise ValueError(f"run_dir={str(folder)!r}: has no metrics.csv. Pass a run logged by Lightning's CSVLogger.")
     found = _metrics(folder / "metrics.csv")

@@ -60,14 +60,9 @@ def _newest(folder: Path, most: int) -> tuple[list[dict[str, Any]], int]:
 
 
 def render(records: list[dict[str, Any]], name: str, older: int) -> str:
-    """Renders records of `RolloutWriter`, each with its `folder`.
+    """Renders records of `RolloutWriter`, each with its `folder`; `older` rollouts of the run are omitted.
 
     The page contains texts as JSON without "<" and inserts them as text nodes, so they are never executed.
-
-    Args:
-        records: Trajectories.
-        name: Name of the run.
-        older: Number of omitted rollouts.
     """
     pieces: dict[str, int] = {}
     pictures: dict[Path, int] = {}
