@@ -33,10 +33,7 @@ COUNTERS = ("seed", "outside_changes", "num_skipped_updates", "skipped_in_a_row"
 
 
 class RLLightningModule(SavesPretrained, RolloutLearner):
-    """Base of `PolicyGradientLightningModule`: models, optimizer, evaluation, and checkpoints.
-
-    Subclasses implement `training_step`.
-    """
+    """Base of `PolicyGradientLightningModule`, which trains: models, optimizer, evaluation, and checkpoints."""
 
     reference: PolicyModel | None
     reward_models: nn.ModuleDict
@@ -341,11 +338,7 @@ class RLLightningModule(SavesPretrained, RolloutLearner):
         return [type(innermost(optimizer)).__name__ for optimizer in self.trainer.optimizers]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Checks that the checkpoint matches this module, and restores counters and random states.
-
-        Raises:
-            ValueError: The checkpoint has a different class or format, or lacks trained parameters.
-        """
+        """Restores counters and random states. Raises a ValueError if the checkpoint doesn't match this module."""
         super().on_load_checkpoint(checkpoint)
         if self.trainer.training:
             stored = checkpoint["lightrl"]
@@ -357,8 +350,7 @@ class RLLightningModule(SavesPretrained, RolloutLearner):
     def on_train_start(self) -> None:
         """Restores random states as late as possible, so that setup doesn't advance them.
 
-        Raises:
-            ValueError: The checkpoint has the state of a different optimizer. Torch would load it silently.
+        Raises a ValueError if the checkpoint has the state of a different optimizer, which torch would load silently.
         """
         super().on_train_start()
         stored, self._restored_optimizers = self._restored_optimizers, None

@@ -347,8 +347,7 @@ def cut_minibatches(experience: Experience, count: int, *, seed: int) -> list[Ex
     """Splits a rollout into `count` mini-batches with equal numbers of trajectories, with groups shuffled by the seed.
 
     Groups stay whole if each rank's mini-batch size is a multiple of the group size. Rows of a trajectory always stay
-    together. Supervised examples keep their order and are distributed evenly. Raises a ValueError if there are fewer of
-    them than mini-batches.
+    together. Supervised examples, at least one per mini-batch or a ValueError, keep their order and are spread evenly.
     """
     if count == 1:
         return [experience]

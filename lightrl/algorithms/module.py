@@ -190,11 +190,7 @@ class SavesPretrained(LightningModule):
         self.load_state_dict(checkpoint["state_dict"], strict=False)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Checks that the checkpoint matches this run.
-
-        Raises:
-            ValueError: The checkpoint has a different class, or lacks trained weights.
-        """
+        """Raises a ValueError if the checkpoint has a different class, or lacks trained weights."""
         from lightrl.algorithms import run_record
 
         run_record.require_own(checkpoint.get("lightrl", {}), type(self).__name__)

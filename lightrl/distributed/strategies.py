@@ -25,10 +25,7 @@ from torch import Tensor, nn
 
 
 def check(strategy: Strategy, precision: str = "32-true") -> None:
-    """Rejects strategies and precisions that would train incorrectly.
-
-    Pass the precision only for manual optimization. Lightning's own loop handles float16.
-    """
+    """Rejects strategies and, for manual optimization, precisions that would train incorrectly."""
     if not isinstance(strategy, SingleDeviceStrategy) or type(strategy.precision_plugin) is not Precision:
         from lightrl.distributed.precision import refuse_unsupported
 

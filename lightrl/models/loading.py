@@ -50,8 +50,7 @@ def load_model(
 ) -> PreTrainedModel:
     """Loads a model of any auto class; `overrides` are set on the config. See `load_causal_lm`.
 
-    Raises a ValueError if files lack weights or have non-finite ones. With `new_head`, those of the head may be
-    missing.
+    Raises a ValueError if files lack weights, except the head's with `new_head`, or have non-finite ones.
     """
     config = model_config(spec)
     for name, value in overrides.items():

@@ -40,14 +40,9 @@ class PolicyOutput(NamedTuple):
 
 
 class PolicyModel(nn.Module):
-    """A causal language model that scores tokens.
+    """A causal language model from `load_causal_lm` that scores tokens. Its head becomes a `TokenHead`.
 
-    Args:
-        lm: Model from `load_causal_lm`. Its head becomes a `TokenHead`.
-        layout: See `ModelSpec`.
-
-    Raises:
-        ValueError: The head is not linear, or the model doesn't support an explicitly requested layout.
+    Raises a ValueError if the head is not linear, or if the model doesn't support an explicitly requested layout.
     """
 
     def __init__(self, lm: Any, *, layout: Layout = "auto") -> None:
@@ -73,14 +68,11 @@ class PolicyModel(nn.Module):
         values: bool = False,
         divergence: Callable[..., Tensor] | None = None,
     ) -> PolicyOutput:
-        """Scores the response tokens of B sequences.
+        """Scores the response tokens of B sequences. Raises a ValueError if they are not right-padded.
 
         Log-probs and entropies cover the tokens in the rows' `supports`, if any. Routers use the experts in their
-        `routes`, if any. `entropy`, `values` of the value head, and the `divergence` from teachers (see
-        `divergence_from`) are optional.
-
-        Raises:
-            ValueError: Rows are not right-padded.
+        `routes`. The `entropy`, `values` of the value head, and `divergence` from teachers (see `divergence_from`) are
+        optional.
         """
         if not self._checked:
             self._checked = True
@@ -371,10 +363,7 @@ class Backbone:
 
     @torch.no_grad()
     def check_logits(self, lm: Any, logit_map: LogitMap) -> None:
-        """Compares eight log-probs with the model's own forward pass, to detect models that change logits unknowingly.
-
-        Raises a ValueError if they differ.
-        """
+        """Compares eight log-probs with the model's own forward pass; a ValueError means that it changes logits."""
         vocabulary = lm.config.get_text_config().vocab_size
         ids = torch.arange(8, device=lm.device) % vocabulary
         head = lm.get_output_embeddings()

@@ -296,7 +296,6 @@ class Aggregation(ABC):
 
 class _PerSequence(Aggregation):
     def count(self, mask: Tensor) -> Tensor:
-        """Returns the number of sequences with at least one masked token."""
         return mask.any(-1).float().sum()
 
 
@@ -308,11 +307,9 @@ class TokenMean(Aggregation):
     """
 
     def weights(self, mask: Tensor) -> Tensor:
-        """Returns 1 on the mask."""
         return mask.float()
 
     def count(self, mask: Tensor) -> Tensor:
-        """Returns the number of masked tokens."""
         return mask.float().sum()
 
 
@@ -325,7 +322,6 @@ class SequenceMean(_PerSequence):
     """
 
     def weights(self, mask: Tensor) -> Tensor:
-        """Returns 1 / sequence length on the mask."""
         return mask.float() / mask.sum(-1, keepdim=True).clamp(min=1)
 
 
@@ -342,7 +338,6 @@ class ConstantLength(_PerSequence):
         self.length = length
 
     def weights(self, mask: Tensor) -> Tensor:
-        """Returns 1 / length on the mask."""
         return mask.float() / self.length
 
 
@@ -354,5 +349,4 @@ class SequenceSum(_PerSequence):
     """
 
     def weights(self, mask: Tensor) -> Tensor:
-        """Returns 1 on the mask."""
         return mask.float()

@@ -66,8 +66,7 @@ def masked_moments(x: Tensor, mask: Tensor, *, all_sum: AllSum = identity) -> tu
 def masked_whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8, all_sum: AllSum = identity) -> Tensor:
     """Whitens float values over a bool mask of their shape: `(x - mean) / (std + eps)`, with the unbiased std.
 
-    Returns a tensor like `x`, 0 outside the mask. A single selected value becomes 0. If the mean is 0, values of 0 stay
-    0.
+    Returns a tensor like `x`, 0 outside the mask. A single value becomes 0. If the mean is 0, values of 0 stay 0.
 
     Source: https://arxiv.org/abs/1909.08593 and OpenAI's `lm-human-preferences`, which divides by `sqrt(var + 1e-8)`
         with the population variance of one process. Here, the variance is unbiased and covers all ranks.

@@ -67,8 +67,7 @@ def _reward(trajectory: Trajectory, scored: float) -> float:
 def collate(groups: Sequence[ScoredGroup], pad_token_id: int, temperature: float, masked_tokens: int = 0) -> Rollouts:
     """Collates P groups into right-padded (B, T) sequences, ordered by group and trajectory.
 
-    The first `masked_tokens` tokens of each turn are excluded from the response mask. `rollout/masked_tokens` counts
-    them.
+    The first `masked_tokens` tokens of each turn, which a metric counts, are excluded from the response mask.
     """
     trajectories = [(number, trajectory) for number, group in enumerate(groups) for trajectory in group.trajectories]
     sequences = [(p, i, t, row) for i, (p, t) in enumerate(trajectories) for row in t.rows]

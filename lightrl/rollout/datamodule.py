@@ -424,8 +424,7 @@ class RolloutDataModule(LightningDataModule):
 class RolloutLoader:
     """Train dataloader of one epoch that samples each rollout when Lightning requests it.
 
-    It has a length because Lightning prefetches from loaders without one, which would make each rollout one update
-    stale.
+    It has a length because Lightning prefetches from loaders without one, which would make each rollout stale.
     """
 
     def __init__(self, data: Any, num_rollouts: int) -> None:

@@ -80,9 +80,8 @@ class RolloutLearner(LightningModule, ABC):
     ) -> Tensor:
         """Computes (B, T) log-probs at temperature 1 of (B, T) tokens without padding, for the weight-sync check.
 
-        `routes` are the experts of each sequence's tokens, for mixture-of-experts models, and `inputs` B dictionaries
-        of media inputs, by default text only. Columns before `start`, the first token to score, at least 1, are
-        undefined.
+        `routes` are the experts of each sequence's tokens, and `inputs` B dictionaries of media inputs, by default text
+        only. Columns before `start`, the first token to score, at least 1, are undefined.
         """
         mask = torch.ones_like(token_ids, dtype=torch.bool)
         response = mask.clone()
@@ -362,14 +361,11 @@ PRECISION_TO_DTYPE = {"bf16": "bfloat16", "16": "float16", "32": "float32", "64"
 
 
 class EngineHost:
-    """Starts the engine, keeps its weights in sync with the policy, and passes its samples to callbacks.
-
-    `run` is what the run's prompts and tokens depend on.
-    """
+    """Starts the engine, keeps its weights in sync with the policy, and passes its samples to callbacks."""
 
     def __init__(self, data: Any, run: Any = None) -> None:
         self.data = data
-        self.run = run
+        self.run = run  # what the run's prompts and tokens depend on
         self._default_sync = WeightSync()
 
     def context(self) -> EngineContext:

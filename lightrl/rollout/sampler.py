@@ -66,10 +66,7 @@ class RolloutSampler:
         return [each for each in self._live if each.task is None or not each.task.done()]
 
     def ready(self, first: int | None = None) -> float:
-        """Pushes the weights and returns the elapsed seconds. Collective.
-
-        `first` is the index of the next training rollout's first prompt, for the weight-sync check.
-        """
+        """Pushes the weights for the rollout from prompt `first` on; returns the elapsed seconds. Collective."""
         if first is not None:
             self._show(self._own_prompts(first), self.sampling())
         return self.data.host.ready()

@@ -1,7 +1,4 @@
-"""Conversion between LightRL and vLLM: startup arguments, environment variables, requests, and completions.
-
-vLLM is imported inside the functions.
-"""
+"""Conversion between LightRL and vLLM: startup arguments, environment variables, requests, and completions."""
 
 from __future__ import annotations
 

@@ -111,10 +111,7 @@ def _row_indices(rows: RowBatch, budget: int, layout: Layout, units: Tensor | No
 
 
 def _told_apart(token_ids: Tensor, inputs: Sequence[dict[str, Any]]) -> Tensor:
-    """Returns token IDs for splitting micro-batches, in which rows share media only if inputs are the same object.
-
-    This counts at least as many tokens as the stream computes, without comparing pixels.
-    """
+    """Returns token IDs for splitting micro-batches, in which rows share media only if inputs are the same object."""
     if not any(inputs):
         return token_ids
     ids = token_ids.clone()
