@@ -206,12 +206,7 @@ def sample_records(
 ) -> list[dict[str, Any]]:
     """Returns up to `num_samples` records: the first trajectory of each prompt, then the second, and so on.
 
-    Args:
-        rollouts: B sequences.
-        num_samples: Maximum number of records.
-        rewards: (B,) rewards. Defaults to `rollouts.rewards`.
-        advantages: (B,) mean advantages.
-        tokenizer: See `asked`.
+    The (B,) `rewards` default to `rollouts.rewards`. `advantages` are (B,) means.
     """
 
     seen: Counter[int] = Counter()

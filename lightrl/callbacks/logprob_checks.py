@@ -139,16 +139,8 @@ def logprob_mismatches(
     """Compares recorded log-probs with log-probs that the engine recomputes for the trained sequences.
 
     The engine must still have the weights that sampled the tokens, at temperature 1 without top-p or similar settings.
-    Skips sequences with images, because engines score only tokens.
-
-    Args:
-        engine: Started engine.
-        trajectories: Finished trajectories.
-        decode: Function from token IDs to text.
-        tolerance: Maximum difference of log-probs. The default is for float32.
-
-    Returns:
-        A description of the first mismatch of each turn with mismatches.
+    Skips sequences with images, because engines score only tokens. The default of `tolerance`, in nats, is for float32.
+    Returns a description of the first mismatch of each turn with mismatches.
     """
     rows = [(t, r, row) for t, trajectory in enumerate(trajectories) for r, row in enumerate(trajectory.rows)]
     rows = [entry for entry in rows if not entry[2].media and any(turn >= 0 for turn in entry[2].turn_ids)]

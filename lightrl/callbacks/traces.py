@@ -17,12 +17,6 @@ def log_traces(logger: Any, name: str, records: list[dict[str, Any]], step: int)
 
     `MLFlowLogger` (mlflow 3) logs a trace with a span per turn and the rewards as feedback. `WandbLogger` logs a Weave
     call if `weave` is installed and the run is online. A logger with a trackio run logs a `trackio.Trace`.
-
-    Args:
-        logger: Lightning logger.
-        name: Name of the traces, such as `samples/train`.
-        records: Records of `sample_records`.
-        step: Step of the metrics.
     """
     send: Callable[[Any, str, list[dict[str, Any]], dict[str, Any]], None]
     if isinstance(logger, MLFlowLogger):

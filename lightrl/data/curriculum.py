@@ -98,14 +98,7 @@ class PromptCurriculum:
 
 
 class CurriculumSet(PromptSet):
-    """Prompts of a `PromptCurriculum` with their success rates.
-
-    Args:
-        spec: The curriculum.
-        source: Its opened source.
-        of_row: (N,) class index of each prompt.
-        seed: Random seed.
-    """
+    """Prompts of a `PromptCurriculum` with their success rates. `of_row` contains their (N,) class indices."""
 
     def __init__(self, spec: PromptCurriculum, source: OpenSource, of_row: np.ndarray[Any, Any], *, seed: int) -> None:
         super().__init__([source], [1.0], seed=seed)
@@ -159,11 +152,7 @@ class CurriculumSet(PromptSet):
         return {"rows": len(self), **{name: copy.deepcopy(getattr(self, f"_{name}")) for name in _STATE}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the success rates.
-
-        Raises:
-            ValueError: If the dataset has a different number of examples.
-        """
+        """Restores the success rates. Raises a ValueError if the dataset has a different number of examples."""
         if state["rows"] != len(self):
             raise ValueError(
                 f"The checkpoint's curriculum has {state['rows']} examples, but the dataset has {len(self)}. Resume "

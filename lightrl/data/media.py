@@ -25,16 +25,10 @@ _PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
 
 
 def decode(found: Sequence[tuple[str, Any]], source: MediaSource) -> Media:
-    """Decodes media.
+    """Decodes (kind, value) of each item in prompt order. Raises a `MediaError` with the item and the reason.
 
-    Args:
-        found: (kind, value) of each item in prompt order. A value is a PIL image, an array, a path, a `file://` URL,
-            bytes, base64 (also as a data URL), or a value of a `datasets` feature. A video can also be a list of
-            frames.
-        source: Limits, and the root of relative paths.
-
-    Raises:
-        MediaError: If an item can't be read. The message names the item and the reason.
+    A value is a PIL image, an array, a path, a `file://` URL, bytes, base64 (also as a data URL), or a value of a
+    `datasets` feature. A video can also be a list of frames. `source` has limits and the root of relative paths.
     """
     media, root = Media(), source.media_root()
     for kind, value in found:
@@ -253,7 +247,7 @@ def _wave(content: bytes | Path) -> tuple[np.ndarray[Any, Any], int]:
 def placed(
     prompt: Any, row: Mapping[str, Any], source: Any, tokenizer: PreTrainedTokenizerBase, processor: Any
 ) -> tuple[Any, str | None, list[tuple[str, Any]]]:
-    """Implements `arranged` for a `ConversationSource` and a `MediaProcessor`."""
+    """Implements `shown` for a `ConversationSource` and a `MediaProcessor`."""
     columns = source.media_columns
     if columns is None:
         columns = {name: kind for name, kind in COLUMNS.items() if kind in processor.placeholders}
@@ -281,21 +275,11 @@ def shown(
     """Inserts placeholders for all media into a prompt and returns the media in their order.
 
     Media are in content blocks (`{"type": "image", "image": ...}`) or columns. Column media are assigned in order to
-    content blocks without data (`{"type": "image"}`) and the markers `<image>`, `<video>`, and `<audio>` in texts. If
-    there are none, they are inserted before the first user message's text, images first.
+    content blocks without data (`{"type": "image"}`), the markers `<image>`, `<video>`, and `<audio>` in texts, and
+    `marks`. If there are none, they are inserted before the first user message's text, images first.
 
-    Args:
-        prompt: A string or a conversation.
-        row: The example, for its media columns.
-        columns: Media kinds by column.
-        marks: Media kinds by additional marker, such as the model's placeholders in a rendered string.
-
-    Returns:
-        The string if it has no media, otherwise a conversation with blocks without data; and (kind, value) of each
-        media item.
-
-    Raises:
-        MediaError: If the numbers of media and placeholders differ.
+    Returns the string if it has no media, otherwise a conversation with blocks without data; and (kind, value) of each
+    media item. Raises a `MediaError` if the numbers of media and placeholders differ.
     """
     waiting: dict[str, list[Any]] = {}
     for name, kind in columns.items():
@@ -351,13 +335,7 @@ def _require_keys(kind: str, block: Mapping[str, Any], *names: str) -> None:
 
 
 def _blocks(content: Any, places: Mapping[str, str], found: list[tuple[str, Any]]) -> list[dict[str, Any]]:
-    """Returns a message's content as blocks without data. Appends its media to `found` (`_PLACE` for column media).
-
-    Args:
-        content: A string or blocks.
-        places: Media kinds by marker in texts, for column media.
-        found: (kind, value) of the media so far.
-    """
+    """Returns a message's content as blocks without data. Appends its media to `found` (`_PLACE` for column media)."""
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
     blocks: list[dict[str, Any]] = []

@@ -44,13 +44,7 @@ VARIABLES = ("template_kwargs", "chat_template_kwargs")
 
 
 def load_processor(path: str, tokenizer: PreTrainedTokenizerBase, **kwargs: Any) -> MediaProcessor | None:
-    """Loads the processor of a model with images, videos, or audio. Returns None for text models.
-
-    Args:
-        path: Model directory or ID.
-        tokenizer: Tokenizer to use instead of the processor's.
-        **kwargs: Additional arguments of `AutoProcessor.from_pretrained`.
-    """
+    """Loads the processor of a model with images, videos, or audio. Returns None for text models."""
     local = Path(path).expanduser()
     try:
         config = AutoConfig.from_pretrained(str(local) if local.is_dir() else path, **kwargs)
@@ -92,11 +86,7 @@ class ConversationSource(MediaSource):
         return super().require_columns(columns, *arguments, *tools)
 
     def template_arguments(self, row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """Returns an example's tools and chat template variables.
-
-        Raises:
-            ValueError: If a column is invalid.
-        """
+        """Returns an example's tools and chat template variables. Raises a ValueError if a column is invalid."""
         tools = as_tools(None if self.tools_column is None else row.get(self.tools_column))
         return tools, row_variables(row, self.template_kwargs)
 
@@ -109,15 +99,8 @@ class ConversationSource(MediaSource):
     ) -> Rendered:
         """Renders an example's prompt. Doesn't decode its media.
 
-        Args:
-            prompt: A string or a conversation.
-            row: The example, for its media columns, tools, and chat template variables.
-            tokenizer: Tokenizer with the chat template.
-            processor: Processor, or None for text models.
-
-        Raises:
-            MediaError: If the numbers of media and placeholders differ.
-            ValueError: If the model doesn't support a column's media, or see `render_prompt`.
+        Raises a `MediaError` if the numbers of media and placeholders differ, and a ValueError if the model doesn't
+        support a column's media or `render_prompt` rejects the prompt.
         """
         supported = {} if processor is None else processor.placeholders
         for name, kind in (COLUMNS if self.media_columns is None else self.media_columns).items():
@@ -151,11 +134,7 @@ class ConversationSource(MediaSource):
     def encode(
         self, rendered: Rendered, tokenizer: PreTrainedTokenizerBase, processor: MediaProcessor | None = None
     ) -> Encoded:
-        """Decodes the media of a rendered prompt and tokenizes it.
-
-        Raises:
-            MediaError: If media can't be read or don't match their placeholders.
-        """
+        """Decodes the media of a rendered prompt and tokenizes it. Raises a `MediaError` for invalid media."""
         text, templated = rendered.text, rendered.templated
         if rendered.media and processor is not None:
             from lightrl.data.media import decode
@@ -182,11 +161,7 @@ class Rendered(NamedTuple):
 
 
 def row_variables(row: Mapping[str, Any], template_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the chat template variables of an example, whose columns override `template_kwargs`.
-
-    Raises:
-        ValueError: If a column contains anything but a dictionary or JSON text of one.
-    """
+    """Returns the chat template variables of an example, whose columns override `template_kwargs`."""
     variables = dict(template_kwargs)
     for name in VARIABLES:
         own = row.get(name)
@@ -229,23 +204,16 @@ class Drawn(NamedTuple):
 
 
 class OpenSource:
-    """A source with its tokenizer and processor. Renders examples and applies the length limit.
-
-    Attributes:
-        columns: Columns of the dataset.
-        kept: Dataset indices of the examples that `overlong` keeps, in order. Empty for a stream.
-        longest: Maximum prompt length in tokens. None if unknown.
-        counts: Number of `dropped` examples and `truncated` prompts so far.
-    """
+    """A source with its tokenizer and processor. Renders examples and applies the length limit."""
 
     def __init__(self, spec: Any, data: Any, reading: Reading) -> None:
         self.spec = spec
         self.data = data
         self.reading = reading
         self.processor = reading.processor
-        self.counts = {"dropped": 0, "truncated": 0}
-        self.kept: list[int] = []
-        self.longest: int | None = spec.max_prompt_tokens
+        self.counts = {"dropped": 0, "truncated": 0}  # examples and prompts so far
+        self.kept: list[int] = []  # dataset indices that `overlong` keeps, in order; empty for a stream
+        self.longest: int | None = spec.max_prompt_tokens  # maximum prompt length in tokens; None if unknown
         self._order: tuple[int, np.ndarray[Any, Any]] = (-1, np.arange(0))
         self.columns = self._read_columns()
         self._named = spec.require_columns(self.columns, "prompt_column", "media_columns")
@@ -328,11 +296,7 @@ class OpenSource:
         return not dropped
 
     def _made(self, index: int, row: Mapping[str, Any] | None = None) -> Drawn:
-        """Creates the prompt of an example, truncated if necessary.
-
-        Raises:
-            MediaError: If media are invalid or truncation would remove media.
-        """
+        """Creates the prompt of an example. Raises a `MediaError` if truncation would remove media."""
         spec, tokenizer, limit = self.spec, self.reading.tokenizer, self.spec.max_prompt_tokens
         with spec.named(index):
             row = entered(self.data[index] if row is None else row)  # `datasets` decodes media here

@@ -20,32 +20,17 @@ from lightrl.records import Media
 
 @dataclass
 class ImageInputs:
-    """n images as model inputs.
-
-    Attributes:
-        images: Decoded PIL images in RGB.
-        token: Placeholder that the chat template writes for an image.
-        texts: n strings of placeholders that replace `token`, one per image.
-        inputs: Model inputs of all images, except those with an entry per token.
-        token_inputs: Entries per token ID, by input name. 0 for missing IDs.
-    """
+    """n images as model inputs."""
 
     images: list[Any]
-    token: str
-    texts: list[str]
-    inputs: dict[str, Tensor]
-    token_inputs: dict[str, dict[int, int]]
+    token: str  # placeholder that the chat template writes for an image
+    texts: list[str]  # n strings of placeholders that replace `token`
+    inputs: dict[str, Tensor]  # model inputs, except those with an entry per token
+    token_inputs: dict[str, dict[int, int]]  # entries per token ID (0 for missing IDs), by input name
 
 
 class MediaProcessor:
-    """Runs a Hugging Face processor on single prompts and checks its output.
-
-    Args:
-        path: Directory or ID of the processor.
-        tokenizer: Tokenizer of the run.
-        placeholders: Placeholder token IDs by supported media kind.
-        kwargs: Additional arguments of `AutoProcessor.from_pretrained`.
-    """
+    """Runs a Hugging Face processor on single prompts and checks its output."""
 
     def __init__(
         self, path: str, tokenizer: PreTrainedTokenizerBase, placeholders: Mapping[str, int], kwargs: Mapping[str, Any]
@@ -74,15 +59,9 @@ class MediaProcessor:
         return "x7q" not in render_prompt(self.tokenizer, [{"role": "user", "content": "x7q"}])[0]
 
     def __call__(self, text: str, media: Media, *, templated: bool) -> Encoded:
-        """Runs the processor and checks that placeholders match the features.
+        """Runs the processor on a rendered prompt with one placeholder per media item. Sets the media's `token_ids`.
 
-        Args:
-            text: Rendered prompt with one placeholder per media item.
-            media: Decoded media. Sets its `token_ids`.
-            templated: See `encode`.
-
-        Raises:
-            MediaError: If the numbers of placeholders and media, or of tokens and features, differ.
+        Raises a `MediaError` if the numbers of placeholders and media, or of tokens and features, differ.
         """
         media.token_ids = encode(self.tokenizer, text, templated=templated)
         for kind, items in (("image", media.images), ("video", media.videos), ("audio", media.audios)):
@@ -108,13 +87,9 @@ class MediaProcessor:
         return Encoded(text, token_ids, inputs, media, max(0, min(first, next(differ, first)) - 1))
 
     def images(self, values: Sequence[Any]) -> ImageInputs:
-        """Processes images without a prompt: decodes them and returns model inputs and placeholders.
+        """Decodes n images, as in content blocks or whole blocks with options, and processes them without a prompt.
 
-        Args:
-            values: n images as in content blocks, or whole blocks with options.
-
-        Raises:
-            MediaError: If the model doesn't support images, or an image can't be read.
+        Raises a `MediaError` if the model doesn't support images, or an image can't be read.
         """
         token = self.token("image")
         if token is None:

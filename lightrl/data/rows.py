@@ -272,15 +272,7 @@ class RowSource:
 
 
 def read_files(files: Iterable[str], sep: str = ",") -> Iterator[dict[str, Any]]:
-    """Iterates over the rows of JSONL, JSON, or CSV files.
-
-    Args:
-        files: Paths of the files. CSV cells are strings, or None if empty.
-        sep: Separator of CSV cells.
-
-    Raises:
-        ValueError: If a file is invalid. The message names the file and the line.
-    """
+    """Iterates over the rows of JSONL, JSON, or CSV files. Errors name the file and the line."""
     for file in files:
         yield from (row for _, row in _entries(Path(file), sep))
 

@@ -76,17 +76,8 @@ def render_prompt(
 ) -> tuple[str, bool]:
     """Renders a prompt. Returns the text and whether the chat template was applied.
 
-    Args:
-        tokenizer: Tokenizer with the chat template.
-        prompt: A string or a list of {"role": ..., "content": ...} messages. The template wraps a string as a user
-            turn. A conversation that ends with an assistant turn is continued there.
-        system_prompt: Content of a system turn before the conversation.
-        chat_template: Whether to apply the template to strings. Conversations always use it.
-        template_kwargs: Additional variables of the template, such as `enable_thinking`.
-        tools: JSON schemas from `as_tools`, for conversations.
-
-    Raises:
-        ValueError: If the template is missing or omits tools or tool calls, or the prompt is invalid.
+    The template wraps a string as a user turn. A conversation always uses it, and one that ends with an assistant turn
+    is continued there. Raises a ValueError if the template is missing or omits tools or tool calls.
     """
     if is_plain(tokenizer, prompt, chat_template):
         if system_prompt is not None or tools:
@@ -123,19 +114,10 @@ def apply_template(
     tools: Sequence[Mapping[str, Any]] | None = None,
     **options: Any,
 ) -> str:
-    """Renders a conversation with the tokenizer's chat template.
+    """Renders a conversation from `as_messages` with the tokenizer's chat template and tools from `as_tools`.
 
     Templates expect tool-call arguments as an object or JSON text, and empty content as "" or None. Uses the first form
-    whose text contains every call.
-
-    Args:
-        tokenizer: Tokenizer with a chat template.
-        messages: Messages from `as_messages`.
-        tools: JSON schemas from `as_tools`.
-        **options: Additional arguments of `apply_chat_template`, and variables of the template.
-
-    Raises:
-        ValueError: If the template raises an error or omits tools or tool calls.
+    whose text contains every call. Raises a ValueError if the template raises an error or omits tools or tool calls.
     """
     calls = [call["function"] for message in messages for call in message.get("tool_calls") or ()]
     template = str(tokenizer.chat_template)
@@ -347,11 +329,7 @@ def text_of(content: Any) -> str | None:
 def as_tools(value: Any) -> list[dict[str, Any]]:
     """Normalizes the JSON schemas of tools to {"type": "function", "function": {...}}.
 
-    Args:
-        value: None, or a list of schemas with or without the outer object, or JSON text of one.
-
-    Raises:
-        ValueError: If `value` has an unsupported form.
+    Schemas may lack the outer object, and the list may be JSON text or None.
     """
     if isinstance(value, str) and value.strip():
         value = json.loads(value)

@@ -42,12 +42,7 @@ def _result(name: str, number: int) -> Message:
 
 
 class Tokens(list[int]):
-    """Token IDs with expanded image placeholders.
-
-    Attributes:
-        short: Token IDs with one placeholder per image, for engines that expand them.
-        images: Decoded images in order.
-    """
+    """Token IDs with expanded image placeholders; `short` has one per image, for engines that expand them."""
 
     def __init__(self, ids: Sequence[int], short: Sequence[int] | None = None, images: Sequence[Any] = ()) -> None:
         super().__init__(ids)
@@ -65,12 +60,7 @@ class SampledTurn:
 
 
 class Bridge(ABC):
-    """Converts conversations to tokens for one chat template.
-
-    Args:
-        tokenizer: Tokenizer of the policy.
-        processor: Processor of a VLM. None rejects images.
-    """
+    """Converts conversations to tokens for one chat template. Rejects images without a `processor`."""
 
     renderer: Any = None
     """Renderer of `renderers` that the bridge uses. None uses the chat template."""
@@ -85,11 +75,7 @@ class Bridge(ABC):
         self._shown: set[str] = set()  # roles
 
     def opened(self, messages: Sequence[Message]) -> list[Message]:
-        """Copies messages and decodes their images.
-
-        Raises:
-            ValueError: The model or this bridge doesn't support the content, or an image can't be decoded.
-        """
+        """Copies messages and decodes their images. Raises a ValueError for unsupported content."""
         opened = []
         for message in messages:
             message = dict(message)
@@ -139,11 +125,7 @@ class Bridge(ABC):
 
     @abstractmethod
     def render(self, messages: Sequence[Message], tools: Tools) -> Tokens:
-        """Renders a conversation up to the beginning of the next assistant turn.
-
-        Raises:
-            ValueError: The template rejects the conversation.
-        """
+        """Renders a conversation up to the next assistant turn. Raises a ValueError if the template rejects it."""
 
     def hidden(self, tools: Tools) -> str | None:
         """What the template hides from the model: its tools, or its tool calls in later turns. None if nothing.
@@ -163,11 +145,7 @@ class Bridge(ABC):
         return "its calls of tools in later turns"
 
     def check_roles(self, messages: Sequence[Message], tools: Tools) -> None:
-        """Checks that the template renders messages with these roles after an assistant turn.
-
-        Raises:
-            ValueError: It drops them.
-        """
+        """Raises a ValueError if the template drops messages with these roles after an assistant turn."""
         for role in {message["role"] for message in messages} - {"assistant", *self._shown}:
             said = _called(("Qt7", SHORT)) if role == "tool" else {"role": "assistant", "content": SHORT}
             answers = ({**_result("Qt7", 0), "role": role, "content": content} for content in ("Qr8", "Qr9"))
@@ -204,13 +182,8 @@ class Bridge(ABC):
     ) -> Tokens | None:
         """Tokens to append to prompt and completion up to the beginning of the next assistant turn.
 
-        Returns None if the template doesn't provably extend them.
-
-        Args:
-            turn: Last turn.
-            history: Conversation before the turn.
-            new: Messages after the turn.
-            tools: JSON schemas of the tools.
+        Returns None if the template doesn't provably extend them. `history` is the conversation before the turn, and
+        `new` are the messages after it.
         """
 
 
@@ -229,11 +202,6 @@ class TemplateBridge(Bridge):
     This text follows a special token, so it can be tokenized separately. If a reply was truncated or ended by a stop
     string, the template's end token is added as context. The cost doesn't grow with the conversation, unless the text
     depends on the history (DeepSeek's tool results). In that case, the real history is rendered.
-
-    Args:
-        tokenizer: Tokenizer with a chat template.
-        template_kwargs: Variables of the chat template, such as `enable_thinking`.
-        processor: Processor of a VLM.
     """
 
     def __init__(

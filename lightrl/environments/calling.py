@@ -45,26 +45,17 @@ class UserCode:
     Async functions with `await` run on an event loop in a separate thread. All objects share the loop, so they can
     share clients and locks. Other functions run sequentially in the object's own thread. If a canceled call doesn't
     end, its thread or loop is abandoned, and later calls use a new one.
-
-    Args:
-        name: Name of the object in warnings, and of its thread.
-
-    Attributes:
-        blocked: Whether a canceled call didn't end because the shared loop was blocked.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.blocked = False
+        self.blocked = False  # whether a canceled call didn't end because the shared loop was blocked
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] | None = None
 
     async def call(self, work: partial[Any], limit: float | None = None, *, here: bool = False) -> Outcome:
         """Calls a function and returns its value or error, which may be a `LateError` or `LoopBlockedError`.
 
-        Args:
-            work: User's function and its arguments.
-            limit: Time limit in seconds. None means no limit.
-            here: Whether to await it on the current event loop. Only for functions known not to block.
+        `here` awaits it on the current event loop, for functions known not to block.
         """
         if here:
             task = asyncio.ensure_future(_awaited(work))

@@ -33,15 +33,7 @@ def _digest(text: str) -> int:
 
 
 def finite_reward(value: Any, source: str) -> float:
-    """Validates a reward. NaN is rejected, because it would mark the trajectory as unscored.
-
-    Args:
-        value: Value returned by the user's code.
-        source: What returned it, for the message.
-
-    Raises:
-        ValueError: The value is not a finite number.
-    """
+    """Validates a reward from `source`. Raises a ValueError for NaN, too: it would mean an unscored trajectory."""
     try:
         number = float(value)
     except (TypeError, ValueError):

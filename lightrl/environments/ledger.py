@@ -182,18 +182,11 @@ class Ledger:
 
 @dataclass
 class _Row(TrajectoryRow):
-    """A row under construction.
+    """A row under construction."""
 
-    Attributes:
-        contexts: (position, tokens) of context.
-        short: Tokens with one placeholder per image.
-        processed: Model inputs of the images, computed on first use.
-        key: Key of its `Media`.
-    """
-
-    contexts: list[tuple[int, Tokens]] = field(default_factory=list)
-    short: list[int] = field(default_factory=list)
-    processed: ImageInputs | None = None
+    contexts: list[tuple[int, Tokens]] = field(default_factory=list)  # with their positions
+    short: list[int] = field(default_factory=list)  # token IDs with one placeholder per image
+    processed: ImageInputs | None = None  # computed on first use
     key: str = field(default_factory=lambda: Media().key)
 
     def add(self, tokens: Tokens) -> None:

@@ -165,11 +165,7 @@ class MultiTurn(Episode):
         return self._bridges[key]
 
     def parser(self, tools: Tools) -> ReplyParser:
-        """The parser of replies with these tools.
-
-        Raises:
-            ValueError: The chat template hides tools or calls from the model, or has no known parser.
-        """
+        """The parser of replies with these tools. Raises a ValueError if the chat template hides them."""
         if tools is not EXAMPLE_TOOLS:
             self.tools_seen |= {tool["function"]["name"]: tools for tool in tools}
         if bool(tools) not in self._parsers:

@@ -42,15 +42,7 @@ TOOL_PARSERS = {
 
 
 class ReplyParser(ABC):
-    """Base class of parsers of the policy's sampled tokens.
-
-    Args:
-        tokenizer: Tokenizer of the policy.
-        calls: Name of the parser in whose format `grammar` writes tool calls. None means an unknown format.
-
-    Attributes:
-        name: Name of the tool call parser in messages.
-    """
+    """Base class of parsers of sampled tokens. `grammar` writes calls as the parser named `calls` reads them."""
 
     name = "none"
     _warned = False
@@ -62,27 +54,16 @@ class ReplyParser(ABC):
 
     @abstractmethod
     def parse(self, prompt_ids: Sequence[int], token_ids: Sequence[int], tools: Tools) -> Reply:
-        """Parses a reply. `read` sets its `text` and `truncated`.
-
-        Args:
-            prompt_ids: Token IDs of the request.
-            token_ids: Sampled token IDs, including the end-of-turn token if it was sampled.
-            tools: JSON schemas of the tools.
-        """
+        """Parses sampled tokens with their end-of-turn token, if any. `read` sets `text` and `truncated`."""
 
     def grammar(
         self, tools: Tools, names: Sequence[str] | None, structured: Mapping[str, Any], *, single: bool = False
     ) -> dict[str, Any]:
         """The grammar of constrained replies, in the format of vLLM's `structured_outputs`.
 
-        Args:
-            tools: JSON schemas of the tools.
-            names: Names of the tools of which the reply must call one; empty means any tool. None makes calls optional.
-            structured: Grammar of a reply without a call, in the same format.
-            single: Whether the reply may have at most one call.
-
-        Raises:
-            ValueError: The parser's call format has no grammar.
+        The reply must call one of the tools in `names` (any if empty). If it is None, calls are optional, and
+        `structured` is the grammar of a reply without one. `single` allows at most one call. Raises a ValueError if
+        the parser's call format has no grammar.
         """
         if self.calls is None:
             raise ValueError(
@@ -145,17 +126,8 @@ class RendererParser(ReplyParser):
 class VLLMParser(ReplyParser):
     """Parses replies with vLLM's parsers, which work on text and need no engine, or with the built-in parser.
 
-    Args:
-        tokenizer: Tokenizer of the policy.
-        tool_parser: Name of vLLM's tool call parser, such as "hermes", or "smollm2". None leaves calls in the content.
-            If vLLM is not installed, the built-in parser replaces "hermes".
-        reasoning_parser: Name of vLLM's reasoning parser, such as "deepseek_r1". None leaves reasoning in the content.
-        marker: Text at the beginning of a tool call, used to detect malformed calls. "" disables the detection.
-
-    Raises:
-        ValueError: vLLM is not installed.
-        KeyError: vLLM has no parser with that name.
-        RuntimeError: The tokenizer lacks the parser's tokens.
+    Without a parser, calls or reasoning stay in the content. If vLLM is not installed, the built-in parser replaces
+    "hermes". `marker` begins a tool call and detects malformed ones.
     """
 
     def __init__(
@@ -264,18 +236,9 @@ def _detected(tokenizer: Any) -> str | None:
 def choose_parser(
     tokenizer: Any, *, renderer: Any | None, tool_parser: str | None, reasoning_parser: str | None, tools: bool
 ) -> ReplyParser:
-    """Chooses the parser of a policy's replies.
+    """Chooses the parser of a policy's replies. Without names, uses the renderer or detects it from the chat template.
 
-    Args:
-        tokenizer: Tokenizer of the policy.
-        renderer: Renderer from `make_renderer`, or None.
-        tool_parser: Name of vLLM's parser, or "smollm2". None uses the renderer's parser, or detects it from the chat
-            template.
-        reasoning_parser: Name of vLLM's parser, or None.
-        tools: Whether the environment has tools.
-
-    Raises:
-        ValueError: There are tools, but no known parser for the chat template.
+    Raises a ValueError if there are tools, but no known parser for the chat template.
     """
     if renderer is not None and tool_parser is None and reasoning_parser is None:
         return RendererParser(renderer, tokenizer)

@@ -273,14 +273,8 @@ class _Played(Attempt):
     async def _call(self, work: partial[Any], name: str = "", limit: float | None = None) -> Any:
         """Calls the environment's code.
 
-        Args:
-            work: Function and arguments.
-            name: Name of the call in error messages. Applies `environment_timeout`, and makes a timeout a failure.
-            limit: Time limit in seconds for calls without a name.
-
-        Raises:
-            LateError: The call took longer than `limit`.
-            _Failed: The call raised, or exceeded `environment_timeout`.
+        With a `name` for error messages, `environment_timeout` applies, and a timeout is a failure. Otherwise, a call
+        that takes longer than `limit` seconds raises a LateError. Raises `_Failed` if the call raises.
         """
         limit = self.settings.environment_timeout if name else limit
         owner = getattr(work.func, "__self__", None)

@@ -10,14 +10,7 @@ from lightrl.environments.bridges import MARK, Bridge, SampledTurn, Tokens
 
 
 class RendererBridge(Bridge):
-    """Extends tokens with the `renderers` package.
-
-    Args:
-        renderer: Renderer from `make_renderer`.
-        tokenizer: Tokenizer of the policy.
-
-    Source: https://github.com/PrimeIntellect-ai/renderers
-    """
+    """Extends tokens with the package `renderers`, https://github.com/PrimeIntellect-ai/renderers."""
 
     def __init__(self, renderer: Any, tokenizer: Any) -> None:
         super().__init__(tokenizer)
@@ -69,13 +62,9 @@ class _MarkedTokenizer:
 
 
 def make_renderer(tokenizer: Any, name: str | None, options: Mapping[str, Any] | None = None) -> Any | None:
-    """Creates the renderer of a model family. Returns None if the chat template is used instead.
+    """Creates the renderer of a model family, by default the one for the model ID.
 
-    Args:
-        tokenizer: Tokenizer of the policy.
-        name: Name of the family in the package, such as "qwen3". None looks it up by the model ID. "template" uses no
-            renderer.
-        options: Variables of the chat template, such as `enable_thinking`.
+    Returns None for "template" or without a renderer for the model ID. `options` are variables of the chat template.
     """
     if name == "template":
         return None

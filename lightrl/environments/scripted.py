@@ -41,17 +41,11 @@ class Played:
 
 @dataclass
 class EnvironmentCheck:
-    """Results of a dry run.
+    """Results of a dry run."""
 
-    Attributes:
-        seeded: Whether repeated runs must be identical, because all randomness depends on the seed.
-        played: Scripts that ran.
-        mistakes: Error that stopped the dry run and would stop a run, if any.
-    """
-
-    seeded: bool
+    seeded: bool  # repeated runs must be identical
     played: list[Played] = field(default_factory=list)
-    mistakes: list[str] = field(default_factory=list)
+    mistakes: list[str] = field(default_factory=list)  # errors that would stop a run
 
     def problems(self) -> list[str]:
         """Problems and their fixes."""
@@ -85,19 +79,11 @@ def play(
     replies: Sequence[str] = (),
     engine: Engine | None = None,
 ) -> EnvironmentCheck:
-    """Runs each script twice on each example with the same seed.
+    """Runs each script twice on each example with the same seed, or lets `engine` generate the replies.
 
     Scripts: a plain reply in every turn; a reply truncated by the token limit; a valid call to each tool (in every turn
-    of an environment, in the first turn of a program); and `replies`.
-
-    Args:
-        episode: Episode that is set up with the tokenizer. It is closed at the end.
-        rows: Examples of the dataset.
-        tokenizer: Tokenizer of the policy.
-        sampling: Sampling settings. For scripts, only their limits apply.
-        seed: Seed of the groups.
-        replies: Replies of an additional script, one per turn. The last one is repeated.
-        engine: Engine that generates the replies instead of scripts.
+    of an environment, in the first turn of a program); and `replies`, one per turn, of which the last is repeated.
+    Closes the episode, which must be set up with the tokenizer.
     """
     check = EnvironmentCheck(seeded=isinstance(episode, EnvironmentEpisode) and engine is None)
     end = [end_of_turn(tokenizer)]

@@ -28,15 +28,11 @@ def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
 
 
 def check_by_hints(tool: Callable[..., Any], schema: Mapping[str, Any]) -> Check:
-    """Validates arguments with a Python function's type hints.
+    """Validates arguments with a Python function's type hints, and choices in its docstring (in `schema`).
 
     Values are validated as JSON in pydantic's strict mode: "1" is not an integer, a list is a valid tuple, and texts
     and objects are converted to enum members and dataclasses. Dataclasses and typed dictionaries allow no additional
     fields.
-
-    Args:
-        tool: Function with a type hint for each argument.
-        schema: Schema of the function. Its `enum`s may come from choices in the docstring.
     """
     import typing_extensions as extended
     from pydantic import ConfigDict, TypeAdapter, ValidationError

@@ -18,19 +18,12 @@ from lightrl.environments.tool_arguments import Check, check_by_hints, tool_sche
 
 @dataclass
 class Tool:
-    """A tool that the policy can call.
+    """A tool that the policy can call."""
 
-    Attributes:
-        schema: JSON schema in the format of chat templates.
-        function: Function of the arguments and a time limit in seconds. Returns the result or the raised error.
-        check: Validator of the arguments.
-        waits: Whether calls of one reply run concurrently.
-    """
-
-    schema: dict[str, Any]
-    function: Callable[[dict[str, Any], float | None], Awaitable[Outcome]]
+    schema: dict[str, Any]  # in the format of chat templates
+    function: Callable[[dict[str, Any], float | None], Awaitable[Outcome]]  # of arguments and a time limit in seconds
     check: Check
-    waits: bool
+    waits: bool  # calls of one reply run concurrently
 
 
 class ToolEnvironment(Environment):

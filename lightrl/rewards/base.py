@@ -233,11 +233,7 @@ class RewardFunction:
 
 
 def check_values(name: str, values: Any, num_rows: int) -> list[float]:
-    """Validates the values of a reward function. Returns `num_rows` floats, NaN for None.
-
-    Raises:
-        RewardError: The length is wrong, or a value is neither a finite number nor None.
-    """
+    """Returns `num_rows` floats, NaN for None. Raises a RewardError for anything but finite numbers and None."""
     try:
         count = -1 if isinstance(values, (Mapping, Set)) else len(values)
     except TypeError:  # None or a single number

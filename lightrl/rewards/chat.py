@@ -36,19 +36,12 @@ _TOO_LONG = re.compile(r"context.{0,20}(length|window|size)|too (long|large|many
 
 @dataclass
 class Judgment:
-    """The outcome of one query to a judge.
+    """The outcome of one query to a judge."""
 
-    Attributes:
-        value: Parsed value of the response. None if there was no valid response.
-        text: Last response. None if the server did not respond.
-        requests: Number of requests. 0 if the response was cached.
-        tokens: Prompt and completion tokens of these requests, 0 if the server doesn't report them.
-    """
-
-    value: Any = None
-    text: str | None = None
-    requests: int = 0
-    tokens: tuple[int, int] = (0, 0)
+    value: Any = None  # parsed response; None if invalid
+    text: str | None = None  # last response
+    requests: int = 0  # 0 if cached
+    tokens: tuple[int, int] = (0, 0)  # prompt and completion tokens of these requests, 0 if not reported
 
 
 class ChatJudge(RetryingReward):
@@ -122,15 +115,7 @@ class ChatJudge(RetryingReward):
         read: Callable[[str], Any],
         schema: dict[str, Any],
     ) -> Judgment:
-        """Queries the judge until its response is valid.
-
-        Args:
-            instruction: System message.
-            text: What to judge, as JSON.
-            pictures: Message parts to put before it.
-            read: Parser of the response. Raises a ValueError with the reason if the response is invalid.
-            schema: JSON schema of the response, for servers with structured output.
-        """
+        """Queries the judge until `read` accepts its response. It raises a ValueError with the reason otherwise."""
         content = [*pictures, {"type": "text", "text": text}]
         messages = [{"role": "system", "content": instruction}, {"role": "user", "content": content}]
         form = {"name": "grades", "strict": True, "schema": schema}
@@ -163,12 +148,7 @@ class ChatJudge(RetryingReward):
         log_metric: Callable[[str, float], None],
         log_extra: Callable[[str, Sequence[Any]], None],
     ) -> None:
-        """Logs the outcomes of queries.
-
-        Args:
-            judged: Outcome of each query.
-            questions: Index of the query for each of n completions.
-        """
+        """Logs the outcomes of queries. `questions` is the index of the query for each of n completions."""
         asked = [judged[number] for number in questions]
         rows = max(1, len(asked))
         log_metric("unread", sum(each.text is not None and each.value is None for each in asked) / rows)

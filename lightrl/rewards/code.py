@@ -159,11 +159,7 @@ def _lines(text: str) -> list[str]:
 
 
 def parse_tests(cell: Any) -> list[Any] | None:
-    """Parses tests to snippets or to (input, output) pairs. Returns None if there are no usable tests.
-
-    Raises:
-        RewardError: The value has none of the forms in `CodeTests`.
-    """
+    """Parses tests to snippets or (input, output) pairs. None if unusable; a RewardError for other forms."""
     if isinstance(cell, str):
         try:
             cell = json.loads(cell)

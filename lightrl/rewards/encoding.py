@@ -40,11 +40,7 @@ def encode_rows(rows: Sequence[Any]) -> list[Any]:
 
 
 def decode_image(text: str) -> Any:
-    """Decodes base64, or a data URL, to a PIL image.
-
-    Raises:
-        ValueError: The value is not a base64 image.
-    """
+    """Decodes base64, or a data URL, to a PIL image. Raises a ValueError for other values."""
     from PIL import Image
 
     try:

@@ -79,14 +79,7 @@ class ReasoningGymReward(Reward):
 
 
 def gym_item(made: str) -> tuple[str, str | None]:
-    """Returns the question and the reference answer, if any, of an item.
-
-    Args:
-        made: Name, settings, seed, size, and index of the item as JSON.
-
-    Raises:
-        ValueError: The generator doesn't exist, or rejects the settings.
-    """
+    """The question and the reference answer, if any, of an item. Raises a ValueError if it can't be generated."""
     (found,) = WORKERS.ask([{"gym": made, "timeout": START_SECONDS}])
     if isinstance(found, str):
         raise ValueError(f"reasoning-gym: {json.loads(made)['name']!r} can't generate an item ({found}). Check tasks.")

@@ -74,13 +74,8 @@ class RetryingReward(Reward):
     async def post(self, body: Mapping[str, Any], what: str) -> Any:
         """Posts JSON and returns the JSON response; None if all retries failed and `on_failure` is "skip".
 
-        Args:
-            body: JSON to send.
-            what: Description of the request in error messages, such as "3 completions".
-
-        Raises:
-            ConnectionError: All retries failed and `on_failure` is "error".
-            RewardError: The server rejected the request, or its response is not JSON.
+        Raises a ConnectionError if all retries failed and `on_failure` is "error", and a RewardError if the server
+        rejected the request, which `what` describes, or its response is not JSON.
         """
         client = self._open()
         problem, least = "", 0.0

@@ -215,11 +215,7 @@ class SoftOverlong(Reward):
 
 
 class NestedReward(Reward):
-    """Base class of rewards that call other reward functions.
-
-    Args:
-        functions: Name in logs and error messages -> reward function.
-    """
+    """Base class of rewards that call other reward functions, by their name in logs and error messages."""
 
     def __init__(self, functions: Mapping[str, RewardSpec]) -> None:
         self.parts = [RewardFunction(name, load_reward(function)) for name, function in functions.items()]

@@ -190,11 +190,7 @@ class Running:
         return streams, False
 
     def end(self) -> dict[str, Any]:
-        """Stops the program if it is running, and returns its exit code and reason.
-
-        Raises:
-            SandboxError: The sandbox failed.
-        """
+        """Stops the program and returns its exit code and reason. Raises a SandboxError if the sandbox failed."""
         with contextlib.suppress(OSError):
             self._control.shutdown(socket.SHUT_WR)
         try:
@@ -220,11 +216,7 @@ class Running:
 
 @functools.cache
 def mechanism() -> tuple[str, str]:
-    """Name and path of the sandbox mechanism on this system.
-
-    Raises:
-        ValueError: Neither mechanism works. The message lists the reasons and what to install.
-    """
+    """Name and path of the sandbox mechanism. Raises a ValueError with reasons and fixes if none works."""
     reasons = []
     for name, place in mechanisms().items():
         if place is None:

@@ -146,11 +146,7 @@ class ScoreRequest(BaseModel):
     columns: dict[str, list[Any]] = {}
 
     def rows(self, function: RewardFunction) -> dict[str, list[Any]]:
-        """Returns name -> n values for the function. Decodes media if it uses them.
-
-        Raises:
-            ValueError: Lengths differ, media are invalid, or an argument of the function is missing.
-        """
+        """Name -> n values for the function, with decoded media. Raises a ValueError if they don't fit."""
         from lightrl.rewards.encoding import decode_image, decode_video
 
         num_rows = len(self.completions)

@@ -18,12 +18,7 @@ _GRACE_SECONDS = 2.0
 
 
 class Workers:
-    """Child processes, started on demand and replaced when killed.
-
-    Args:
-        kind: Task of `worker.py`: "maths" or "gym".
-        num_workers: Maximum number of processes.
-    """
+    """Child processes for a task of `worker.py`, "maths" or "gym", started on demand and replaced when killed."""
 
     def __init__(self, kind: str, num_workers: int) -> None:
         self.all = [_Worker(kind) for _ in range(num_workers)]

@@ -16,10 +16,7 @@ _CHOICES = {"any": "required", "none": "none"}
 
 
 class Messages(Api):
-    """`POST /messages`.
-
-    Source: https://docs.claude.com/en/api/messages
-    """
+    """`POST /messages`, see https://docs.claude.com/en/api/messages."""
 
     path = "/messages"
     counting = "/messages/count_tokens"

@@ -38,15 +38,7 @@ class Api(ABC):
     """Path of token counting requests."""
 
     def read(self, body: Mapping[str, Any], recall: Callable[[str], list[Message]]) -> Asked:
-        """Converts a parsed body to a request.
-
-        Args:
-            body: Parsed JSON body.
-            recall: Function from the ID of an earlier response to its conversation.
-
-        Raises:
-            RefusedError: The body is malformed, or contains unsupported parameters.
-        """
+        """Converts a JSON body to a request, or raises a RefusedError. `recall` maps response IDs to conversations."""
         for name in REJECTED:
             if body.get(name):
                 shown = json.dumps(body[name])[:200]

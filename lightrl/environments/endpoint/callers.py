@@ -44,14 +44,9 @@ def leave(key: str) -> None:
 
 
 def key_of(port: int, to: int) -> str | None:
-    """The key of the trajectory that opened a connection.
+    """The key of the trajectory that opened a connection from `port` to the endpoint's port `to`.
 
-    Args:
-        port: Client's port.
-        to: Port of the endpoint.
-
-    Returns:
-        The key, `UNKNOWN` if no trajectory opened it, or None if another process did.
+    `UNKNOWN` if no trajectory opened it, and None if another process did.
     """
     with _lock:
         opened = [(connection, key) for connection, (there, key) in _connections.items() if there == to]

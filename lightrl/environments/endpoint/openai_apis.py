@@ -12,10 +12,7 @@ from lightrl.environments.endpoint.requests import Answered, Asked
 
 
 class ChatCompletions(Api):
-    """`POST /chat/completions`.
-
-    Source: https://platform.openai.com/docs/api-reference/chat
-    """
+    """`POST /chat/completions`, see https://platform.openai.com/docs/api-reference/chat."""
 
     path = "/chat/completions"
 

@@ -244,11 +244,7 @@ class AgentProgram(MultiTurn):
 
 
 def _reward(returned: Any) -> tuple[float | None, dict[str, float]]:
-    """The reward and metrics that a program returned.
-
-    Raises:
-        ValueError: They are not finite numbers.
-    """
+    """The reward and metrics that a program returned. Raises a ValueError if they are not finite numbers."""
     metrics: Any = {}
     if isinstance(returned, Mapping) and {"reward"} <= set(returned) <= {"reward", "metrics"}:
         returned, metrics = returned["reward"], returned.get("metrics", {})

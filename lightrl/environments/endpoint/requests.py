@@ -10,14 +10,7 @@ from lightrl.environments.base import Message, Reply
 
 
 class RefusedError(Exception):
-    """Raised to reject a request.
-
-    Args:
-        status: HTTP status.
-        message: Error message with the fix.
-        parameter: Invalid parameter.
-        code: Machine-readable error code, such as "context_length_exceeded".
-    """
+    """Raised to reject a request. The message contains the fix, and SDKs read the code."""
 
     def __init__(self, status: int, message: str, parameter: str | None = None, code: str | None = None) -> None:
         super().__init__(message)

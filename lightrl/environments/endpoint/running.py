@@ -66,22 +66,12 @@ class Worker:
     """A Python process that imports a program once and runs one trajectory at a time, each in a fork.
 
     The process and its children exit on `stop`, and if this process exits.
-
-    Args:
-        program: "file.py:function" or "package.module:function".
-        python: Python interpreter. None uses the current one.
-        env: Additional environment variables.
-        base_url: Base URL of the endpoint.
-
-    Attributes:
-        key: Key of clients created during the import.
-        reusable: Whether the process can run another trajectory.
     """
 
     def __init__(self, program: str, python: str | None, env: Mapping[str, str] | None, base_url: str) -> None:
         self.base_url = base_url
-        self.key = f"sk-{secrets.token_urlsafe(32)}"
-        self.reusable = False
+        self.key = f"sk-{secrets.token_urlsafe(32)}"  # of clients created during the import
+        self.reusable = False  # whether the process can run another trajectory
         self._code: int | None = None
         self._stopping = threading.Lock()
         self._stopped = False
@@ -103,11 +93,7 @@ class Worker:
         return {**own, "OPENAI_API_KEY": key, "ANTHROPIC_API_KEY": key, **self._env}
 
     def start(self) -> None:
-        """Waits until the program is imported.
-
-        Raises:
-            ProgramError: The import failed.
-        """
+        """Waits until the program is imported. Raises a ProgramError if that fails."""
         assert self._process.stdout is not None
         self._started = self._process.stdout.readline() == b"ready\n"
         if not self._started:

@@ -42,18 +42,10 @@ NO_RETRY = {"x-should-retry": "false"}  # respected by both official clients
 
 
 class Endpoint:
-    """Serves sessions on an event loop in a separate thread.
+    """Serves sessions at `base_url`, on an event loop in a separate thread.
 
     Each session has a secret key of 256 random bits, which is valid until the session ends. Without a valid key, only
-    `/health` is answered, and no body is read.
-
-    Args:
-        bind: Address to listen on.
-        port: Port. 0 picks a free port.
-        url: Base URL for programs. `{port}` is replaced with the port. Defaults to the address.
-
-    Attributes:
-        base_url: Base URL for programs.
+    `/health` is answered, and no body is read. Port 0 picks a free port, which replaces `{port}` in `url`.
     """
 
     def __init__(self, bind: str = LOOPBACK, port: int = 0, url: str | None = None) -> None:
@@ -96,12 +88,7 @@ class Endpoint:
         self._socket.close()
 
     def open(self, session: Session, key: str | None = None) -> str:
-        """Starts answering requests of a session. Returns its key.
-
-        Args:
-            session: Session.
-            key: Key. Defaults to a new key.
-        """
+        """Starts answering requests of a session. Returns its key, by default a new one."""
         key = key or f"{self._prefix}{secrets.token_urlsafe(32)}"
         self._opened += 1
         self._sessions[key] = session
@@ -112,11 +99,7 @@ class Endpoint:
         self._sessions.pop(key, None)
 
     def _find(self, request: Request) -> Session:
-        """The session of a request.
-
-        Raises:
-            RefusedError: The key is invalid, or belongs to a trajectory that has ended or did not send the request.
-        """
+        """The session of a request. Raises a RefusedError if its key is invalid or another trajectory's."""
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         key = (key if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")).strip()
         session = self._sessions.get(key)

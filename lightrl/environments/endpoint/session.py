@@ -34,25 +34,6 @@ class Session:
 
     Turns are numbered in the order of their requests, and a turn's seed depends on its number. Programs with sequential
     requests therefore get the same tokens for the same seeds. The number of a canceled request is reused.
-
-    Args:
-        attempt: The trajectory to run.
-        bridge: Bridge of the chat template.
-        parser: Function from tools to the parser of replies.
-        max_turns: Maximum number of turns.
-        template_kwargs: Variables of the chat template.
-        notify: Callback for warnings to show once.
-        constrained: Handling of requests that constrain the reply; see `AgentProgram`.
-
-    Attributes:
-        broken: Event that is set on a failure or an error.
-        failure: Description of a failure that the policy did not cause.
-        raised_at: Frames of the user's code that raised the failure.
-        error: Error that stops the run.
-        refusal: Message of the last rejected request.
-        requested: Whether the program sent a request.
-        completion: Content of the last reply.
-        limit: Limit that rejected the last request, as a stop reason.
     """
 
     attempt: Attempt
@@ -61,20 +42,20 @@ class Session:
     max_turns: int
     template_kwargs: Mapping[str, Any]
     notify: Callable[[str], None]
-    constrained: Constrained = "engine"
+    constrained: Constrained = "engine"  # see `AgentProgram`
 
     def __post_init__(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self.broken = asyncio.Event()
-        self.failure: str | None = None
-        self.raised_at = ""
-        self.error: Exception | None = None
-        self.refusal: str | None = None
+        self.broken = asyncio.Event()  # set on a failure or an error
+        self.failure: str | None = None  # that the policy did not cause
+        self.raised_at = ""  # frames of the user's code that raised the failure
+        self.error: Exception | None = None  # stops the run
+        self.refusal: str | None = None  # of the last rejected request
         self.requested = False
-        self.completion = ""
+        self.completion = ""  # content of the last reply
         self._ended = False
         self._counts = dict.fromkeys(_COUNTS, 0.0)
-        self.limit: StopReason | None = None
+        self.limit: StopReason | None = None  # that rejected the last request
         self._last: StopReason = "stop"
         self._streams: list[Stream] = []
         self._latest: Stream | None = None
@@ -157,11 +138,7 @@ class Session:
         self._responses[name] = messages
 
     def recall(self, name: str) -> list[Message]:
-        """The conversation of a response.
-
-        Raises:
-            RefusedError: The trajectory has no such response.
-        """
+        """The conversation of a response. Raises a RefusedError if the trajectory has no such response."""
         if name not in self._responses:
             raise RefusedError(400, f"This trajectory has no response {name!r}.", "previous_response_id")
         return list(self._responses[name])
@@ -169,11 +146,7 @@ class Session:
     # ---- turns ------------------------------------------------------------------------------------------------------
 
     async def turn(self, asked: Asked) -> Answered:
-        """Answers a request. If canceled, nothing of the turn is trained.
-
-        Raises:
-            RefusedError: The request is rejected.
-        """
+        """Answers a request, or raises a RefusedError. If canceled, nothing of the turn is trained."""
         task = asyncio.current_task()
         assert task is not None
         self.requested = True

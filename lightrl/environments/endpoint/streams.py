@@ -13,15 +13,12 @@ from lightrl.environments.ledger import Ledger
 class Stream:
     """A conversation that can be continued.
 
-    Attributes:
-        ledger: Ledger with the conversation's tokens.
-        busy: Whether a turn is being sampled.
-        sampled: Text of the last reply including its stop string, if the policy did not end its turn. Programs such as
-            smolagents append text to it.
+    `sampled` is the text of the last reply including its stop string, if the policy did not end its turn. Programs such
+    as smolagents append text to it.
     """
 
     ledger: Ledger
-    busy: bool = False
+    busy: bool = False  # a turn is being sampled
     sampled: str | None = None
 
     def rest(self, messages: Sequence[Message], tools: Tools) -> tuple[list[Message], str] | None:
