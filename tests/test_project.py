@@ -94,9 +94,13 @@ def test_an_earlier_quickstart_is_moved_or_resumed(
     assert (tmp_path / "outputs/quickstart.previous/ppo").is_dir()
     assert [name in command for name, command in zip(("/sft", "/ppo", "report"), ran, strict=True)] == [True] * 3
     ran.clear()
+    (tmp_path / "outputs/quickstart/sft/model").mkdir(parents=True)
+    main(["quickstart", "--tiny", "--resume"])  # PPO has no checkpoint yet, but the warm start is finished
+    assert len(ran) == 2 and "--ckpt_path=last" not in ran[0]
+    ran.clear()
     (tmp_path / "outputs/quickstart/ppo/checkpoints").mkdir(parents=True)
     (tmp_path / "outputs/quickstart/ppo/checkpoints/last.ckpt").touch()
-    main(["quickstart", "--tiny", "--resume"])  # without another SFT, whose model is PPO's reference
+    main(["quickstart", "--tiny", "--resume"])
     assert len(ran) == 2 and "--ckpt_path=last" in ran[0]
 
 

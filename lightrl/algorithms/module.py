@@ -26,7 +26,7 @@ from lightrl.models.spec import ModelSpec
 Module = TypeVar("Module", bound="SavesPretrained")
 
 HOOKS = (
-    *("configure_callbacks", "on_fit_start", "on_train_start", "on_validation_epoch_end"),
+    *("configure_callbacks", "setup", "on_fit_start", "on_train_start", "on_validation_epoch_end", "on_test_epoch_end"),
     *("on_save_checkpoint", "on_load_checkpoint"),
 )
 """Hooks of LightningModule with an implementation here. Calling it twice has no further effect."""
@@ -36,8 +36,9 @@ def _nearest_of_ours(cls: type) -> Any:
     return next((each for each in cls.__mro__ if each.__module__.startswith("lightrl.")), LightningDataModule)
 
 
-def _after_base(own: Any, base: Any) -> Any:
-    return functools.wraps(own)(lambda self, *given: (base(self, *given), own(self, *given))[1])
+def _with_base(own: Any, base: Any, *, first: bool) -> Any:
+    calls = (base, own) if first else (own, base)
+    return functools.wraps(own)(lambda self, *given, **named: [call(self, *given, **named) for call in calls][first])
 
 
 class SavesPretrained(LightningModule):
@@ -55,12 +56,12 @@ class SavesPretrained(LightningModule):
     _saved_settings: list[dict[str, Any]] | None = None  # those given to the resumed run
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Runs our hooks before overrides of them: Lightning's hooks are empty, so users may not call `super`."""
+        """Runs our hooks before overrides (`setup` after): Lightning's are empty, so users may not call `super`."""
         super().__init_subclass__(**kwargs)
         base = _nearest_of_ours(cls)
         for name in HOOKS:
             if getattr(cls, name) is not getattr(base, name):  # of the class, or of a mixin
-                setattr(cls, name, _after_base(getattr(cls, name), getattr(base, name)))
+                setattr(cls, name, _with_base(getattr(cls, name), getattr(base, name), first=name != "setup"))
 
     @abstractmethod
     def build_models(self, in_shards: bool = False) -> None:

@@ -84,9 +84,7 @@ class ThroughputMonitor(Callback):
         """Stops the progress display."""
         self._ended.set()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Stops the progress display."""
-        self._ended.set()
+    on_exception = teardown  # type: ignore[assignment]
 
     def pace(self) -> dict[str, str]:
         """Returns seconds per rollout and the time left for the progress bar."""

@@ -99,13 +99,12 @@ def _tiny_steps(outputs: Path) -> list[Step]:
     """Steps with a randomly initialized model."""
     model = str(SHIPPED / "quickstart" / "model")
     sft = [f"--model.init_args.actor.path={model}", f"--data.init_args.tokenizer={model}"]
-    resumed = _resumed(outputs / "ppo")
     steps = [
         ("1/3 SFT warm start", ["fit", "--config=lightrl:quickstart/sft", *sft]),
-        ("2/3 PPO", ["fit", "--config=lightrl:quickstart/ppo", *_engine(), *resumed]),
+        ("2/3 PPO", ["fit", "--config=lightrl:quickstart/ppo", *_engine(), *_resumed(outputs / "ppo")]),
         ("3/3 report", ["report", "outputs/quickstart/ppo"]),
     ]
-    return steps[1:] if resumed else steps  # a checkpoint of PPO is written after the warm start
+    return steps[(outputs / "sft" / "model").is_dir() :]  # a finished warm start isn't repeated on resume
 
 
 def _engine() -> list[str]:

@@ -499,12 +499,22 @@ def test_a_hook_runs_once_whoever_calls_super(path: str) -> None:
     assert module.began == 1
 
 
-def test_setup_without_super_rounds_no_rewards(path: str) -> None:
+def test_setup_without_super_checks_and_rounds_no_rewards(path: str) -> None:
     own = type("Own", (GRPOLightningModule,), {"setup": lambda self, stage: None})
     keep = Keep()
     trainer = quiet_trainer(precision="bf16-true", callbacks=[WeightSync(), keep])
     trainer.fit(own(path, optimizer=sgd, kl=None), sums_data(rollouts_per_epoch=1))
     assert keep.rollouts[0].rewards.dtype == keep.rollouts[0].engine_logprobs.dtype == torch.float32
+    never_called = type("Plain", (Callback,), {"on_rollout_scored": lambda self, *_: None})()
+    with pytest.raises(ValueError, match="RLCallback"):
+        quiet_trainer(callbacks=[never_called]).fit(own(path, optimizer=sgd, kl=None), sums_data())
+
+
+def test_the_end_of_a_test_without_super_logs(path: str) -> None:
+    own = type("Own", (GRPOLightningModule,), {"on_test_epoch_end": lambda self: None})
+    data = sums_data(evaluation=Evaluation([{"prompt": "01+01="}]))
+    (metrics,) = quiet_trainer().test(own(path, optimizer=sgd, kl=None), data, verbose=False)
+    assert "eval/reward" in metrics
 
 
 class Failure(Exception):
