@@ -313,9 +313,8 @@ class Backbone:
         chosen = getattr(text, "index_topk", None)
         if "indexed_attention" in (getattr(text, "layer_types", None) or ()) and chosen and shape[1] > chosen:
             raise ValueError(
-                f"{self.name} with sequences of {shape[1]} tokens: its attention selects the best {chosen} keys "
-                "(index_topk), and transformers selects different ones in a padded batch. Use sequences of at most "
-                "that length."
+                f"{self.name} with sequences of {shape[1]} tokens: its attention selects {chosen} keys (index_topk), "
+                "and transformers selects different ones in a padded batch. Use sequences of at most that length."
             )
         inputs = no_token_inputs(self.body, rows.token_ids)
         if any(rows.inputs):
@@ -324,7 +323,8 @@ class Backbone:
             inputs |= merged_inputs(rows.inputs, range(len(rows)), shape, device, causal_type(self.config))
             own = media_positions(self.body, rows.token_ids, rows.inputs)
             inputs |= {} if own is None else {"position_ids": own}
-        out = self.call(rows.token_ids, hidden, attention_mask=rows.attention_mask.long(), **inputs)
+        ids = rows.token_ids.masked_fill(~rows.attention_mask, harmless_id(self.config))  # pads may have no embedding
+        out = self.call(ids, hidden, attention_mask=rows.attention_mask.long(), **inputs)
         if last:
             starts = torch.arange(len(rows), device=device) * shape[1]
             targets = read = starts + rows.attention_mask.sum(1).clamp(min=1) - 1

@@ -12,7 +12,7 @@ import transformers
 from lightrl.models.policy import PolicyModel
 from tests.models.conftest import Batch, plain_scores
 from tests.rows import as_rows
-from tests.toys import build
+from tests.toys import VOCAB, build
 
 PACKED: dict[str, dict[str, Any]] = {
     "Qwen3": {"head_dim": 8},
@@ -69,7 +69,8 @@ def test_other_families_fall_back(name: str, batch: Batch) -> None:
     expected, _ = plain_scores(lm, batch)
     with pytest.warns(UserWarning, match="padded layout"):
         policy = PolicyModel(lm)
-        got = policy(as_rows(*batch[:3], group_ids=batch.group_ids)).logprobs
+        ids = batch.token_ids.masked_fill(~batch.attention_mask, VOCAB)  # a pad token that was added to the tokenizer
+        got = policy(as_rows(ids, *batch[1:3], group_ids=batch.group_ids)).logprobs
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
