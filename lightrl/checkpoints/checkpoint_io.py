@@ -45,11 +45,10 @@ class CheckedCheckpointIO(TorchCheckpointIO):
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Writes the file.
+        """Writes the file. If it raises, the previous version is kept.
 
-        Raises:
-            ValueError: Weights are not finite, or the optimizer state is NaN.
-            StorageError: The disk is full or similar. The previous version is kept.
+        Raises a ValueError for non-finite weights or a NaN in the optimizer's state, and a StorageError for a full
+        disk.
         """
         if "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)

@@ -124,10 +124,8 @@ class RolloutCheckpoint(SavingCheckpoint):
     def last_checkpoints(self, trainer: Trainer) -> set[str]:
         """Returns the checkpoint for `--ckpt_path last`: the newest intact one, if any.
 
-        Without `dirpath`, also searches earlier runs under the logger's name that have this run's settings.
-
-        Raises:
-            ValueError: No checkpoint is intact, or all belong to runs with different settings.
+        Without `dirpath`, also searches earlier runs under the logger's name that have this run's settings. Raises a
+        ValueError if no checkpoint is intact, or if all belong to runs with different settings.
         """
         elsewhere = super().last_checkpoints(trainer)
         if any("://" in path for path in elsewhere):

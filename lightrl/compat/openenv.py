@@ -9,17 +9,12 @@ import httpx
 
 
 class OpenEnvError(RuntimeError):
-    """Raised for an error response from the server.
-
-    Attributes:
-        code: Kind of error, such as "VALIDATION_ERROR" for a message that doesn't match the server's models.
-        errors: Pydantic errors, each with a location `loc` and a text `msg`. Empty for other kinds.
-    """
+    """Raised for an error response from the server."""
 
     def __init__(self, message: str, code: str, errors: Sequence[dict[str, Any]] = ()) -> None:
         super().__init__(f"Server error: {message} (code: {code})")
-        self.code = code
-        self.errors = list(errors)
+        self.code = code  # such as VALIDATION_ERROR for a message that doesn't match the server's models
+        self.errors = list(errors)  # of Pydantic, each with a location `loc` and a text `msg`
 
 
 def make_client(url: str, timeout: float) -> Any:

@@ -81,12 +81,9 @@ class RewardModelSpec:
 
 
 class RewardModel(nn.Module):
-    """Scores whole sequences.
+    """Scores whole sequences with a sequence-classification model with one label.
 
-    Args:
-        model: Sequence-classification model with one label.
-        tokenizer: Tokenizer for `score_texts`. Defaults to none, which scores only token IDs.
-        chat_template, max_length, layout: See `RewardModelSpec`.
+    Without a `tokenizer`, it scores only token IDs. See `RewardModelSpec` for the other arguments.
     """
 
     def __init__(

@@ -35,9 +35,7 @@ _pass: ContextVar[RoutingPass | None] = ContextVar("routing_pass", default=None)
 class RoutingPass:
     """Re-entrant context manager in which the routers of this thread record or replay their expert choices.
 
-    Args:
-        choices: L tensors (N, K) int64 of experts for N tokens, -1 to let the router choose. Defaults to recording
-            only.
+    `choices` are L tensors (N, K) int64 of experts for N tokens, -1 to let the router choose. None only records.
     """
 
     def __init__(self, choices: tuple[Tensor, ...] | None = None) -> None:

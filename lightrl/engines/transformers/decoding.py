@@ -19,14 +19,7 @@ from lightrl.records import Completion, CompletionGroup, GenerationRequest, Rout
 
 
 class _Job:
-    """A pending request. `start` is the index of its first uniform; completion g starts `g * limit` later.
-
-    Attributes:
-        shared: Sampling settings except for the length limit. Rows that run together have the same ones.
-        parts: Completions recorded so far. Unfinished ones are "suspended".
-        live: Indices of the completions that are unfinished at the start.
-        prefixes: Token IDs to prefill: the prompt, shared by all rows, or the prompt plus earlier tokens of each row.
-    """
+    """A pending request. `start` is the index of its first uniform; completion g starts `g * limit` later."""
 
     def __init__(
         self, request: GenerationRequest, eos_ids: set[int], start: int, version: int, parts: list[Completion]
@@ -35,7 +28,9 @@ class _Job:
         self.start = start
         self.version = version
         self.sampling = sampling = request.sampling
-        self.shared = replace(sampling, max_new_tokens=max(1, sampling.min_new_tokens))
+        self.shared = replace(
+            sampling, max_new_tokens=max(1, sampling.min_new_tokens)
+        )  # rows that run together share it
         self.limit = sampling.max_new_tokens
         self.end_ids = set(sampling.stop_token_ids or []) | (set() if sampling.ignore_eos else eos_ids)
         self.stops = list(sampling.stop or [])
