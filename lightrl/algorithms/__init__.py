@@ -46,15 +46,5 @@ __all__ = [
     "Updates",
 ]
 
-_MODULES = (
-    "module",
-    "experience",
-    "base",
-    "policy_gradient",
-    "ppo",
-    "variants",
-    "schedules",
-    "supervised",
-    "distill",
-)
+_MODULES = ("module", "experience", "base", "policy_gradient", "ppo", "variants", "schedules", "supervised", "distill")
 __getattr__ = lazy_names(__name__, _MODULES, __all__)

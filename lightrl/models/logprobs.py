@@ -41,10 +41,7 @@ class LogitMap(NamedTuple):
         """Granite divides by `logits_scaling`, Cohere and Falcon-H1 multiply, Gemma and RecurrentGemma cap."""
         cap = getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
         scale = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None) or 1.0
-        return LogitMap(
-            float(scale) / float(getattr(config, "logits_scaling", None) or 1.0),
-            float(cap or 0.0),
-        )
+        return LogitMap(float(scale) / float(getattr(config, "logits_scaling", None) or 1.0), float(cap or 0.0))
 
 
 class Distribution(NamedTuple):

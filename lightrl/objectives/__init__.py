@@ -94,12 +94,5 @@ __all__ = [
     "Turns",
 ]
 
-_MODULES = (
-    "loss_terms",
-    "estimators",
-    "off_policy",
-    "policy_losses",
-    "special_estimators",
-    "divergences",
-)
+_MODULES = ("loss_terms", "estimators", "off_policy", "policy_losses", "special_estimators", "divergences")
 __getattr__ = lazy_names(__name__, _MODULES, __all__)

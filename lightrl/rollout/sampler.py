@@ -78,11 +78,7 @@ class RolloutSampler:
         return sampling
 
     def begin(
-        self,
-        first: int,
-        *,
-        sampling: SamplingParams | None = None,
-        collection: Callable[..., Collection] = TRAINED,
+        self, first: int, *, sampling: SamplingParams | None = None, collection: Callable[..., Collection] = TRAINED
     ) -> Collection:
         """Starts the training rollout whose first prompt has the global index `first`. The engine must be ready.
 
