@@ -313,8 +313,8 @@ class Backbone:
         chosen = getattr(text, "index_topk", None)
         if "indexed_attention" in (getattr(text, "layer_types", None) or ()) and chosen and shape[1] > chosen:
             raise ValueError(
-                f"{self.name} with sequences of {shape[1]} tokens: its attention selects {chosen} keys (index_topk), "
-                "and transformers selects different ones in a padded batch. Use sequences of at most that length."
+                f"{self.name} with sequences of {shape[1]} tokens: its attention selects the best {chosen} keys "
+                "(index_topk), and transformers selects others in a padded batch. Use sequences of at most that length."
             )
         inputs = no_token_inputs(self.body, rows.token_ids)
         if any(rows.inputs):
