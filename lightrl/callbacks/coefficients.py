@@ -18,11 +18,9 @@ class StatefulCallback(RLCallback):
     state: tuple[str, ...] = ()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the attributes."""
         return {name: getattr(self, name) for name in self.state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the attributes."""
         vars(self).update(state_dict)
 
 
@@ -59,11 +57,9 @@ class AdaptiveEntropy(StatefulCallback):
         self.active = False
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Sets the initial or restored coefficient."""
         self._apply(pl_module)
 
     def on_policy_updated(self, trainer: Trainer, pl_module: Any, metrics: dict[str, float]) -> None:
-        """Updates the coefficient from the rollout's entropy."""
         entropy = metrics.get("policy/entropy")
         if entropy is None:
             return
@@ -80,7 +76,6 @@ class KLCallback(StatefulCallback):
     """A callback that requires a KL penalty."""
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        """Rejects modules without a KL penalty."""
         super().setup(trainer, pl_module, stage)
         if stage == "fit" and pl_module.kl is None:
             raise ValueError(
@@ -116,17 +111,14 @@ class AdaptiveKL(KLCallback):
         self.coef: float | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Sets the coefficient to the module's or the restored one."""
         if self.coef is None:
             self.coef = float(pl_module.kl.coef)
         pl_module.set_kl_coef(self.coef)
 
     def on_rollout_scored(self, trainer: Trainer, pl_module: Any, rollouts: Rollouts) -> None:
-        """Counts the trajectories."""
         self._trajectories = len(rollouts.trajectory_ids.unique()) * trainer.world_size
 
     def on_policy_updated(self, trainer: Trainer, pl_module: Any, metrics: dict[str, float]) -> None:
-        """Updates the coefficient from the rollout's mean KL."""
         assert self.coef is not None, "set in on_train_start"
         if "kl/ref" not in metrics:
             return
@@ -156,7 +148,6 @@ class LinearKL(KLCallback):
         self.num_rollouts = num_rollouts
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Sets the coefficient of this rollout."""
         done = min(trainer.fit_loop.total_batch_idx / self.num_rollouts, 1.0)
         pl_module.set_kl_coef(self.start + (self.end - self.start) * done)
 

@@ -106,7 +106,6 @@ class CompletionLogger(RLCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Logs samples of every Nth rollout."""
         self._begin()
         done = trainer.fit_loop.total_batch_idx + 1
         if isinstance(batch, Rollouts) and trainer.is_global_zero and done % self.every_n_rollouts == 0:
@@ -115,7 +114,6 @@ class CompletionLogger(RLCallback):
         self._rewards = self._advantages = None
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Clears the samples of the last evaluation."""
         self._evaluated = []
 
     def on_validation_batch_end(
@@ -127,13 +125,11 @@ class CompletionLogger(RLCallback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Collects samples of the first prompts."""
         missing = max(self.num_samples, EVALUATED) - len(self._evaluated)
         if isinstance(batch, Rollouts) and trainer.is_global_zero and missing > 0 and dataloader_idx == 0:
             self._evaluated += sample_records(batch, missing, tokenizer=_tokenizer(trainer))
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Logs the samples."""
         if self._evaluated:
             done = trainer.fit_loop.total_batch_idx + 1
             title = f"evaluation after {count(done, 'rollout')}" if done else "evaluation"
@@ -279,7 +275,6 @@ def _number(value: float | None) -> str:
 
 
 def print_table(trainer: Trainer, table: Table) -> None:
-    """Prints a table above the progress bar."""
     bar = trainer.progress_bar_callback
     if isinstance(bar, RichProgressBar) and bar.is_enabled:
         from rich import get_console

@@ -34,20 +34,17 @@ class HFExport(Callback):
         self.ema = ema
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Rejects a missing `EMA`."""
         if self.ema and stage == "fit" and not _averages(trainer):
             raise ValueError("HFExport.ema=True: the EMA callback is missing. Add it, or set ema: false.")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Exports the model every N rollouts."""
         done = trainer.fit_loop.total_batch_idx + 1
         if self.every_n_rollouts is not None and done % self.every_n_rollouts == 0:
             self.export(trainer, pl_module, self._folder(trainer) / f"rollout={done}")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Exports the final weights, except in a `fast_dev_run`."""
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self.export(trainer, pl_module, self._folder(trainer))
 

@@ -54,7 +54,6 @@ class LogprobMonitor(RLCallback):
         self._measured: dict[str, float] = {}
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        """Rejects modules without rollouts and losses that replace the trainer's log-probs."""
         super().setup(trainer, pl_module, stage)
         loss = pl_module.loss
         if stage == "fit" and loss.replaces_old_logprobs:
@@ -64,11 +63,9 @@ class LogprobMonitor(RLCallback):
             )
 
     def on_rollout_scored(self, trainer: Trainer, pl_module: Any, rollouts: Rollouts) -> None:
-        """Keeps the rollout."""
         self._rollouts = rollouts
 
     def on_experience_made(self, trainer: Trainer, pl_module: Any, experience: Experience) -> None:
-        """Measures the gaps, and warns or stops."""
         rollouts, self._rollouts = self._rollouts, None
         assert rollouts is not None and experience.old_logprobs is not None, "declared by reads_old_logprobs"
         cells = _cells(rollouts, experience, pl_module.policy_version)
@@ -90,11 +87,9 @@ class LogprobMonitor(RLCallback):
             self._act(trainer, pl_module, bound, above)
 
     def on_policy_updated(self, trainer: Trainer, pl_module: Any, metrics: dict[str, float]) -> None:
-        """Adds the measurements to the rollout's metrics."""
         metrics.update(self._measured)
 
     def _dtype_bound(self, trainer: Trainer, pl_module: Any) -> float:
-        """Returns the bound of the coarsest dtype of engine and trainer."""
         theirs = trainer.datamodule.engine.dtype  # type: ignore[attr-defined]
         precision = str(trainer.precision)
         own = "bfloat16" if precision.startswith("bf16") else "float16" if precision.startswith("16") else "float32"

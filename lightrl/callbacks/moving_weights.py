@@ -38,7 +38,6 @@ class EMA(Callback):
         self._sharded = False
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        """Drops the average of another module."""
         if self._module is None or self._module() is not pl_module:
             self._module, self._average = weakref.ref(pl_module), {}
 
@@ -53,7 +52,6 @@ class EMA(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Updates the average."""
         for name, value in _shards(pl_module).items():
             self._average[name].lerp_(value.float(), 1 - self.decay)
 
@@ -78,7 +76,6 @@ class EMA(Callback):
             self._swap_out(pl_module)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Swaps in the average, if training has started."""
         if self.evaluate and self._average:
             self._swap_in(pl_module)
 
@@ -102,7 +99,6 @@ class EMA(Callback):
 
 
 def _shards(pl_module: Any) -> dict[str, Tensor]:
-    """Returns this rank's shards of the trained parameters."""
     named = pl_module.trained_model[0].named_parameters()
     return {name: strategies.local_shard(parameter) for name, parameter in named if parameter.requires_grad}
 
@@ -136,7 +132,6 @@ class ReferenceSync(KLCallback):
         self.alpha = alpha
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        """Rejects modules without a reference model that can be updated."""
         super().setup(trainer, pl_module, stage)
         if pl_module.reference_spec is None and pl_module.actor_spec.lora is not None:
             raise ValueError(

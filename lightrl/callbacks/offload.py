@@ -40,7 +40,6 @@ class OffloadOptimizer(Callback):
         self._away: list[tuple[dict[Any, Any], str, torch.device]] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Rejects strategies that shard the optimizer state."""
         strategy = trainer.strategy
         if isinstance(strategy, (DeepSpeedStrategy, ModelParallelStrategy)):
             raise ValueError(
@@ -51,7 +50,6 @@ class OffloadOptimizer(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Moves the state to the CPU."""
         for optimizer in trainer.optimizers:
             for state in optimizer.state.values():
                 for name, value in state.items():
@@ -60,7 +58,6 @@ class OffloadOptimizer(Callback):
                         state[name] = on_host(value)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Moves the state back to the GPU."""
         away, self._away = self._away, []
         for state, name, device in away:
             state[name] = state[name].to(device, non_blocking=True)
@@ -90,7 +87,6 @@ class OffloadModels(RLCallback):
         self.models = tuple(models)
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        """Rejects strategies that need the models on the GPU at all times."""
         super().setup(trainer, pl_module, stage)
         strategy = trainer.strategy
         name = type(strategy).__name__
@@ -130,7 +126,6 @@ class OffloadModels(RLCallback):
         self._leave(pl_module, ROLES)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Moves the models back to the GPU after sampling."""
         self._return(pl_module, ROLES)
 
     def on_experience_made(self, trainer: Trainer, pl_module: Any, experience: Experience) -> None:
@@ -138,19 +133,16 @@ class OffloadModels(RLCallback):
         self._leave(pl_module, [role for role in ROLES if role != "critic"])
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Offloads the critic after the updates."""
         self._leave(pl_module, ROLES)
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Moves the reward models to the GPU for a batch."""
         self._return(pl_module, ["reward_models"])
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Offloads the reward models."""
         self._leave(pl_module, ["reward_models"])
 
     on_validation_start = on_test_start = on_predict_start = on_train_start

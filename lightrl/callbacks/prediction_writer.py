@@ -42,7 +42,6 @@ class PredictionWriter(BasePredictionWriter):
         self._target = Path(self.path or run_folder(trainer) / "predictions.jsonl")
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Removes an existing file on rank 0."""
         self._written = 0
         if trainer.is_global_zero:
             self._target.unlink(missing_ok=True)
@@ -72,5 +71,4 @@ class PredictionWriter(BasePredictionWriter):
             self._written += len(lines)
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Prints the number of completions."""
         trainer.print(f"Wrote {self._written} completions to {self._target}")

@@ -72,11 +72,9 @@ class RolloutWriter(RLCallback):
         self._folder = Path(self.dirpath or run_folder(trainer) / "rollouts")
 
     def on_rollout_scored(self, trainer: Trainer, pl_module: LightningModule, rollouts: Rollouts) -> None:
-        """Stores the rollout for its texts and reward components."""
         self._rollouts = rollouts
 
     def on_experience_made(self, trainer: Trainer, pl_module: Any, experience: Experience) -> None:
-        """Writes every Nth rollout."""
         rollouts, self._rollouts = self._rollouts, None
         done = trainer.fit_loop.total_batch_idx + 1
         if rollouts is None or done % self.every_n_rollouts:
@@ -114,7 +112,6 @@ class RolloutWriter(RLCallback):
             self._saved = path, sampled, records
 
     def on_policy_updated(self, trainer: Trainer, pl_module: Any, metrics: dict[str, float]) -> None:
-        """Adds the policy's log-probs after the update."""
         if self._saved is None:
             return
         (path, experience, records), self._saved = self._saved, None

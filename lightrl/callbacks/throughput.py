@@ -73,15 +73,13 @@ class ThroughputMonitor(Callback):
     # ---- progress ----------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Starts the progress display."""
         self._reset()
         bar: Any = trainer.progress_bar_callback
         if self.progress_bar and bar is not None and bar.is_enabled and trainer.is_global_zero:
             show_pace(bar, self.pace)
             threading.Thread(target=self._show, args=(trainer, bar, self._ended), name="progress", daemon=True).start()
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Stops the progress display."""
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         self._ended.set()
 
     on_exception = teardown  # type: ignore[assignment]
@@ -111,12 +109,10 @@ class ThroughputMonitor(Callback):
     # ---- metrics -----------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Starts the timer before the first rollout."""
         self._start = time.perf_counter()
         self._done = trainer.fit_loop.total_batch_idx + 1
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Pauses the timer."""
         self._paused = time.perf_counter()
 
     def on_validation_batch_end(
@@ -150,7 +146,6 @@ class ThroughputMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Logs the metrics of a rollout."""
         results = outputs if isinstance(outputs, Mapping) else {}
         now = time.perf_counter()
         seconds, self._start = max(now - self._start, 1e-9), now
@@ -175,7 +170,6 @@ class ThroughputMonitor(Callback):
             pl_module.log_dict(shown, on_step=True, on_epoch=False, prog_bar=True, logger=False, batch_size=len(mask))
 
     def _keep_time(self, trainer: Trainer, seconds: float, batch: Any, results: Mapping[str, Any]) -> None:
-        """Estimates the time left."""
         self._unit = "rollout" if isinstance(batch, Rollouts) else "batch"
         self._done = done = trainer.fit_loop.total_batch_idx + 1
         if not self._warm and self._steps:
@@ -194,7 +188,6 @@ class ThroughputMonitor(Callback):
         return self._earlier + time.perf_counter() - self._begun
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Prints the result and logs it for `lightrl report`."""
         if trainer.is_global_zero and self._done:
             line = result_line(self._first, self._last, self._binary, count(self._done, self._unit), self._seconds)
             stop_bar(trainer.progress_bar_callback)
@@ -208,7 +201,6 @@ class ThroughputMonitor(Callback):
         return {name: getattr(self, f"_{name}") for name in KEPT} | {"earlier": self._seconds}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the state of `state_dict`."""
         for name, value in state_dict.items():
             setattr(self, f"_{name}", value)
 
@@ -228,11 +220,9 @@ class EvaluateFirst(Callback):
     """
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Requests a sanity check on all batches, or none in a resumed run."""
         trainer.num_sanity_val_steps = float("inf") if trainer.ckpt_path is None else 0
 
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Logs the metrics of the evaluation."""
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("eval/")}
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=-1)

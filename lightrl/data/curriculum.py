@@ -120,12 +120,9 @@ class CurriculumSet(PromptSet):
     def observe(self, rewards: Sequence[tuple[int, Sequence[float]]], cursor: int) -> dict[str, float]:
         """Records the success rates of a rollout's groups, except those without a scored trajectory. Collective.
 
-        Args:
-            rewards: (dataset index, rewards, NaN if not scored) of this rank's groups, in any order.
-            cursor: Index of the next rollout's first prompt.
-
-        Returns:
-            Fractions of unseen, hard, and solved prompts, and the number of open classes.
+        `rewards` are (dataset index, rewards, NaN if not scored) of this rank's groups. `cursor` is the index of the
+        next rollout's first prompt. Returns fractions of unseen, hard, and solved prompts, and the number of open
+        classes.
         """
         scored = [(index, [reward for reward in of if not math.isnan(reward)]) for index, of in rewards]
         own = [(index, float(np.mean(np.array(of) >= self.spec.success_reward))) for index, of in scored if of]

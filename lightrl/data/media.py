@@ -143,7 +143,6 @@ def _pixels(value: Any) -> np.ndarray[Any, Any]:
 
 
 def _capped(image: Any, max_pixels: int | None) -> Any:
-    """Scales an image down to at most `max_pixels`."""
     width, height = image.size
     if max_pixels is None or width * height <= max_pixels:
         return image
@@ -305,7 +304,6 @@ def shown(
 
 
 def _several(kind: str, value: Any) -> list[Any]:
-    """Returns the media items of a cell as a list."""
     if not isinstance(value, list | tuple | np.ndarray):
         return [] if value is None else [value]
     depth, leaf = 0, value

@@ -88,7 +88,6 @@ class PreferenceSource(ConversationSource):
     def _pair(
         self, tokenizer: PreTrainedTokenizerBase, sides: Sequence[SFTSource], row: Mapping[str, Any]
     ) -> PreferencePair:
-        """Tokenizes an example."""
         prompts = [side.lesson(row)[0] for side in sides]
         if prompts[0] != prompts[1]:
             raise ValueError(
@@ -128,7 +127,6 @@ class PreferenceLoader(SFTLoader):
     """
 
     def collate(self, rows: Sequence[Any]) -> dict[str, Tensor]:
-        """Collates pairs into a batch."""
         pairs: Sequence[PreferencePair] = rows or [self.rows[0]]  # type: ignore[assignment, list-item]
         tokens = [side for pair in pairs for side in (pair.chosen, pair.rejected)]
         own = []

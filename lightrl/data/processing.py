@@ -43,11 +43,11 @@ VARIABLES = ("template_kwargs", "chat_template_kwargs")
 """Columns with per-example variables of the chat template. Later ones take precedence."""
 
 
-def load_processor(path: str, tokenizer: PreTrainedTokenizerBase, **kwargs: Any) -> MediaProcessor | None:
+def load_processor(path: str, tokenizer: PreTrainedTokenizerBase) -> MediaProcessor | None:
     """Loads the processor of a model with images, videos, or audio. Returns None for text models."""
     local = Path(path).expanduser()
     try:
-        config = AutoConfig.from_pretrained(str(local) if local.is_dir() else path, **kwargs)
+        config = AutoConfig.from_pretrained(str(local) if local.is_dir() else path)
     except (OSError, ValueError):  # a directory with only a tokenizer
         return None
     placeholders = placeholder_ids(config)
@@ -55,7 +55,7 @@ def load_processor(path: str, tokenizer: PreTrainedTokenizerBase, **kwargs: Any)
         return None
     from lightrl.data.processor import MediaProcessor
 
-    return MediaProcessor(str(local) if local.is_dir() else path, tokenizer, placeholders, kwargs)
+    return MediaProcessor(str(local) if local.is_dir() else path, tokenizer, placeholders)
 
 
 @dataclass
@@ -149,8 +149,6 @@ class ConversationSource(MediaSource):
 
 
 class Rendered(NamedTuple):
-    """A rendered prompt."""
-
     text: str
     templated: bool
     """Whether the chat template was applied."""
@@ -367,6 +365,5 @@ class _Stream(OpenSource):
 
 
 def open_source(spec: Any, reading: Reading) -> OpenSource:
-    """Opens a source."""
     data = spec.read()
     return (_Stream if isinstance(data, IterableDataset) else OpenSource)(spec, data, reading)

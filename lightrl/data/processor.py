@@ -32,20 +32,16 @@ class ImageInputs:
 class MediaProcessor:
     """Runs a Hugging Face processor on single prompts and checks its output."""
 
-    def __init__(
-        self, path: str, tokenizer: PreTrainedTokenizerBase, placeholders: Mapping[str, int], kwargs: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, path: str, tokenizer: PreTrainedTokenizerBase, placeholders: Mapping[str, int]) -> None:
         self.path = path
         self.tokenizer = tokenizer
         self.placeholders = placeholders
-        self._kwargs = dict(kwargs)
 
     @cached_property
     def processor(self) -> Any:
-        """The Hugging Face processor, loaded on first use."""
         from transformers import AutoProcessor
 
-        loaded = AutoProcessor.from_pretrained(self.path, **self._kwargs)
+        loaded = AutoProcessor.from_pretrained(self.path)
         loaded.tokenizer = self.tokenizer
         return loaded
 
@@ -106,7 +102,6 @@ class MediaProcessor:
         return ImageInputs(media.images, token, [part["replacement"] for part in offsets[0]], inputs, token_inputs)
 
     def _run(self, text: str, arguments: Mapping[str, Any], *, templated: bool) -> Any:
-        """Runs the processor on a text and its media."""
         try:
             return self.processor(
                 text=[text],
@@ -120,7 +115,6 @@ class MediaProcessor:
 
     @staticmethod
     def _inputs(out: Any) -> dict[str, torch.Tensor]:
-        """Returns the additional model inputs."""
         skipped = ("input_ids", "attention_mask", "labels")
         return {name: x for name, x in out.items() if isinstance(x, torch.Tensor) and name not in skipped}
 

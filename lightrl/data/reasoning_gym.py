@@ -89,7 +89,6 @@ class ReasoningGymRows:
         return Dataset.from_list([rows[i] for i in order])
 
     def _shares(self, size: int) -> list[tuple[ReasoningGymTask, int]]:
-        """Returns each task and its number of examples."""
         passed = list(accumulate(task.weight for task in self.tasks))
         bounds = [0, *(round(size * weight / passed[-1]) for weight in passed)]
         return [(task, end - start) for task, (start, end) in zip(self.tasks, pairwise(bounds), strict=True)]

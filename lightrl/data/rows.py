@@ -348,7 +348,6 @@ class MediaSource(RowSource):
     frame_rate: float = 2.0
 
     def media_root(self) -> Path:
-        """Returns the root of relative paths."""
         if self.media_folder is not None:
             return Path(self.media_folder).expanduser()
         local = Path(self.path).expanduser() if self.path is not None else Path()

@@ -242,7 +242,6 @@ def _turn(tokenizer: PreTrainedTokenizerBase, body: str, message: Mapping[str, A
 
 
 def _without_end(text: str, end: str) -> str:
-    """Removes end-of-turn tokens at the end of a text."""
     while text.endswith(end):
         text = text.removesuffix(end)
     return text
@@ -337,7 +336,6 @@ class SFTDataModule(LightningDataModule):
         return self._loaders.get("val", [])
 
     def test_dataloader(self) -> SFTLoader | list[Any]:
-        """Returns the loader of `val_dataloader`."""
         return self.val_dataloader()
 
     def state_dict(self) -> dict[str, Any]:

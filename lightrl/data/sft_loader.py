@@ -31,19 +31,12 @@ class SFTLoader:
     `response_mask` (B, T) bool, True on trained completion tokens, including the end of each turn. For models with
     media, `inputs` contains B dictionaries of extra model inputs.
 
-    Args:
-        rows: Examples from `SFTSource.tokenized`.
-        batch_size: Number of examples per rank, B.
-        pad_token_id: Padding token.
-        seed: Random seed for the order.
-        train: Whether to shuffle and drop incomplete batches. Otherwise each example is returned once in order, and
-            ranks without examples repeat one with an empty `response_mask`.
-        rank: Rank of this process.
-        world_size: Number of processes.
+    `train` shuffles and drops incomplete batches. Otherwise, each example is returned once in order, and ranks without
+    examples repeat one with an empty `response_mask`.
     """
 
     rows: Sequence[Example]
-    batch_size: int
+    batch_size: int  # per rank, B
     pad_token_id: int
     _: KW_ONLY
     seed: int = 0
@@ -80,7 +73,6 @@ class SFTLoader:
             yield self.collate([self.rows[int(i)] for i in picks])
 
     def collate(self, rows: Sequence[Example]) -> dict[str, Any]:
-        """Collates examples into a batch."""
         rows = rows or [self.rows[0]._replace(trained=[False] * len(self.rows[0].token_ids))]
         batch: dict[str, Any] = {
             "token_ids": pad_rows([row.token_ids for row in rows], self.pad_token_id, torch.long),

@@ -20,6 +20,11 @@ Tools = Sequence[dict[str, Any]]
 """JSON schemas of tools in the format of chat templates."""
 
 
+def call_message(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
+    """A tool call of an assistant message."""
+    return {"type": "function", "id": call_id, "function": {"name": name, "arguments": arguments}}
+
+
 @dataclass
 class ToolCall:
     """A tool call by the policy. Tool messages refer to `id`."""
@@ -55,10 +60,7 @@ class Reply:
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
         if self.tool_calls:
-            message["tool_calls"] = [
-                {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
-                for call in self.tool_calls
-            ]
+            message["tool_calls"] = [call_message(call.id, call.name, call.arguments) for call in self.tool_calls]
         return message
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lightrl.data.templates import calls_in_form
-from lightrl.environments.base import Message, Tools
+from lightrl.environments.base import Message, Tools, call_message
 from lightrl.models.turns import first_of, special_texts
 
 if TYPE_CHECKING:
@@ -29,15 +29,11 @@ _USER: Message = {"role": "user", "content": "Qu9"}
 
 def _called(*calls: tuple[str, str]) -> Message:
     """An assistant message with tool calls, given as (name, value of the argument `x`)."""
-    written = [
-        {"type": "function", "id": f"call{number:05d}", "function": {"name": name, "arguments": {"x": value}}}
-        for number, (name, value) in enumerate(calls)
-    ]
+    written = [call_message(f"call{i:05d}", name, {"x": value}) for i, (name, value) in enumerate(calls)]
     return {"role": "assistant", "content": "", "tool_calls": written}
 
 
 def _result(name: str, number: int) -> Message:
-    """The result of a tool call."""
     return {"role": "tool", "name": name, "tool_call_id": f"call{number:05d}", "content": "Qr8"}
 
 
@@ -298,7 +294,6 @@ class TemplateBridge(Bridge):
 
     @functools.cached_property
     def _placeholders(self) -> set[int]:
-        """Token IDs of media placeholders."""
         assert self.processor is not None
         tokens = [self.processor.token(kind) for kind in ("image", "video", "audio")]
         return {self.tokenizer.convert_tokens_to_ids(token) for token in tokens if token is not None}
@@ -396,6 +391,5 @@ def encode_marked(tokenizer: Any, text: str) -> list[int]:
 
 
 def images_of(messages: Sequence[Message]) -> list[Any]:
-    """The images in messages, in order."""
     contents = [message["content"] for message in messages if isinstance(message.get("content"), list)]
     return [part["image"] for content in contents for part in content if part["type"] == "image"]

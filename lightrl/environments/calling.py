@@ -182,7 +182,6 @@ class _SharedLoop:
         self._tasks: dict[Future[Outcome], asyncio.Task[Outcome]] = {}
 
     def start(self, work: Callable[[], Any]) -> Future[Outcome]:
-        """Starts an async function and returns its future outcome."""
         done: Future[Outcome] = Future()
 
         def end(task: asyncio.Task[Outcome]) -> None:

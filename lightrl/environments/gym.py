@@ -146,7 +146,6 @@ def _accepted(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dic
 
 
 def _are_messages(observation: Any) -> bool:
-    """Whether an observation is a list of messages."""
     listed = isinstance(observation, Sequence) and not isinstance(observation, str)
     return listed and all(isinstance(message, Mapping) and "role" in message for message in observation)
 

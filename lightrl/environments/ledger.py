@@ -190,7 +190,6 @@ class _Row(TrajectoryRow):
     key: str = field(default_factory=lambda: Media().key)
 
     def add(self, tokens: Tokens) -> None:
-        """Appends context."""
         n = len(tokens)
         self.contexts.append((len(self.token_ids), tokens))
         self.short += tokens.short

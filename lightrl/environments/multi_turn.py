@@ -36,27 +36,16 @@ EXAMPLE_TOOLS: Tools = [
 
 @dataclass
 class Attempt:
-    """A trajectory to run in a `MultiTurn` episode.
+    """A trajectory to run in a `MultiTurn` episode."""
 
-    Attributes:
-        row: Example of the dataset. Changes don't affect other trajectories or rewards.
-        ask: Function that sends a request to the engine.
-        seed: Seed of the group.
-        turn_seed: Function from a turn's index to the seed of its request.
-        sampling: Sampling settings. `max_new_tokens` limits one request.
-        max_tokens: Maximum number of tokens of a sequence, including context.
-        name: Name in messages.
-        first: Keys of the first messages of the group's trajectories so far. Shared by the group.
-    """
-
-    row: Mapping[str, Any]
+    row: Mapping[str, Any]  # changes don't affect other trajectories or rewards
     ask: Ask
-    seed: int
-    turn_seed: Callable[[int], int]
-    sampling: SamplingParams
-    max_tokens: int
-    name: str
-    first: list[str]
+    seed: int  # of the group
+    turn_seed: Callable[[int], int]  # from a turn's index to the seed of its request
+    sampling: SamplingParams  # `max_new_tokens` limits one request
+    max_tokens: int  # of a sequence, including context
+    name: str  # in messages
+    first: list[str]  # keys of the first messages of the group's trajectories so far, shared by the group
 
     async def sample(
         self, ledger: Ledger, turn: int, sampling: SamplingParams, *, trained: bool = True
@@ -132,12 +121,7 @@ class MultiTurn(Episode):
         """Runs one trajectory to the end."""
 
     def setup(self, tokenizer: Any, processor: MediaProcessor | None = None) -> None:
-        """Receives the policy's tokenizer and the processor of a VLM. Called once, before the first trajectory.
-
-        Raises:
-            ValueError: The chat template is missing or hides tools although `tool_parser` is set, or `renderer` or a
-                parser is unknown.
-        """
+        """Receives the tokenizer and the processor of a VLM. Rejects unknown parsers and templates that hide tools."""
         self._tokenizer = tokenizer
         self._processor = processor
         self._bridges, self._parsers = {}, {}
@@ -148,7 +132,6 @@ class MultiTurn(Episode):
             self.parser(())  # rejects unknown names before a model is loaded
 
     def variables(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Variables of the chat template for an example."""
         return row_variables(row, self.template_kwargs)
 
     def bridge_of(self, row: Mapping[str, Any]) -> Bridge:

@@ -119,7 +119,6 @@ class _Played(Attempt):
         self.code = UserCode(getattr(self.settings.environment, "__qualname__", "environment"))
 
     async def play(self) -> Trajectory:
-        """Runs the trajectory to the end."""
         stop: StopReason = "failure"
         failure, raised_at = None, ""
         environment: Environment | None = None
@@ -240,7 +239,6 @@ class _Played(Attempt):
     async def _reply(
         self, parser: ReplyParser, prompt_ids: list[int], environment: Environment, max_new_tokens: int
     ) -> Reply:
-        """Requests a turn from the engine and records it."""
         assert self.ledger is not None
         sampling = replace(self.sampling, max_new_tokens=max_new_tokens)
         group = await self.sample(self.ledger, len(self.rewards), sampling)

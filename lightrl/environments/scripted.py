@@ -13,7 +13,7 @@ from typing import Any
 
 from lightrl.engines.background import BackgroundLoop, all_of
 from lightrl.engines.base import Engine
-from lightrl.environments.base import Tools
+from lightrl.environments.base import Tools, call_message
 from lightrl.environments.episodes import Task
 from lightrl.environments.multi_turn import MultiTurn
 from lightrl.environments.playing import EnvironmentEpisode
@@ -48,7 +48,6 @@ class EnvironmentCheck:
     mistakes: list[str] = field(default_factory=list)  # errors that would stop a run
 
     def problems(self) -> list[str]:
-        """Problems and their fixes."""
         found = list(self.mistakes)
         for p in self.played:
             for trajectory in (p.trajectory, p.again):
@@ -164,7 +163,7 @@ def _call(tokenizer: Any, name: str, tools: Tools, variables: Mapping[str, Any])
     properties = parameters.get("properties") or {}
     types = {key: properties.get(key) or {} for key in parameters.get("required") or ()}
     arguments = {k: t["enum"][0] if "enum" in t else EXAMPLES.get(str(t.get("type")), "a") for k, t in types.items()}
-    call = {"type": "function", "id": "call00000", "function": {"name": name, "arguments": arguments}}
+    call = call_message("call00000", name, arguments)
     write = partial(tokenizer.apply_chat_template, tools=list(tools), tokenize=False, **variables)
     asked = [{"role": "user", "content": "Go on."}]
     with suppress(Exception):  # templates may reject tools with any exception

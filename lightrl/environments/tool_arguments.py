@@ -69,7 +69,8 @@ def _wrong(path: Any, message: str, kind: str, value: Any, known: Iterable[str])
         return f"{place(path)}: {message} (missing)."
     if kind == "extra_forbidden" and len(path) == 1:
         return f"{place(path)}: Unexpected argument. There are: {', '.join(known) or 'none'}."
-    return f"{place(path)}: {message}, not {_short(value)}."
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return f"{place(path)}: {message}, not {text if len(text) <= 80 else f'{text[:77]}...'}."
 
 
 def _rich_schema(hint: Any) -> dict[str, Any] | None:
@@ -86,8 +87,3 @@ def _rich_schema(hint: Any) -> dict[str, Any] | None:
 def place(path: Iterable[Any]) -> str:
     """Formats a path, such as `points[0].x`."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".") or "arguments"
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 80 else f"{text[:77]}..."

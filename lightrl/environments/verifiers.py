@@ -118,13 +118,11 @@ def _named(settings: str | dict[str, Any]) -> dict[str, Any]:
 
 
 def _settings(taskset: str | dict[str, Any], environment: dict[str, Any] | None, **others: Any) -> dict[str, str]:
-    """Environment variable with the settings for the child process."""
     settings = {"taskset": _named(taskset), "environment": environment or {}, "select": {}, **others}
     return {"LIGHTRL_VERIFIERS": json.dumps(settings)}
 
 
 def _python(python: str | None) -> str:
-    """The Python interpreter with verifiers."""
     python = python or os.environ.get(PYTHON, "")
     if not shutil.which(python):
         raise ValueError(

@@ -156,11 +156,7 @@ class RewardFunction:
         return sorted(self.needs - set(names) - {"log_metric", "log_extra"})
 
     async def run(self, rows: Mapping[str, Sequence[Any]], timeout: float | None = None) -> Call:
-        """Calls the function.
-
-        Args:
-            rows: Name -> n values: prompts, completions, completion_ids, group_ids, and the dataset's columns.
-            timeout: Time limit for the call in seconds. None means no limit.
+        """Calls the function with name -> n values. `timeout` is in seconds; None means no limit.
 
         Raises:
             CallFailed: The function raised or timed out.
@@ -276,19 +272,14 @@ def mean(numbers: Sequence[float]) -> float:
 
 
 def message_of(error: BaseException) -> str:
-    """The message of an error, truncated if long."""
     text = str(error)
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}... ({len(text)} characters)"
 
 
 def users_lines(error: BaseException) -> str:
-    """Frames outside LightRL with file, line, and source, innermost last.
-
-    Args:
-        error: The user's code raised it, or it was raised from that (as Python does for a coroutine's StopIteration).
-    """
+    """Frames outside LightRL with file, line, and source, innermost last."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_PACKAGE)]
-    if not frames and error.__cause__ is not None:
+    if not frames and error.__cause__ is not None:  # as of a coroutine's StopIteration
         return users_lines(error.__cause__)
     lines = "".join(traceback.format_list(frames)).rstrip()
     return f"\n{lines}" if lines else ""

@@ -173,7 +173,6 @@ class ChatJudge(RetryingReward):
         return (tokens[0] * self.price[0] + tokens[1] * self.price[1]) / 1e6
 
     def pictures(self, images: Sequence[Any], num_rows: int) -> list[list[dict[str, Any]]]:
-        """The images of each completion as message parts."""
         if not self.send_images or not any(images):
             return [[] for _ in range(num_rows)]
         return [
@@ -182,7 +181,6 @@ class ChatJudge(RetryingReward):
         ]
 
     async def close(self) -> None:  # type: ignore[override]
-        """Closes the connections and the cache."""
         await super().close()
         if self._answers is not None:
             self._answers.close()

@@ -129,7 +129,6 @@ class CodeTests(Reward):
         return [verdict == ord("1") for verdict in verdicts]
 
     def _outputs(self, code: str, pairs: list[tuple[str, str]]) -> list[bool]:
-        """Whether each output is correct."""
         size = 2 * max(len(output.encode()) for _, output in pairs) + 4096
         inputs = [text for text, _ in pairs]
         with self._started(

@@ -124,7 +124,6 @@ class Channel:
         raise kind.__new__(kind) if issubclass(kind, UnicodeError) else kind(str(value))
 
     def apply(self, request: Any, allowed: Any = _OPERATIONS) -> None:
-        """Answers a request of the other end."""
         number, operation, target, args, kwargs = request
         try:
             if operation not in allowed:
@@ -174,7 +173,6 @@ for _operation in _OPERATIONS:
 
 
 def candidate(job: dict[str, Any]) -> None:
-    """Runs the completion's process."""
     channel, names = Channel(), {}
     signal.setitimer(signal.ITIMER_REAL, job["seconds"])
     try:

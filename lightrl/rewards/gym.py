@@ -74,7 +74,6 @@ class ReasoningGymReward(Reward):
         return None if score == "timeout" else float(score)
 
     def close(self) -> None:
-        """Stops the process."""
         WORKERS.close()
 
 

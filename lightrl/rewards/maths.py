@@ -56,5 +56,4 @@ class MathVerify(Reward):
         return str(answer).removeprefix("=") if str(answer).startswith("=") else None
 
     def close(self) -> None:
-        """Stops the worker processes."""
         self._workers.close()

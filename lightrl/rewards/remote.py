@@ -14,7 +14,6 @@ import httpx
 
 from lightrl.checkpoints.redaction import redact_text, remember_secret
 from lightrl.compat.arguments import bearer_token
-from lightrl.engines.background import all_of
 from lightrl.rewards.base import Reward, RewardError
 from lightrl.rewards.encoding import encode_rows
 from lightrl.rewards.rules import column_of
@@ -129,7 +128,7 @@ class RetryingReward(Reward):
 class RemoteReward(RetryingReward):
     """Scores completions on a server, such as `lightrl serve-reward`.
 
-    Each request is a `POST` with JSON, with lists of n values. Keys that are not configured are omitted:
+    Each group is a `POST` with JSON, with lists of n values. Keys that are not configured are omitted:
 
         {"queries": [prompt + completion, ...], "prompts": [...], "completions": [...], "group_ids": [...],
          "references": [...], "labels": [...], "images": [...], "videos": [...], "columns": {name: [...]}}
@@ -144,7 +143,6 @@ class RemoteReward(RetryingReward):
         reference_column: Dataset column to send as `references`.
         label_column: Dataset column to send as `labels`.
         send_media: Whether to send images and videos.
-        batch_size: Maximum number of completions per request. Larger groups are not split.
         connection: Other arguments of `RetryingReward`, such as `timeout`, `retries`, and `token_env`.
     """
 
@@ -155,14 +153,12 @@ class RemoteReward(RetryingReward):
         reference_column: str | None = None,
         label_column: str | None = None,
         send_media: bool = True,
-        batch_size: int = 64,
         **connection: Any,
     ) -> None:
         super().__init__(url, **connection)
         self.columns = list(columns or [])
         self.fields = {"references": reference_column, "labels": label_column}
         self.send_media = send_media
-        self.batch_size = batch_size
 
     async def __call__(
         self,
@@ -174,27 +170,19 @@ class RemoteReward(RetryingReward):
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
     ) -> list[float | None]:
-        rows: dict[str, Any] = {key: list(column_of(columns, name)) for key, name in self.fields.items() if name}
-        own = {name: list(column_of(columns, name)) for name in self.columns}
+        body: dict[str, Any] = {key: list(column_of(columns, name)) for key, name in self.fields.items() if name}
+        body["columns"] = {name: list(column_of(columns, name)) for name in self.columns}
         if self.send_media:
-            rows |= {name: encode_rows(media) for name, media in (("images", images), ("videos", videos)) if any(media)}
-        rows["queries"] = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
-        rows |= {"prompts": list(prompts), "completions": list(completions), "group_ids": list(group_ids)}
-        batches = _batches(group_ids, self.batch_size)
-        answers = await all_of(self._ask(_cut(rows, a, b) | {"columns": _cut(own, a, b)}, b - a) for a, b in batches)
-        if self.on_failure == "skip" and log_metric is not None:
-            lost = sum(b - a for (a, b), answer in zip(batches, answers, strict=True) if answer is None)
-            log_metric("unanswered", lost / max(1, len(completions)))
-        values: list[float | None] = []
-        for (a, b), answer in zip(batches, answers, strict=True):
-            values += [None] * (b - a) if answer is None else answer
-        return values
-
-    async def _ask(self, body: dict[str, Any], num_rows: int) -> list[float | None] | None:
-        """Rewards of one request; None if all retries failed and `on_failure` is "skip"."""
+            body |= {name: encode_rows(media) for name, media in (("images", images), ("videos", videos)) if any(media)}
+        body["queries"] = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
+        body |= {"prompts": list(prompts), "completions": list(completions), "group_ids": list(group_ids)}
+        num_rows = len(completions)
         answer = await self.post(body, f"{num_rows} completion{'s' * (num_rows != 1)}")
-        if answer is None and self.on_failure == "skip":
-            return None
+        lost = answer is None and self.on_failure == "skip"
+        if self.on_failure == "skip" and log_metric is not None:
+            log_metric("unanswered", float(lost))
+        if lost:
+            return [None] * num_rows
         rewards = answer.get("rewards") if isinstance(answer, dict) else None
         if not isinstance(rewards, list) or len(rewards) != num_rows:
             raise RewardError(
@@ -202,19 +190,3 @@ class RemoteReward(RetryingReward):
                 '{"rewards": [...]} with one number or null each.'
             )
         return rewards
-
-
-def _cut(rows: Mapping[str, Sequence[Any]], start: int, end: int) -> dict[str, Any]:
-    return {name: values[start:end] for name, values in rows.items()}
-
-
-def _batches(group_ids: Sequence[int], size: int) -> list[tuple[int, int]]:
-    """Splits n rows into [start, end) batches of at most `size` rows without splitting groups."""
-    cuts = [i for i in range(1, len(group_ids)) if group_ids[i] != group_ids[i - 1]] + [len(group_ids)]
-    batches, start, end = [], 0, 0
-    for cut in cuts:
-        if cut - start > size and end > start:
-            batches.append((start, end))
-            start = end
-        end = cut
-    return [*batches, (start, end)] if end > start else batches

@@ -149,8 +149,6 @@ class Sandbox:
 
 
 class Running:
-    """A running program in its sandbox."""
-
     def __init__(self, job: Mapping[str, Any], stdin: Any, stdout: Any, stderr: Any) -> None:
         self._deadline = time.monotonic() + job["timeout"] + _GRACE_SECONDS
         self._control, theirs = socket.socketpair()
@@ -202,7 +200,6 @@ class Running:
         return ended
 
     def stop(self) -> None:
-        """Kills the program and all its processes."""
         self._control.close()
         try:
             self._process.wait(_GRACE_SECONDS)

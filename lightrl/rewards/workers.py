@@ -35,7 +35,6 @@ class Workers:
             self._idle.put(worker)
 
     def close(self) -> None:
-        """Stops the processes."""
         for worker in self.all:
             worker.stop()
 

@@ -61,11 +61,11 @@ def test_what_passes_is_tried_again(server):
 
 def test_on_failure_none_loses_only_the_rows_of_that_request(server, caplog):
     server.failing = "ab"
-    reward = RemoteReward(server.url, backoff=0.001, retries=1, batch_size=1, on_failure="skip")
-    scores = scored(reward, ["abc", "ab", "abcd"])
-    assert scores.total[::2] == [3.0, 4.0] and math.isnan(scores.total[1])
+    reward = RemoteReward(server.url, backoff=0.001, retries=1, on_failure="skip")
+    scores = [scored(reward, [text]) for text in ("abc", "ab", "abcd")]
+    assert [scores[0].total, scores[2].total] == [[3.0], [4.0]] and math.isnan(scores[1].total[0])
     assert len(server.bodies) == 4  # three, and one repetition
-    assert scores.metrics == {"reward/RemoteReward/unanswered": pytest.approx(1 / 3)}
+    assert [one.metrics for one in scores] == [{"reward/RemoteReward/unanswered": lost} for lost in (0.0, 1.0, 0.0)]
     assert "failed to score 1 completion after 2 attempts" in caplog.text
 
 

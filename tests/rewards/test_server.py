@@ -35,17 +35,11 @@ def test_rewards_travel_and_none_stays_none(plain):
 
 def test_everything_that_can_be_sent_arrives(serve):
     server = serve("uses_all")
-    reward = RemoteReward(
-        server.url,
-        columns=["level"],
-        reference_column="ref",
-        label_column="kind",
-        batch_size=3,  # not a multiple of the groups of two: they must stay whole
-    )
+    reward = RemoteReward(server.url, columns=["level"], reference_column="ref", label_column="kind")
     columns = {"level": [100] * 6, "ref": [10] * 6, "kind": [1000] * 6}
     scores = scored(reward, ["a"] * 6, [0, 0, 1, 1, 2, 2], **columns)
     assert scores.total == [2 + 1 + 10 + 1000 + 100] * 6  # |prompt| + |completion| + columns
-    assert server.health["requests"] == 3
+    assert server.health["requests"] == 1
     with pytest.raises(RewardError, match="422.*references"):  # the server says what it needs
         scored(RemoteReward(server.url, columns=["level"]), ["a"], level=[1])
 
@@ -92,16 +86,16 @@ def test_a_function_that_fails_on_the_server(plain):
 
 def test_a_server_killed_in_the_middle_of_a_request_and_another_ended_by_ctrl_c(plain):
     """Last of those that share a server."""
-    reward = {"retries": 2, "backoff": 0.01, "batch_size": 1, "concurrency": 1}
+    reward = {"retries": 2, "backoff": 0.01}
     with pytest.raises(RewardError, match=r"failed to score 1 completion after 3 attempts"):
-        scored(RemoteReward(plain.url, **reward), ["a", "kill", "b"])
+        scored(RemoteReward(plain.url, **reward), ["kill"])
     plain.process.wait(60)
     plain.start()
-    scores = scored(RemoteReward(plain.url, on_failure="skip", **reward), ["a", "kill", "b"])
+    scores = [scored(RemoteReward(plain.url, on_failure="skip", **reward), [text]) for text in ("a", "kill", "b")]
     plain.process.wait(60)
     # The first row was scored before the server died, the others not: nothing of the rollout is lost but these two.
-    assert scores.total[0] == 1.0 and all(map(math.isnan, scores.total[1:]))
-    assert scores.metrics["reward/RemoteReward/unanswered"] == pytest.approx(2 / 3)
+    assert scores[0].total == [1.0] and all(math.isnan(one.total[0]) for one in scores[1:])
+    assert [one.metrics["reward/RemoteReward/unanswered"] for one in scores] == [0.0, 1.0, 1.0]
     plain.start().process.send_signal(signal.SIGINT)
     assert plain.process.wait(60) == 0
 

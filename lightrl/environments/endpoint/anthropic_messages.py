@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from lightrl.environments.base import Message
-from lightrl.environments.endpoint.api import Api, call_message, event, new_id
+from lightrl.environments.base import Message, call_message
+from lightrl.environments.endpoint.api import Api, event, new_id
 from lightrl.environments.endpoint.requests import Answered, Asked, RefusedError
 
 _ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
@@ -87,7 +87,6 @@ class Messages(Api):
         yield _event("message_stop")
 
     def error(self, refused: RefusedError) -> dict[str, Any]:
-        """Body of an error in Anthropic's format."""
         kind = _ERRORS.get(refused.status, "api_error" if refused.status >= 500 else "invalid_request_error")
         error: dict[str, Any] = {"type": kind, "message": refused.message}
         if refused.parameter == "thread":  # the SDK then sends the whole conversation

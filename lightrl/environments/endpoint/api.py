@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from lightrl.environments.base import Message
+from lightrl.environments.base import Message, call_message
 from lightrl.environments.endpoint.requests import Answered, Asked, RefusedError
 
 HARMLESS = {
@@ -63,7 +63,6 @@ class Api(ABC):
         """Converts the response with the body `written` to server-sent events."""
 
     def error(self, refused: RefusedError) -> dict[str, Any]:
-        """Body of an error in OpenAI's format."""
         kinds = {401: "authentication_error", 403: "permission_error"}
         kind = kinds.get(refused.status, "server_error" if refused.status >= 500 else "invalid_request_error")
         error = {"message": refused.message, "type": kind, "param": refused.parameter, "code": refused.code}
@@ -109,7 +108,6 @@ def _asked(body: dict[str, Any]) -> Asked:
 
 
 def _message(message: Mapping[str, Any]) -> Message:
-    """Converts a message to the format of chat templates."""
     role, content = message["role"], message.get("content")
     if role in ("system", "developer", "user"):
         return {"role": "system" if role == "developer" else role, "content": content_of(content)}
@@ -215,7 +213,6 @@ def content_of(content: Any) -> Any:
 
 
 def _image(block: Mapping[str, Any]) -> str:
-    """The data URL of an image. Rejects other URLs, which the run would fetch."""
     source = block.get("source")
     if source:
         data = source["type"] == "base64"
@@ -228,17 +225,10 @@ def _image(block: Mapping[str, Any]) -> str:
     return str(url)
 
 
-def call_message(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
-    """A tool call of an assistant message."""
-    return {"type": "function", "id": call_id, "function": {"name": name, "arguments": arguments}}
-
-
 def new_id(prefix: str) -> str:
-    """Generates a unique ID."""
     return prefix + uuid.uuid4().hex[:24]
 
 
 def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
-    """Formats a server-sent event."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {json.dumps(data)}\n\n".encode()

@@ -39,7 +39,6 @@ def enter(key: str) -> None:
 
 
 def leave(key: str) -> None:
-    """Removes a trajectory that ended."""
     _keys.discard(key)
 
 
@@ -94,5 +93,4 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def _current() -> str:
-    """The key of the current trajectory."""
     return _attempt.get() or _threads.get(threading.current_thread(), UNKNOWN)

@@ -109,7 +109,6 @@ def _fork(function: Any, folder: Path, calls: IO[bytes], parent: int) -> int:
 
 
 def _children() -> set[int]:
-    """IDs of child processes."""
     found = set()
     for file in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):
@@ -144,8 +143,7 @@ def main(run: str) -> None:
     os.dup2(nothing, 0)
     os.close(nothing)
     os.dup2(2, 1)
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     function = _load(run)
     print("ready", file=answers, flush=True)
     while os.getppid() == parent:

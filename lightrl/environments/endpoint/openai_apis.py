@@ -7,7 +7,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from lightrl.environments.endpoint.api import Api, call_message, event, new_id
+from lightrl.environments.base import call_message
+from lightrl.environments.endpoint.api import Api, event, new_id
 from lightrl.environments.endpoint.requests import Answered, Asked
 
 

@@ -196,7 +196,6 @@ class AgentProgram(MultiTurn):
             return self._endpoint
 
     async def close(self) -> None:
-        """Stops the endpoint and the processes of programs."""
         idle, self._idle = self._idle, []
         await asyncio.gather(*(in_thread(worker.stop, "program's process") for worker in idle))
         endpoint, self._endpoint = self._endpoint, None

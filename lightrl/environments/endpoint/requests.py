@@ -22,59 +22,32 @@ class RefusedError(Exception):
 
 @dataclass
 class Asked:
-    """A parsed request.
+    """A parsed request."""
 
-    Attributes:
-        messages: Conversation, with the program's IDs of tool calls.
-        tools: JSON schemas in the format of chat templates.
-        max_new_tokens: Maximum number of tokens of the reply. None uses the run's limit.
-        model: Model name, which is echoed and has no effect.
-        stream: Whether to answer with server-sent events.
-        usage: Whether a stream of chat completions ends with token counts.
-        ignored: Names of ignored sampling parameters.
-        template_kwargs: Requested variables of the chat template.
-        instructions: Number of leading messages that are not part of the conversation that a response continues.
-        stop: Stop strings.
-        forced: Names of the tools of which the reply must call one; empty means any tool. None makes calls optional.
-        single: Whether the reply may have at most one tool call.
-        structured: Grammar of the reply, in the format of vLLM's `structured_outputs`.
-        n: Number of replies.
-        top_logprobs: Number of most likely tokens to return with each token's log-prob. None returns no log-probs.
-        prefill: Whether the last message is the beginning of the reply.
-    """
-
-    messages: list[Message]
-    tools: list[dict[str, Any]] = field(default_factory=list)
-    max_new_tokens: int | None = None
-    model: str = ""
+    messages: list[Message]  # with the program's IDs of tool calls
+    tools: list[dict[str, Any]] = field(default_factory=list)  # in the format of chat templates
+    max_new_tokens: int | None = None  # None uses the run's limit
+    model: str = ""  # is echoed and has no effect
     stream: bool = False
-    usage: bool = False
-    ignored: tuple[str, ...] = ()
+    usage: bool = False  # a stream of chat completions ends with token counts
+    ignored: tuple[str, ...] = ()  # names of sampling parameters
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    instructions: int = 0
+    instructions: int = 0  # leading messages that are not part of the conversation that a response continues
     stop: tuple[str, ...] = ()
-    forced: tuple[str, ...] | None = None
-    single: bool = False
-    structured: Mapping[str, Any] = field(default_factory=dict)
+    forced: tuple[str, ...] | None = None  # tools of which one must be called, any if empty; None: optional
+    single: bool = False  # at most one tool call
+    structured: Mapping[str, Any] = field(default_factory=dict)  # in the format of vLLM's `structured_outputs`
     n: int = 1
-    top_logprobs: int | None = None
-    prefill: bool = False
+    top_logprobs: int | None = None  # per token; None returns no log-probs
+    prefill: bool = False  # the last message is the beginning of the reply
 
 
 @dataclass
 class Answered:
-    """A turn to return to the program.
+    """A turn to return to the program."""
 
-    Attributes:
-        reply: Reply up to the stop string. IDs of tool calls are unique in the trajectory.
-        prompt_tokens: Number of prompt tokens.
-        completion_tokens: Number of sampled tokens.
-        stop: Stop string that ended the reply.
-        logprobs: Tokens and log-probs in OpenAI's format. None if not requested.
-    """
-
-    reply: Reply
+    reply: Reply  # up to the stop string; IDs of tool calls are unique in the trajectory
     prompt_tokens: int
     completion_tokens: int
-    stop: str | None = None
-    logprobs: list[dict[str, Any]] | None = None
+    stop: str | None = None  # stop string that ended the reply
+    logprobs: list[dict[str, Any]] | None = None  # in OpenAI's format; None if not requested

@@ -9,18 +9,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lightrl.environments.base import Message
-from lightrl.environments.endpoint.api import Api, call_message, event, new_id, text_of
+from lightrl.environments.base import Message, call_message
+from lightrl.environments.endpoint.api import Api, event, new_id, text_of
 from lightrl.environments.endpoint.requests import Answered, Asked, RefusedError
 
 _LOGPROBS = "message.output_text.logprobs"
 
 
 class Responses(Api):
-    """`POST /responses`. A response can be continued by its ID within its trajectory.
-
-    Source: https://platform.openai.com/docs/api-reference/responses
-    """
+    """`POST /responses`, see https://platform.openai.com/docs/api-reference/responses."""
 
     path = "/responses"
     counting = "/responses/input_tokens"
@@ -97,7 +94,6 @@ class Responses(Api):
 
 
 def _items(answered: Answered) -> list[dict[str, Any]]:
-    """Output of a response."""
     reply = answered.reply
     status = "incomplete" if reply.truncated else "completed"
     items: list[dict[str, Any]] = []

@@ -88,7 +88,6 @@ class Worker:
         )
 
     def _variables(self, key: str) -> dict[str, str]:
-        """Environment variables with the endpoint's URL and key."""
         own = {"OPENAI_BASE_URL": self.base_url, "ANTHROPIC_BASE_URL": self.base_url.removesuffix("/v1")}
         return {**own, "OPENAI_API_KEY": key, "ANTHROPIC_API_KEY": key, **self._env}
 
@@ -129,7 +128,6 @@ class Worker:
             return answer["reward"]
 
     def _ended(self, folder: str) -> None:
-        """Runs the trajectory of a directory and waits for it to finish."""
         assert self._process.stdin is not None and self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(f"{folder}\n".encode())
@@ -148,11 +146,9 @@ class Worker:
 
     @property
     def exited(self) -> bool:
-        """Whether the process exited."""
         return self._process.poll() is not None
 
     def stop(self) -> None:
-        """Stops the process and its children."""
         self.reusable = False
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):

@@ -78,7 +78,6 @@ class Endpoint:
             time.sleep(0.005)
 
     def stop(self) -> None:
-        """Revokes all keys, and closes all connections and the socket."""
         self._sessions.clear()
         self._server.should_exit = True
         with contextlib.suppress(Exception):
@@ -95,7 +94,6 @@ class Endpoint:
         return key
 
     def close(self, key: str) -> None:
-        """Revokes a key."""
         self._sessions.pop(key, None)
 
     def _find(self, request: Request) -> Session:

@@ -72,7 +72,6 @@ class Session:
 
     @property
     def turns(self) -> int:
-        """Number of sampled turns."""
         return len(self._turns)
 
     @property
@@ -82,7 +81,6 @@ class Session:
 
     @property
     def conversation(self) -> list[Message]:
-        """The conversation of the last turn."""
         return [] if self._latest is None else self._latest.ledger.conversation
 
     @property
@@ -121,12 +119,10 @@ class Session:
         self.broken.set()
 
     def stop(self, error: Exception) -> None:
-        """Records an error that stops the run."""
         self.error = error
         self.broken.set()
 
     def refused(self, refused: RefusedError) -> None:
-        """Records a rejected request."""
         self.requested = True
         self._counts["refused_requests"] += 1
         self.refusal = refused.message
@@ -134,7 +130,6 @@ class Session:
             self.notify(f"A request from the program was rejected with status {refused.status}: {refused.message}")
 
     def remember(self, name: str, messages: list[Message]) -> None:
-        """Stores the conversation of a response, so that it can be continued by its ID."""
         self._responses[name] = messages
 
     def recall(self, name: str) -> list[Message]:
@@ -341,7 +336,6 @@ class Session:
         return text
 
     async def count(self, asked: Asked) -> int:
-        """Number of tokens of a request."""
         self.requested = True
         try:
             return len(self.bridge.render(self.bridge.opened(self._as_policy(asked.messages)), asked.tools))
