@@ -43,7 +43,7 @@ def collect(run: Path) -> dict[str, Any]:
 
     found = {
         "seed": config["seed_everything"],
-        "precision": str(config["trainer"]["precision"]),
+        "precision": str(config["trainer"]["precision"] or "32-true"),
         "eval_accuracy": evaluations(SOLVED),
         "eval_score": evaluations("eval/reward"),
         "train_reward": column("reward/mean"),
