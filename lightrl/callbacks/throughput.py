@@ -79,7 +79,7 @@ class ThroughputMonitor(Callback):
             show_pace(bar, self.pace)
             threading.Thread(target=self._show, args=(trainer, bar, self._ended), name="progress", daemon=True).start()
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: Any) -> None:
         self._ended.set()
 
     on_exception = teardown  # type: ignore[assignment]
