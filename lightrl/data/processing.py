@@ -365,5 +365,6 @@ class _Stream(OpenSource):
 
 
 def open_source(spec: Any, reading: Reading) -> OpenSource:
+    """Opens a source."""
     data = spec.read()
     return (_Stream if isinstance(data, IterableDataset) else OpenSource)(spec, data, reading)

@@ -391,5 +391,6 @@ def encode_marked(tokenizer: Any, text: str) -> list[int]:
 
 
 def images_of(messages: Sequence[Message]) -> list[Any]:
+    """The images in messages, in order."""
     contents = [message["content"] for message in messages if isinstance(message.get("content"), list)]
     return [part["image"] for content in contents for part in content if part["type"] == "image"]

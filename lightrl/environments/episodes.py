@@ -153,6 +153,7 @@ class SingleTurn(Episode):
 
 
 def one_turn(group: CompletionGroup) -> list[Trajectory]:
+    """Converts completions to single-turn trajectories."""
     prompt = list(group.request.token_ids)
     context, zeros = [-1] * len(prompt), [0.0] * len(prompt)
     trajectories = []

@@ -155,6 +155,7 @@ class ToolEnvironment(Environment):
 
 
 def tool_names(kind: type) -> list[str]:
+    """Names of the tools of a class."""
     methods = inspect.getmembers(kind, predicate=inspect.isfunction)
     return [name for name, _ in methods if name[0] != "_" and name not in ("reset", "get_reward", "close")]
 

@@ -272,6 +272,7 @@ def mean(numbers: Sequence[float]) -> float:
 
 
 def message_of(error: BaseException) -> str:
+    """The message of an error, truncated if long."""
     text = str(error)
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}... ({len(text)} characters)"
 

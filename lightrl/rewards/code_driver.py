@@ -173,6 +173,7 @@ for _operation in _OPERATIONS:
 
 
 def candidate(job: dict[str, Any]) -> None:
+    """Runs the completion's process."""
     channel, names = Channel(), {}
     signal.setitimer(signal.ITIMER_REAL, job["seconds"])
     try:

@@ -226,9 +226,11 @@ def _image(block: Mapping[str, Any]) -> str:
 
 
 def new_id(prefix: str) -> str:
+    """Generates a unique ID."""
     return prefix + uuid.uuid4().hex[:24]
 
 
 def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
+    """Formats a server-sent event."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {json.dumps(data)}\n\n".encode()

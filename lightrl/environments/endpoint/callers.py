@@ -39,6 +39,7 @@ def enter(key: str) -> None:
 
 
 def leave(key: str) -> None:
+    """Removes a trajectory that ended."""
     _keys.discard(key)
 
 

@@ -91,6 +91,7 @@ async def main(row: dict[str, Any], base_url: str, api_key: str) -> dict[str, An
 
 
 def rows(place: str) -> None:
+    """Writes the task set as JSON lines."""
     tasks = ENVIRONMENT.taskset.select(SelectConfig(**SETTINGS["select"]))
     if not tasks.bounded:
         raise SystemExit("select: the task set is infinite. Set select.limit.")
