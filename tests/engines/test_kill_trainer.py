@@ -31,7 +31,7 @@ def main(folder: str, num_processes: str) -> None:
         ask(engine, prompts, SamplingParams(max_new_tokens=200), num_completions=4, seeds=range(64))
 
 
-@pytest.mark.parametrize("num_processes", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.parametrize("num_processes", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_no_engine_outlives_its_trainer(num_processes: int, tied_folder: Path) -> None:
     pytest.importorskip("vllm")
     trainer = forks.Fork(__name__, str(tied_folder), str(num_processes))

@@ -53,7 +53,7 @@ def check_gaps(engine: VLLMEngine, model: torch.nn.Module) -> None:
 
 
 def test_gap_through_shared_memory(untied: VLLMEngine, untied_folder: Path) -> None:
-    """`test_kill_trainer` covers tied weights and a worker process."""
+    """`test_kill_trainer` covers tied weights, and with `-m long` a worker process."""
     check_gaps(untied, load(untied_folder))
 
 
