@@ -112,8 +112,10 @@ class Environment(ABC):
     async def step(self, reply: Reply) -> Step:
         """Responds to the policy's reply."""
 
-    async def finish(self, stop_reason: str) -> float:
+    async def finish(self, stop_reason: str) -> float | None:
         """Returns the final reward. Called once unless the trajectory failed.
+
+        None, if no turn had a reward either, leaves scoring to the reward functions.
 
         Args:
             stop_reason: "stop", or the limit that ended the trajectory: "length", "turns", "tokens", or "time".

@@ -120,7 +120,7 @@ class _Played(Attempt):
 
     async def play(self) -> Trajectory:
         stop: StopReason = "failure"
-        failure, raised_at = None, ""
+        failure, raised_at, scored = None, "", False
         environment: Environment | None = None
         metrics: dict[str, float] = {}
         try:
@@ -129,7 +129,9 @@ class _Played(Attempt):
             stop = await self._turns(environment)
             if self.rewards:
                 last = await self._call(partial(environment.finish, stop), "finish")
-                self.rewards[-1] += finite_reward(last, f"environment {self.code.name}: `finish`")
+                if last is not None:
+                    self.rewards[-1] += finite_reward(last, f"environment {self.code.name}: `finish`")
+                scored = last is not None or any(self.rewards)
         except _Failed as error:
             stop, failure, raised_at = "failure", str(error), error.lines
         finally:
@@ -151,7 +153,7 @@ class _Played(Attempt):
             completion=self.last.content,
             stop_reason=stop,
             messages=ledger.conversation if ledger is not None else [],
-            turn_rewards=self.rewards,
+            turn_rewards=self.rewards if scored else [],
             states=self.states[: len(self.rewards)],
             failure=failure,
             metrics=metrics,

@@ -152,7 +152,7 @@ def transcript(played: Played, tokenizer: Any) -> list[str]:
         turns = sorted({turn for turn in row.turn_ids if turn >= 0})
         said = [[i for i, at in zip(row.token_ids, row.turn_ids, strict=True) if at == turn] for turn in turns]
         lines += [f"  trains {len(each)} tokens: {tokenizer.decode(each)!r}" for each in said]
-    seconds = t.metrics["environment_seconds"] / max(len(t.turn_rewards), 1)
+    seconds = t.metrics["environment_seconds"] / max(t.metrics["turns"], 1)
     sequences = f"{len(t.rows)} sequences (the template rewrites earlier turns), " if len(t.rows) > 1 else ""
     return [*lines, f"  reward {played.reward:g}, stop reason {t.stop_reason}, {sequences}{seconds:.3f} s per turn", ""]
 

@@ -31,8 +31,9 @@ class ToolEnvironment(Environment):
 
     The class must have a method `reset(**row) -> str | None`. A returned string is appended to the last message of the
     prompt. A parameter `seed` receives the group's seed. Optional methods are `get_reward() -> float`, called once at
-    the end, and `close()`. All other public methods are tools. Their schemas come from type hints and Google-style
-    docstrings. All methods may be sync or async. A reply without a tool call ends the trajectory.
+    the end, and `close()`. If there is no `get_reward`, or it returns None, only reward functions score the trajectory.
+    All other public methods are tools. Their schemas come from type hints and Google-style docstrings. All methods may
+    be sync or async. A reply without a tool call ends the trajectory.
 
     Sync methods run in one thread per trajectory. Within one reply, async calls run concurrently and sync calls
     sequentially. The policy receives an error message for calls that are invalid, take too long, or raise.
@@ -145,10 +146,11 @@ class ToolEnvironment(Environment):
         self._counts["tools/errors"] += 1
         return f"Error: {error}"
 
-    async def finish(self, stop_reason: str) -> float:
+    async def finish(self, stop_reason: str) -> float | None:
         if not callable(getattr(self._object, "get_reward", None)):
-            return 0.0
-        return float(await self._code.result(partial(self._object.get_reward)))
+            return None
+        reward = await self._code.result(partial(self._object.get_reward))
+        return None if reward is None else float(reward)
 
     async def close(self) -> None:
         await self._code.end(self._object)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import math
 import threading
 import time
 from collections.abc import Mapping
@@ -15,7 +16,8 @@ import pytest
 from PIL import Image
 
 from lightrl.environments import Environment, EnvironmentFailedError, Reply, Step, ToolEnvironment
-from lightrl.records import Trajectory
+from lightrl.records import Prompts, Scores, Trajectory
+from lightrl.rollout.collector import ScoredGroup
 from tests.environments.families import FAMILIES, make_tokenizer
 from tests.environments.scripted import (
     TOKENIZER,
@@ -93,6 +95,28 @@ def test_a_class_written_for_trl_plays_unchanged() -> None:
     assert trajectory.turn_rewards == [0.0, 0.0, 14.0]
     assert row["prompt"] == [{"role": "user", "content": "Count."}]  # the data set's row is not changed
     assert trajectory.metrics["tool_calls"] == 2
+
+
+@pytest.mark.parametrize("base", [object, Calculator])
+def test_a_tool_class_without_a_reward_leaves_scoring_to_the_functions(base: type) -> None:
+    class Tools(base):  # type: ignore[misc]
+        def reset(self, **row: Any) -> None:
+            pass
+
+        if base is Calculator:
+
+            def get_reward(self) -> None:
+                pass
+
+    malformed = [said("<tool_call>{", errors=["the tool call cannot be read."]), said("done")]
+    played = [play_one(lambda: ToolEnvironment(Tools), turns) for turns in ([said("done")], malformed)]
+    assert [t.turn_rewards for t in played] == [[], []] and not any(t.failed for t in played)
+    punished = play_one(lambda: ToolEnvironment(Tools), malformed, parse_error_reward=-0.5)
+    assert punished.turn_rewards == [-0.5, 0.0]
+    unscored, zero = Scores([math.nan] * 2, {}), Scores([0.0, 0.5], {})
+    prompt = Prompts([[3]], [""])
+    assert all(map(math.isnan, ScoredGroup(prompt, played, unscored).rewards))
+    assert ScoredGroup(prompt, played, zero).rewards == [0.0, 0.5]
 
 
 def ToolCallOf(name: str, **arguments: Any) -> Any:
