@@ -33,7 +33,7 @@ COUNTERS = ("seed", "outside_changes", "num_skipped_updates", "skipped_in_a_row"
 
 
 class RLLightningModule(SavesPretrained, RolloutLearner):
-    """Base of `PolicyGradientLightningModule`, which trains: models, optimizer, evaluation, and checkpoints."""
+    """Models, optimizer, evaluation, and checkpoints. `PolicyGradientLightningModule` adds the training step."""
 
     reference: PolicyModel | None
     reward_models: nn.ModuleDict

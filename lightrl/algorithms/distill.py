@@ -136,7 +136,7 @@ class DistillLightningModule(PolicyGradientLightningModule):
         return [*super().models(), *self.teachers.values()]
 
     def evaluate_models(self, rollouts: Rollouts) -> ModelOutputs:
-        """Adds the teachers' log-probs, or what they need in the update."""
+        """Adds the teachers' log-probs, or the numbers from which the update computes a divergence."""
         outputs, numbers = super().evaluate_models(rollouts), self._teacher_numbers(rollouts)
         if self.divergence is not None:
             outputs.row_extras[NUMBERS] = numbers

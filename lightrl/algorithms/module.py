@@ -56,7 +56,7 @@ class SavesPretrained(LightningModule):
     _saved_settings: list[dict[str, Any]] | None = None  # those given to the resumed run
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Runs our hooks before overrides (`setup` after): Lightning's are empty, so users may not call `super`."""
+        """Runs our hooks before overrides (`setup` after): Lightning's are empty, so users might skip `super`."""
         super().__init_subclass__(**kwargs)
         base = _nearest_of_ours(cls)
         for name in HOOKS:

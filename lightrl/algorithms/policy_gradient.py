@@ -61,9 +61,7 @@ if TYPE_CHECKING:
     from lightrl.algorithms.schedules import LRSchedule
     from lightrl.models.reward import RewardModelSpec
 
-STEP = (
-    *("training_step", "micro_batches", "compute_loss", "forward_policy", "policy_loss", "other_losses", "total_loss"),
-)
+STEP = ["training_step", "micro_batches", "compute_loss", "forward_policy", "policy_loss", "other_losses", "total_loss"]
 """Hooks between the mini-batch and its gradient."""
 
 log = logging.getLogger(__name__)
@@ -107,7 +105,7 @@ class PolicyGradientLightningModule(RLLightningModule):
         extra_losses: Weights of the entropy bonus, the supervised loss, and the load-balancing loss.
         optimizer: Callable that builds the optimizer from the parameter group `policy` and, with a critic, `critic`.
         lr_scheduler: `LRSchedule` over all updates of the run, such as `{name: cosine, warmup: 0.03}`, or a callable
-            that builds a scheduler from the optimizer. Stepped after every update. Defaults to a constant rate.
+            that builds a scheduler from the optimizer. Stepped after each update that isn't skipped. Default: constant.
 
     Raises:
         ValueError: Two arguments are incompatible.

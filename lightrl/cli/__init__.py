@@ -42,8 +42,9 @@ You can pass --config several times; later files override earlier ones.
 Set LIGHTRL_DEBUG=1 to show the traceback of every error. Pass -v (--verbose) to also show the tips, progress bars, and
 deprecation warnings of dependencies.
 Write ${env:NAME} in a config to read an environment variable. Its value is never written to the run directory.
-Exit codes: 0 success; 1 failure, or Ctrl-C during training; 2 invalid arguments or configuration; 75 stopped by SIGTERM
-or SIGUSR1 after saving (resume with --ckpt_path last); 130 Ctrl-C otherwise.
+Exit codes: 0 success; 1 failure, or Ctrl-C during training; 2 invalid arguments or configuration, or an error in a
+reward, an environment, or storage; 75 stopped by SIGTERM or SIGUSR1 after saving (resume with --ckpt_path last);
+130 Ctrl-C otherwise.
 """
 
 RUNS = ("fit", "validate", "test", "predict")

@@ -43,7 +43,7 @@ def require_packages(owner: str, extra: str, *packages: str) -> None:
 
 
 def bearer_token(name: str, token: str | None) -> str | None:
-    """Returns the token, or None if empty. Raises a ValueError without it if an HTTP header can't hold it."""
+    """Returns the token, or None if empty. Raises a ValueError, which omits it, if no HTTP header can contain it."""
     if token and not re.fullmatch(r"[!-~]+", token):
         raise ValueError(f"{name}: contains a space, a line break, or a non-ASCII character. Remove it.")
     return token or None

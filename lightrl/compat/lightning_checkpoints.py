@@ -52,7 +52,7 @@ def set_logged_step(trainer: Any, step: int) -> None:
 
 
 def ended_in_batch(trainer: Any) -> bool:
-    """Whether a resumed run was saved at the end of a batch, before Lightning counted it and evaluated."""
+    """Whether the checkpoint was saved at the end of a batch, before Lightning counted that batch and evaluated."""
     return bool(trainer.fit_loop.epoch_loop.restarted_on_train_batch_end)
 
 

@@ -1,7 +1,7 @@
 """Prompt sources, which load, render, and tokenize dataset examples in a resumable order.
 
 Prompt k of a run (k = 0, 1, 2, ... across all ranks) depends only on the sources and the seed. A run that stops after
-k prompts resumes at prompt k, on any number of ranks, and checkpoints store only k.
+k prompts resumes at prompt k, on any number of ranks.
 """
 
 from __future__ import annotations

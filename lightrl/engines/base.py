@@ -237,8 +237,8 @@ class Engine(ABC):
 class SteppingEngine(Engine):
     """Base class of engines whose library computes in steps. Runs the steps in a driver thread.
 
-    Subclasses implement `start`, `started`, `max_model_len`, `check_request`, `logprobs`, and `load_weights` of
-    `Engine`, and the four methods below. The driver thread calls them one at a time and holds `self.lock`::
+    Subclasses implement `start`, `started`, `max_model_len`, `check_request`, `logprobs`, `load_weights`, and `close`
+    of `Engine`, and the four methods below. The driver thread calls them one at a time and holds `self.lock`::
 
         class MyEngine(SteppingEngine):
             def add(self, requests):                # start requests with the next step

@@ -31,7 +31,7 @@ class ToolEnvironment(Environment):
 
     The class must have a method `reset(**row) -> str | None`. A returned string is appended to the last message of the
     prompt. A parameter `seed` receives the group's seed. Optional methods are `get_reward() -> float`, called once at
-    the end, and `close()`. If there is no `get_reward`, or it returns None, only reward functions score the trajectory.
+    the end, and `close()`. Without `get_reward`, or if it returns None, only reward functions score the trajectory.
     All other public methods are tools. Their schemas come from type hints and Google-style docstrings. All methods may
     be sync or async. A reply without a tool call ends the trajectory.
 

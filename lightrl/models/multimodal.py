@@ -68,9 +68,9 @@ def marked_tokens(config: Any, rows: RowBatch) -> tuple[Tensor, Tensor]:
     """Returns token IDs for finding shared prefixes, and the (B, 2) positions of the first and last placeholder or -1.
 
     A row's media are computed once, at its first placeholder. Rows therefore share that position only if all of their
-    media are equal, and no shared prefix ends between the first and the last placeholder. The (B, T) token IDs have a
-    negative number per distinct media at a row's first placeholder, other negative numbers at sampled placeholders, and
-    other numbers for other token types.
+    media are equal, and no shared prefix ends between the first and the last placeholder. In the (B, T) token IDs, a
+    negative number that identifies the media replaces a row's first placeholder. Sampled placeholders are other
+    negative numbers. Tokens of other types are shifted.
     """
     ids, response = rows.on_host("token_ids").clone(), rows.on_host("response_mask")
     places = _placeholders(config, ids) & rows.on_host("attention_mask")

@@ -82,8 +82,8 @@ class AdvantageEstimator(ABC):
             would change scores. Use a KL penalty in the loss, or none.
         credit: Rewards that it reads. "total" is their sum. "parts" reads `reward_parts` instead of `rewards`, so
             changes to the sum alone (reward clip, normalization, KL in the reward) would be lost. "turns" assigns turn
-            rewards to turns, so changes to the sum alone would go to the last turn. Both reject such combinations. An
-            estimator that reads `reward_parts` or `turn_ids` must declare it.
+            rewards to turns, so changes to the sum alone would go to the last turn. Both reject such changes; with
+            "turns", KL in the reward counts per turn. Reading `reward_parts`, `turn_ids`, or `anchors` requires it.
         normalizes: Whether it ends with a normalization over the batch, which makes whitening redundant.
     """
 

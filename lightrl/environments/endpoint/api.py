@@ -51,7 +51,7 @@ class Api(ABC):
             raise RefusedError(400, f"The request is malformed: {type(error).__name__}: {error}.") from error
 
     def chat(self, body: dict[str, Any], recall: Callable[[str], list[Message]]) -> dict[str, Any]:
-        """Converts a body without None to the body of a chat completions request. Unknown parameters stay in it."""
+        """Converts a body, with null values removed, to a chat completions body. Keeps unknown parameters."""
         return body
 
     @abstractmethod

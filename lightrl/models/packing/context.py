@@ -1,9 +1,9 @@
 """Context parallelism: the ranks of a group run all their micro-batches as one stream of tokens.
 
-Each rank computes an equal part of the stream. Only attention looks across tokens. Around it, an all-to-all exchanges
-tokens for heads and back (Jacobs et al. 2023, DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509). Finally, hidden
-states go to the rank of their row, whose head and loss are unchanged. So a row may be as long as the group's memory
-allows, and ranks have equal work.
+Each rank computes an equal part of the stream. Only attention looks across tokens. An all-to-all before it gives each
+rank all tokens of some heads, and another one afterwards reverses this (Jacobs et al. 2023, DeepSpeed-Ulysses,
+https://arxiv.org/abs/2309.14509). Finally, hidden states return to the rank that owns the row, which runs head and loss
+as usual. So a row may be as long as the group's memory allows, and ranks have equal work.
 
 Unlike in DeepSpeed-Ulysses, the ranks have different rows, and key-value heads fewer than ranks are repeated.
 """
