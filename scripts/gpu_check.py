@@ -87,6 +87,8 @@ def attention(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Compares log-probs and gradients of the packed and the padded layout. Counts compiled graphs."""
     from torch._dynamo.utils import counters
 
+    from lightrl.records import RowBatch
+
     lengths = [3, 129] if args.tiny else [3, 100, 128, 129, 5000, 20000]
     rows = []
     for heads, kv, width in ((4, 2, 16),) if args.tiny else ((14, 2, 64), (28, 4, 128)):
@@ -97,12 +99,13 @@ def attention(args: argparse.Namespace) -> list[dict[str, Any]]:
                 mask = torch.arange(max(cuts)) < torch.tensor(cuts)[:, None]
                 ids = torch.randint(3, 60, mask.shape) * mask
                 response = mask & (torch.arange(max(cuts)) > 0)
+                batch = RowBatch(token_ids=ids, attention_mask=mask, response_mask=response).to(args.device)
                 outs = []
                 for layout in ("packed", "padded"):
                     model = policy(args, layout, dtype, **config)
                     with warnings.catch_warnings():
                         warnings.simplefilter("error", RuntimeWarning)
-                        out = model(*(x.to(args.device) for x in (ids, mask, response))).logprobs
+                        out = model(batch).logprobs
                     out.float().sum().backward()
                     norm = sum(float(p.grad.float().norm()) ** 2 for p in model.parameters() if p.grad is not None)
                     outs.append((out.detach().float().flatten(), norm**0.5))
