@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from lightrl.checkpoints.files import StorageError
 from lightrl.cli.report import report
 from lightrl.cli.report.read import read_run
 from tests.report.browser import open_browser, why_not
@@ -40,6 +41,8 @@ def test_the_page_is_whole_and_needs_nothing_else(tmp_path: Path, capsys: pytest
     samples = [sample(-1, "eval", "1+1=", "7", 0.0), sample(5, "eval", "1+1=", "<b>2</b>", 1.0)]
     run = write_run(tmp_path / "run", [evaluations[0], *training(0, 6), evaluations[1]], samples)
     page = report(run)
+    with pytest.raises(StorageError, match="can't be written"):
+        report(run, out=page)
     assert capsys.readouterr().out.splitlines()[-1] == str(page)
     assert page == run / "report" / "report.html"
     assert sorted(path.name for path in page.parent.glob("*.png")) == ["evaluation.png", "reward.png"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
@@ -11,39 +10,28 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lightrl.compat.lightning import refuse_callbacks
+from lightrl.compat.lightning import KeepsHooks, nearest_of_ours, refuse_callbacks
 from lightrl.distributed import strategies
 from lightrl.models.policy import PolicyModel, named_hf_weights
 from lightrl.models.spec import ModelSpec
 
 Module = TypeVar("Module", bound="SavesPretrained")
 
-HOOKS = (
-    *("configure_callbacks", "setup", "on_fit_start", "on_train_start", "on_validation_epoch_end", "on_test_epoch_end"),
-    *("on_save_checkpoint", "on_load_checkpoint"),
-)
-"""Hooks of LightningModule with an implementation here. Calling it twice has no further effect."""
 
-
-def _nearest_of_ours(cls: type) -> Any:
-    return next((each for each in cls.__mro__ if each.__module__.startswith("lightrl.")), LightningDataModule)
-
-
-def _with_base(own: Any, base: Any, *, first: bool) -> Any:
-    calls = (base, own) if first else (own, base)
-    return functools.wraps(own)(lambda self, *given, **named: [call(self, *given, **named) for call in calls][first])
-
-
-class SavesPretrained(LightningModule):
+class SavesPretrained(KeepsHooks, LightningModule):
     """A LightningModule that builds its models once and saves its trained model in Hugging Face format."""
 
+    kept_hooks = (
+        *("configure_callbacks", "setup", "on_fit_start", "on_train_start", "on_validation_epoch_end"),
+        *("on_test_epoch_end", "on_save_checkpoint", "on_load_checkpoint"),
+    )
     optimizer_factory: Any
     _is_built = False
     _is_sharded = False
@@ -54,14 +42,6 @@ class SavesPretrained(LightningModule):
     actor_spec: ModelSpec
     _given_settings: list[dict[str, Any]] | None = None  # of the optimizer's groups
     _saved_settings: list[dict[str, Any]] | None = None  # those given to the resumed run
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Runs our hooks before overrides (`setup` after): Lightning's are empty, so users might skip `super`."""
-        super().__init_subclass__(**kwargs)
-        base = _nearest_of_ours(cls)
-        for name in HOOKS:
-            if getattr(cls, name) is not getattr(base, name):  # of the class, or of a mixin
-                setattr(cls, name, _with_base(getattr(cls, name), getattr(base, name), first=name != "setup"))
 
     @abstractmethod
     def build_models(self, in_shards: bool = False) -> None:
@@ -151,7 +131,7 @@ class SavesPretrained(LightningModule):
         checkpoint["lightrl"] = {**described, "settings": self.run_settings(), "optimizer": self._given_settings}
         trainer: Any = self.trainer
         if trainer.datamodule is not None:  # Lightning's entry lacks it if an override doesn't call `super`
-            checkpoint["lightrl"]["data"] = _nearest_of_ours(type(trainer.datamodule)).state_dict(trainer.datamodule)
+            checkpoint["lightrl"]["data"] = nearest_of_ours(type(trainer.datamodule)).state_dict(trainer.datamodule)
 
     @property
     def saved_specs(self) -> dict[str, ModelSpec]:
@@ -203,7 +183,7 @@ class SavesPretrained(LightningModule):
         trainer: Any = self._trainer  # None in `load_weights`
         data, stored = getattr(trainer, "datamodule", None), checkpoint["lightrl"].get("data")
         if stored and not getattr(data, "restored", True) and trainer.training:
-            _nearest_of_ours(type(data)).load_state_dict(data, stored)
+            nearest_of_ours(type(data)).load_state_dict(data, stored)
 
     @property
     def _tokenizer_path(self) -> str | None:

@@ -12,10 +12,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lightrl.callbacks.coefficients import KLCallback
+from lightrl.compat.lightning import KeepsHooks
 from lightrl.distributed import sharded, strategies
 
 
-class EMA(Callback):
+class EMA(KeepsHooks, Callback):
     """Maintains an exponential moving average of the actor's trained weights.
 
         w = decay * w + (1 - decay) * policy
@@ -28,6 +29,8 @@ class EMA(Callback):
         decay: Decay rate. 0.99 averages over about the last 100 rollouts.
         evaluate: Whether validation and test use the average. Adds weight pushes before and after them.
     """
+
+    kept_hooks = ("setup", "on_train_start", "state_dict", "load_state_dict")
 
     def __init__(self, decay: float = 0.99, evaluate: bool = True) -> None:
         self.decay = decay

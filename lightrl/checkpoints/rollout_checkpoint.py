@@ -18,6 +18,7 @@ from torch import Tensor
 from lightrl.checkpoints.checkpoint_io import first_nonfinite
 from lightrl.checkpoints.files import StorageError, has_checksums, link
 from lightrl.checkpoints.run_folder import LAST, RunGuard, checkpoints_in, last_of_runs, newest_whole, written_at
+from lightrl.compat.lightning import KeepsHooks
 from lightrl.compat.lightning_checkpoints import (
     SavingCheckpoint,
     accumulates,
@@ -34,7 +35,7 @@ class Preempted(KeyboardInterrupt):
     """The run was preempted (SIGTERM, SIGUSR1). It ends as after Ctrl-C, but with exit code 75."""
 
 
-class RolloutCheckpoint(SavingCheckpoint):
+class RolloutCheckpoint(KeepsHooks, SavingCheckpoint):
     """Saves checkpoints every N rollouts, after evaluations, at the end, and when the run is interrupted.
 
     `last.ckpt` is written every N rollouts, regardless of `monitor`. Without `monitor`, the newest checkpoints are also
@@ -64,6 +65,11 @@ class RolloutCheckpoint(SavingCheckpoint):
     Attributes:
         ranked_by: What logs `monitor`: "batch" or "evaluation". None before it is logged.
     """
+
+    kept_hooks = (
+        *("setup", "state_dict", "load_state_dict", "on_train_start", "on_train_batch_start", "on_train_batch_end"),
+        *("on_validation_start", "on_validation_end", "on_exception", "on_train_end"),
+    )
 
     def __init__(
         self,

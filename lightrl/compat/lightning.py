@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 from collections.abc import Collection
 from typing import Any
+
+from lightning.pytorch import LightningDataModule
 
 _EARLY = "reads the module before its model is loaded"
 _FAILING = {"StochasticWeightAveraging": f"{_EARLY}. Use EMA.", "ModelPruning": f"{_EARLY}. Remove it."}
@@ -15,6 +19,35 @@ _FAILING_IN_RL = {
     "LearningRateFinder": "a rollout has no loss that shows progress. Remove it.",
 }
 """Lightning's callbacks that have no effect, or a wrong one."""
+
+
+def nearest_of_ours(cls: type) -> Any:
+    """Returns the nearest class of LightRL in the MRO, or `LightningDataModule`."""
+    return next((each for each in cls.__mro__ if each.__module__.startswith("lightrl.")), LightningDataModule)
+
+
+class KeepsHooks:
+    """Runs our hooks before overrides (`setup` after) that don't call `super`, as Lightning's need not be called."""
+
+    kept_hooks: tuple[str, ...] = ()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in cls.kept_hooks:
+            own, ours = getattr(cls, name), getattr(nearest_of_ours(cls), name)
+            kept = own is ours or hasattr(own, "keeps_ours")
+            if not kept and not {"super", name} & {*inspect.unwrap(own).__code__.co_names}:
+                setattr(cls, name, _with_ours(own, ours, first=name != "setup"))
+
+
+def _with_ours(own: Any, ours: Any, *, first: bool) -> Any:
+    @functools.wraps(own)
+    def hook(self: Any, *given: Any, **named: Any) -> Any:
+        found = [call(self, *given, **named) for call in ((ours, own) if first else (own, ours))]
+        return {**found[0], **found[1]} if isinstance(found[0], dict) else found[-1]
+
+    hook.keeps_ours = True  # type: ignore[attr-defined]
+    return hook
 
 
 def refuse_callbacks(callbacks: Collection[Any], *, manual: bool) -> None:

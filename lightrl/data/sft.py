@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 from lightning.pytorch import LightningDataModule
 from transformers import PreTrainedTokenizerBase
 
-from lightrl.compat.lightning import require_data, run_seed
+from lightrl.compat.lightning import KeepsHooks, require_data, run_seed
 from lightrl.data.processing import ConversationSource, load_processor
 from lightrl.data.prompts import rendered_like
 from lightrl.data.rows import Encoded, MediaError, columns_of, entered
@@ -264,7 +264,7 @@ class PTXSource(SFTSource):
         return SFTLoader(rows, self.batch_size, tokenizer.pad_token_id, **order)
 
 
-class SFTDataModule(LightningDataModule):
+class SFTDataModule(KeepsHooks, LightningDataModule):
     """Data module for SFT, with the same token IDs as in RL. Only completion tokens are trained.
 
     Args:
@@ -278,6 +278,7 @@ class SFTDataModule(LightningDataModule):
         ValueError: If a file, column, or tokenizer is missing, or there is less than one batch.
     """
 
+    kept_hooks = ("setup",)
     _loader_class: type[SFTLoader] = SFTLoader
     restored = False  # whether `load_state_dict` was called
 

@@ -274,8 +274,7 @@ def quoted(value: Any) -> str:
 def read_json(text: str) -> dict[str, Any]:
     """Parses a response as a JSON object, after optional reasoning and within an optional code fence.
 
-    Raises:
-        ValueError: The response contains other text; a JSON object in it might be quoted from a completion.
+    Other text raises a ValueError, since a JSON object in it might be quoted from a completion.
     """
     for part in (text, text.rpartition("</think>")[2]):  # the whole text may quote the tag from a completion
         fenced = re.fullmatch(r"```(?:json)?\s*(.*?)\s*```", part.strip(), re.DOTALL)

@@ -117,9 +117,6 @@ class Sandbox:
             command: Program and arguments.
             stdin: Standard input.
             files: Name -> text of files in the read-only directory `../program`.
-
-        Raises:
-            SandboxError: The sandbox failed.
         """
         with tempfile.TemporaryFile() as source:
             source.write(stdin.encode(errors="replace"))

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightrl import engines
 from lightrl.compat.arguments import imported
-from lightrl.compat.lightning import require_data, run_seed
+from lightrl.compat.lightning import KeepsHooks, require_data, run_seed
 from lightrl.data.processing import load_processor
 from lightrl.data.prompts import PromptMixture, PromptSet, PromptSource, prompt_source, rendered_like
 from lightrl.data.templates import load_tokenizer
@@ -83,7 +83,7 @@ class Evaluation:
         }
 
 
-class RolloutDataModule(LightningDataModule):
+class RolloutDataModule(KeepsHooks, LightningDataModule):
     """Samples completions with the current policy, scores them, and returns one `Rollouts` per training batch.
 
     Training is strictly on-policy by default: each rollout is sampled when the training loop requests it, after the
@@ -118,6 +118,8 @@ class RolloutDataModule(LightningDataModule):
     Raises:
         ValueError: If the training temperature is 0, or two arguments are incompatible.
     """
+
+    kept_hooks = ("setup", "teardown", "on_exception")
 
     def __init__(
         self,

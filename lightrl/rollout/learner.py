@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
+from lightrl.compat.lightning import KeepsHooks
 from lightrl.compat.transformers import as_saved
 from lightrl.distributed import strategies
 from lightrl.distributed.strategies import fingerprint
@@ -113,7 +114,7 @@ class RolloutLearner(LightningModule, ABC):
 HOOKS = ("on_rollout_scored", "on_experience_made", "on_policy_updated")
 
 
-class RLCallback(Callback):
+class RLCallback(KeepsHooks, Callback):
     """A Lightning callback with three more hooks, called in this order for each rollout:
 
     `on_rollout_scored`, `on_experience_made`, `on_policy_updated`.
@@ -128,6 +129,7 @@ class RLCallback(Callback):
             `policy/entropy`. If False, the module may skip sequences without a gradient.
     """
 
+    kept_hooks = ("setup", "state_dict", "load_state_dict")
     reads_old_logprobs: bool = True
     reads_all_rows: bool = True
 
@@ -139,11 +141,7 @@ class RLCallback(Callback):
                 setattr(cls, name, True)
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        """Rejects modules that never call the hooks. Call it first if you override `setup`.
-
-        Raises:
-            ValueError: The module doesn't train on rollouts.
-        """
+        """Raises a ValueError for modules that never call the hooks, since they don't train on rollouts."""
         if not isinstance(pl_module, RolloutLearner):
             raise ValueError(
                 f"callback {type(self).__name__} with {type(pl_module).__name__}: this module doesn't train on "

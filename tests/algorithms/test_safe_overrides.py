@@ -17,7 +17,7 @@ from torch import Tensor
 from lightrl.algorithms import GRPOLightningModule, RewardLightningModule, SFTLightningModule
 from lightrl.algorithms.module import ExtraLosses, Shaping, Updates
 from lightrl.algorithms.schedules import LRSchedule
-from lightrl.callbacks import RolloutCheckpoint, WeightSync
+from lightrl.callbacks import EMA, AdaptiveKL, RolloutCheckpoint, WeightSync
 from lightrl.data import PreferenceDataModule, PreferenceSource, SFTDataModule, SFTSource
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives import (
@@ -515,6 +515,33 @@ def test_the_end_of_a_test_without_super_logs(path: str) -> None:
     data = sums_data(evaluation=Evaluation([{"prompt": "01+01="}]))
     (metrics,) = quiet_trainer().test(own(path, optimizer=sgd, kl=None), data, verbose=False)
     assert "eval/reward" in metrics
+
+
+def test_the_parts_of_a_run_work_without_super(path: str, tmp_path: Path) -> None:
+    """Data module, checkpoint, and callbacks: the run ends, closes, saves, and resumes as with our classes."""
+    hooks: dict[str, Any] = {name: lambda self, stage: None for name in ("setup", "teardown")}
+    own_data = type("Data", (RolloutDataModule,), hooks)
+    hooks = {name: lambda *_, **__: None for name in ("setup", "on_train_batch_end", "on_validation_end")}
+    own_saver = type("Saver", (RolloutCheckpoint,), hooks)
+    states = {"state_dict": lambda self: {"own": 1}, "load_state_dict": lambda self, state: None}
+    own_kl, own_ema = (type(f"Own{kind.__name__}", (kind,), states) for kind in (AdaptiveKL, EMA))
+
+    def run(folder: str, max_epochs: int, saver: Any, kl: Any, ema: Any, data_class: Any) -> tuple[Any, ...]:
+        seed_everything(0, verbose=False)
+        data = sums_data(rollouts_per_epoch=1, prompts_per_rollout=2)
+        data.__class__ = data_class
+        callbacks = [WeightSync(), kl(0.01, 20), ema(0.5), saver(1, dirpath=str(tmp_path / folder))]
+        trainer = quiet_trainer(max_epochs=max_epochs, enable_checkpointing=True, callbacks=callbacks)
+        module = GRPOLightningModule(path, optimizer=sgd, kl=KLInLoss())
+        trainer.fit(module, data, ckpt_path="last")
+        average = next(iter(callbacks[2]._average.values()))
+        return weights(module), callbacks[1].coef, average, data.engine.started, len(list(tmp_path.glob(f"{folder}/*")))
+
+    whole = run("whole", 3, RolloutCheckpoint, AdaptiveKL, EMA, RolloutDataModule)
+    run("parts", 2, own_saver, own_kl, own_ema, own_data)
+    resumed = run("parts", 3, own_saver, own_kl, own_ema, own_data)
+    assert torch.equal(resumed[0], whole[0]) and torch.equal(resumed[2], whole[2])
+    assert resumed[1] == whole[1] and not resumed[3] and resumed[4] == whole[4]
 
 
 class Failure(Exception):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from lightrl.checkpoints.files import atomic_write
 from lightrl.cli.report.read import read_run
 
 __all__ = ["report"]
@@ -33,10 +34,11 @@ def report(run_dir: Path | str, out: Path | str | None = None) -> Path:
 
     images = draw_panels(run)
     page = Path(out or Path(run_dir) / "report") / "report.html"
-    page.parent.mkdir(parents=True, exist_ok=True)
     for image in images:
-        (page.parent / f"{image.name}.png").write_bytes(image.png)
-    page.write_text(render_page(run, images), encoding="utf-8")
+        with atomic_write(page.parent / f"{image.name}.png") as file:
+            file.write(image.png)
+    with atomic_write(page, "w") as file:
+        file.write(render_page(run, images))
     print(result(run))
     print(page)
     return page

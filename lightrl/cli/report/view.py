@@ -10,6 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from lightrl.checkpoints.files import atomic_write
 from lightrl.cli.report.assets import asset
 from lightrl.cli.report.read import is_file_inside, read_records
 
@@ -39,8 +40,8 @@ def view(run_dir: Path | str, out: Path | str | None = None, max_trajectories: i
             f"run_dir={str(folder)!r}: no trajectories in rollouts/. Add the RolloutWriter callback to the run, or "
             "lower its every_n_rollouts."
         )
-    page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(render(records, folder.resolve().name, older), encoding="utf-8")
+    with atomic_write(page, "w") as file:
+        file.write(render(records, folder.resolve().name, older))
     print(page)
     return page
 

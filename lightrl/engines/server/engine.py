@@ -189,11 +189,7 @@ class ServerEngine(Engine):
         self.check_length(request)
 
     def logprobs(self, sequences: Sequence[Sequence[int]], routes: Sequence[Routes | None] = ()) -> list[list[float]]:
-        """See `Engine.logprobs`. Queries all servers with current weights.
-
-        Raises:
-            StaleWeightsError: If two servers differ by more than rounding.
-        """
+        """See `Engine.logprobs`. Raises a StaleWeightsError if two servers differ by more than rounding."""
         pool = self._running()
 
         async def of(server: Server) -> list[list[float]] | None:
@@ -226,12 +222,7 @@ class ServerEngine(Engine):
     # -- weights ---------------------------------------------------------------------------------------------------
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, policy_version: int) -> None:
-        """See `Engine.load_weights`. Includes recovered servers and skips unresponsive ones.
-
-        Raises:
-            ValueError: If the weights don't match a server's model.
-            EngineDiedError: If no server loaded the weights.
-        """
+        """See `Engine.load_weights`. Includes recovered servers. Raises an EngineDiedError if none loads them."""
         pool, transport = self._running(), self._transport
         assert transport is not None
         self.policy_version = -1
@@ -301,11 +292,7 @@ class ServerTeacher:
         )
 
     def check(self, tokenizer: str) -> None:
-        """Waits for the servers and checks their models. Does nothing if called again.
-
-        Raises:
-            ValueError: If a server is unreachable, or its tokenizer differs from the policy's, a directory or ID.
-        """
+        """Waits for the servers and compares their tokenizers with the policy's, a directory or ID, once."""
         self._pool.open(tokenizer)
 
     def scores(self, rows: Sequence[Sequence[int]], top: int = 0) -> list[TokenScores]:
@@ -314,11 +301,6 @@ class ServerTeacher:
         Args:
             rows: Token IDs.
             top: Number of top-k tokens to return at each position.
-
-        Raises:
-            ValueError: If a server rejects a sequence, for example because it is too long.
-            EngineDiedError: If all servers died.
-            ServerError: If live servers repeatedly return errors.
         """
         pool = self._pool
 

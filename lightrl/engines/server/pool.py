@@ -137,12 +137,6 @@ class ServerPool:
         """Runs `work` on the ready server with the fewest pending requests. Retries it after errors.
 
         It is also retried if it returns None. Messages call the request `name`.
-
-        Raises:
-            ValueError: If a server rejects the request.
-            ServerError: If live servers repeatedly return errors.
-            EngineDiedError: If all servers died.
-            StaleWeightsError: If no live server has the current weights.
         """
         refused: list[Server] = []
         for _ in range(MAX_ABORTED):
