@@ -27,7 +27,7 @@ def nearest_of_ours(cls: type) -> Any:
 
 
 class KeepsHooks:
-    """Runs our hooks before overrides (`setup` after) that don't call `super`, as Lightning's need not be called."""
+    """Runs our hooks before overrides (`setup` after) that don't call `super`, which Lightning doesn't require."""
 
     kept_hooks: tuple[str, ...] = ()
 
@@ -35,8 +35,8 @@ class KeepsHooks:
         super().__init_subclass__(**kwargs)
         for name in cls.kept_hooks:
             own, ours = getattr(cls, name), getattr(nearest_of_ours(cls), name)
-            kept = own is ours or hasattr(own, "keeps_ours")
-            if not kept and not {"super", name} & {*inspect.unwrap(own).__code__.co_names}:
+            code = getattr(inspect.unwrap(own), "__code__", None)  # `super().setup` and `Base.setup` name the hook
+            if not (own is ours or hasattr(own, "keeps_ours") or name in getattr(code, "co_names", ())):
                 setattr(cls, name, _with_ours(own, ours, first=name != "setup"))
 
 
