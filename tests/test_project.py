@@ -102,6 +102,10 @@ def test_an_earlier_quickstart_is_moved_or_resumed(
     (tmp_path / "outputs/quickstart/ppo/checkpoints/last.ckpt").touch()
     main(["quickstart", "--tiny", "--resume"])
     assert len(ran) == 2 and "--ckpt_path=last" in ran[0]
+    monkeypatch.setattr("lightrl.cli.quickstart._run_step", lambda command: -2)  # a second Ctrl-C killed it
+    with pytest.raises(SystemExit) as stop:
+        main(["quickstart", "--tiny", "--resume"])
+    assert stop.value.code == 130
 
 
 def test_a_model_directory_with_special_characters_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

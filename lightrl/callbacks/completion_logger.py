@@ -286,7 +286,8 @@ def print_table(trainer: Trainer, table: Table) -> None:
     width = shutil.get_terminal_size((WIDTH_WITHOUT_TERMINAL, 24)).columns
     Console(file=out, width=width, force_terminal=tty, no_color=not tty).print(table)
     printer = bar.print if bar is not None and getattr(bar, "is_enabled", True) else print
-    printer(out.getvalue().rstrip("\n"))
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # not every terminal's has all characters
+    printer(out.getvalue().rstrip("\n").encode(encoding, "replace").decode(encoding))
 
 
 def markdown_table(rows: list[list[Any]], columns: Sequence[str] = COLUMNS) -> str:

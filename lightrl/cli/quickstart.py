@@ -75,7 +75,7 @@ def quickstart(
             status = _run_step([sys.executable, "-m", "lightrl", *arguments, *options])
             if status:
                 print(f"== Stopped in step {title}. Rerun the command with --resume to resume it.")
-                sys.exit(status)
+                sys.exit(status if status > 0 else 128 - status)  # as a shell does for a signal
             print(f"== {title}: {clock(time.monotonic() - begin)}", flush=True)
 
 

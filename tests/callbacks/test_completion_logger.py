@@ -106,6 +106,16 @@ def test_parts_of_the_reward_and_what_functions_logged_are_shown_everywhere(
     assert "<span>Judge/verdict</span><span>well done</span>" in page and "<span>Judge</span><span>0.5</span>" in page
 
 
+def test_a_terminal_without_all_characters_does_not_end_the_run(
+    rollouts: Rollouts, make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    monkeypatch.setattr("sys.stdout", terminal)
+    make_trainer(CompletionLogger(1, num_samples=2)).fit(LoggingModule(), Loader([rollouts]))
+    terminal.flush()
+    assert b"Samples: rollout 1" in terminal.buffer.getvalue()  # type: ignore[attr-defined]
+
+
 def test_the_evaluation_before_training_is_logged_at_step_minus_one(
     rollouts: Rollouts, make_trainer: Callable[..., Any], tmp_path: Path
 ) -> None:
