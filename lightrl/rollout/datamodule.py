@@ -370,7 +370,7 @@ class RolloutDataModule(KeepsHooks, LightningDataModule):
     def evaluate(self, name: str, prompts: PromptSet, first: int) -> Rollouts:
         """Samples and scores a batch of evaluation prompts with the current policy.
 
-        The name of the set ("" for a single one) and the index of its `first` prompt are part of the random seeds.
+        The name of the set ("" for a single one) and a prompt's index in it determine the random seeds.
         """
         end = min(first + self.evaluation.batch_size * self.world_size, len(prompts))
         rows = list(range(first, end)[self.rank :: self.world_size])

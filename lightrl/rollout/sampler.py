@@ -131,17 +131,17 @@ class RolloutSampler:
         return self.collect(tasks, collection)
 
     def evaluate(
-        self, prompts: Prompts, sampling: SamplingParams, group_size: int, stream: str, cursor: int
+        self, prompts: Prompts, sampling: SamplingParams, group_size: int, stream: str, first: int
     ) -> SampledRollout:
         """Samples evaluation groups with the current policy.
 
-        The random seeds depend on the name of the `stream` and on `cursor`, the number of earlier prompts in it.
+        The random seeds depend on the name of the `stream` and on the index of a prompt in it, `first` for the first.
         """
         self._show(prompts, sampling)
         sync = self.data.host.ready()
-        collection = self.start(prompts, sampling, group_size, self._seeds(prompts, cursor, stream))
+        collection = self.start(prompts, sampling, group_size, self._seeds(prompts, 0, stream, first))
         groups = collection.finish()
-        return SampledRollout(groups, cursor, collection.metrics | {"time/sync": sync}, sampling, groups)
+        return SampledRollout(groups, first, collection.metrics | {"time/sync": sync}, sampling, groups)
 
     def close(self, timeout: float) -> None:
         """Cancels unfinished rollouts and stops the episodes' thread within about `timeout` seconds."""
@@ -161,9 +161,9 @@ class RolloutSampler:
         if tasks := [collection.task for collection in self._live if collection.task is not None]:
             await asyncio.wait(tasks)
 
-    def _seeds(self, prompts: Prompts, cursor: int, stream: str) -> list[int]:
+    def _seeds(self, prompts: Prompts, cursor: int, stream: str, first: int = 0) -> list[int]:
         """Returns the seeds of this rank's prompts in the rollout of a stream that starts at prompt `cursor`."""
-        rows = [i * self.data.world_size + self.data.rank for i in range(len(prompts))]
+        rows = [first + i * self.data.world_size + self.data.rank for i in range(len(prompts))]
         return [request_seed(self.data.seed, stream, cursor, row) for row in rows]
 
     def _show(self, prompts: Prompts, sampling: SamplingParams) -> None:

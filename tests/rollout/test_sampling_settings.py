@@ -137,6 +137,23 @@ def test_evaluation_samples_as_it_likes_and_counts_all_tokens(model: str) -> Non
     assert all(int(batch.response_mask.sum()) == 6 * len(batch) for batch in seen.batches)
 
 
+def test_evaluation_samples_do_not_depend_on_the_size_of_batches(model: str) -> None:
+    class Completions(RLCallback):
+        def __init__(self) -> None:
+            self.found: list[str] = []
+
+        def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, *_: Any) -> None:
+            self.found += batch.completions
+
+    found = []
+    for size in (2, 5):
+        seen, rows = Completions(), [{"prompt": f"{a}+{a}="} for a in range(5)]
+        data = sums_data(evaluation=Evaluation(rows, PLAIN, group_size=2, batch_size=size))
+        quiet_trainer(callbacks=[seen]).validate(GRPOLightningModule(model), data, verbose=False)
+        found.append(seen.found)
+    assert found[0] == found[1] and len(set(found[0])) > 5
+
+
 @pytest.mark.parametrize("schedule", [Ahead(2), InFlight()])
 def test_a_rollout_has_the_temperature_it_was_sampled_with(model: str, schedule: Schedule) -> None:
     seed_everything(0, verbose=False)
