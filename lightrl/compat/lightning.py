@@ -35,8 +35,8 @@ class KeepsHooks:
         super().__init_subclass__(**kwargs)
         for name in cls.kept_hooks:
             own, ours = getattr(cls, name), getattr(nearest_of_ours(cls), name)
-            code = getattr(inspect.unwrap(own), "__code__", None)  # `super().setup` and `Base.setup` name the hook
-            if not (own is ours or hasattr(own, "keeps_ours") or name in getattr(code, "co_names", ())):
+            names = getattr(getattr(inspect.unwrap(own), "__code__", None), "co_names", ())
+            if not (own is ours or hasattr(own, "keeps_ours") or {"super", name} <= {*names}):  # `super().setup()`
                 setattr(cls, name, _with_ours(own, ours, first=name != "setup"))
 
 

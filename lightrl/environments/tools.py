@@ -147,8 +147,8 @@ class ToolEnvironment(Environment):
         return f"Error: {error}"
 
     async def finish(self, stop_reason: str) -> float | None:
-        if not callable(getattr(self._object, "get_reward", None)):
-            return None
+        if not callable(getattr(self._object, "get_reward", None)):  # a subclass may give rewards in `step`
+            return None if type(self).step is ToolEnvironment.step else 0.0
         reward = await self._code.result(partial(self._object.get_reward))
         return None if reward is None else float(reward)
 

@@ -517,13 +517,20 @@ def test_the_end_of_a_test_without_super_logs(path: str) -> None:
     assert "eval/reward" in metrics
 
 
+class Counter:
+    """A part of a user's callback with a state of its own."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": 1}
+
+
 def test_the_parts_of_a_run_work_without_super(path: str, tmp_path: Path) -> None:
     """Data module, checkpoint, and callbacks: the run ends, closes, saves, and resumes as with our classes."""
     hooks: dict[str, Any] = {name: lambda self, stage: None for name in ("setup", "teardown")}
     own_data = type("Data", (RolloutDataModule,), hooks)
     hooks = {name: lambda *_, **__: None for name in ("setup", "on_train_batch_end", "on_validation_end")}
     own_saver = type("Saver", (RolloutCheckpoint,), hooks)
-    states = {"state_dict": lambda self: {"own": 1}, "load_state_dict": lambda self, state: None}
+    states = {"state_dict": lambda self: {"own": Counter().state_dict()}, "load_state_dict": lambda self, state: None}
     own_kl, own_ema = (type(f"Own{kind.__name__}", (kind,), states) for kind in (AdaptiveKL, EMA))
 
     def run(folder: str, max_epochs: int, saver: Any, kl: Any, ema: Any, data_class: Any) -> tuple[Any, ...]:

@@ -113,6 +113,13 @@ def test_a_tool_class_without_a_reward_leaves_scoring_to_the_functions(base: typ
     assert [t.turn_rewards for t in played] == [[], []] and not any(t.failed for t in played)
     punished = play_one(lambda: ToolEnvironment(Tools), malformed, parse_error_reward=-0.5)
     assert punished.turn_rewards == [-0.5, 0.0]
+
+    class Steps(ToolEnvironment):
+        async def step(self, reply: Reply) -> Step:
+            return Step(reward=0.0, done=True)
+
+    if base is object:
+        assert play_one(lambda: Steps(Tools), [said("wrong")]).turn_rewards == [0.0]
     unscored, zero = Scores([math.nan] * 2, {}), Scores([0.0, 0.5], {})
     prompt = Prompts([[3]], [""])
     assert all(map(math.isnan, ScoredGroup(prompt, played, unscored).rewards))

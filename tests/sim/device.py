@@ -175,7 +175,7 @@ def run(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def on_host(x: Any) -> Any:
-    """What the host can work with: the wrapped tensor, and a generator of its own."""
+    """Returns a tensor's copy on the host, or a generator for the host with the same seed."""
     if isinstance(x, torch.Generator) and x.device.type != "cpu":
         return torch.Generator().manual_seed(x.initial_seed())
     return unwrap(x)
